@@ -226,15 +226,14 @@ class DraftModel(Autoregressive):
     def _pack(
         self, slot_B: Tensor, count_B: Tensor, *, ahead: int = 0, wanted: bool = True
     ) -> ForwardBatch:
-        """So many tokens of each request that the cache lacks; logits of the last one, if wanted."""
+        """So many missing tokens of each request; with the logits of the last one, if wanted."""
         none_B = torch.zeros_like(count_B)
         tokens = StepTokens(slot_B, count_B, None, none_B)
         if not wanted:
             tokens = StepTokens(slot_B, count_B, none_B - 1, none_B[:0])
         total = int(count_B.sum())
-        return self._steps.pack(
-            tokens, PackSizes(total, len(slot_B), total, ahead), self.block_size
-        )
+        sizes = PackSizes(total, len(slot_B), total, ahead)
+        return self._steps.pack(tokens, sizes, self.block_size)
 
     def _pack_drafts(self, slot_A: Tensor, length_A: Tensor, token_A: Tensor) -> ForwardBatch:
         """A draft of each request, which then has so many tokens in the cache."""

@@ -278,23 +278,29 @@ def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
 def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
     """The block with rows for `size` requests: those of `index_A` in order, no drafts of others."""
 
-    def spread(column_A: Tensor | None, fill: float) -> Tensor | None:
-        if column_A is None:
-            return None
+    def spread(column_A: Tensor, fill: int) -> Tensor:
         empty = column_A.new_full((size, *column_A.shape[1:]), fill)
         return empty.index_copy_(0, index_A, column_A)
 
-    columns = (block.token_BK, -1), (block.num_B, 0), (block.real_q_B, 0), (block.expected_B, 0)
-    token_BK, num_B, real_q_B, expected_B = (spread(*column) for column in columns)
-    return replace(block, token_BK=token_BK, num_B=num_B, real_q_B=real_q_B, expected_B=expected_B)
+    expected_B = block.expected_B
+    return replace(
+        block,
+        token_BK=spread(block.token_BK, -1),
+        num_B=spread(block.num_B, 0),
+        real_q_B=spread(block.real_q_B, 0),
+        expected_B=None if expected_B is None else spread(expected_B, 0),
+    )
 
 
 def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:
     """For each request one of two blocks."""
     most = max(first.token_BK.shape[1], second.token_BK.shape[1])
-    tokens = (pad(b.token_BK, (0, most - b.token_BK.shape[1]), value=-1) for b in (first, second))
+    one_BK, other_BK = (
+        pad(token_BK, (0, most - token_BK.shape[1]), value=-1)
+        for token_BK in (first.token_BK, second.token_BK)
+    )
     return DraftBlock(
-        torch.where(first_B[:, None], *tokens),
+        torch.where(first_B[:, None], one_BK, other_BK),
         torch.where(first_B, first.num_B, second.num_B),
         _one_cache(first.cache, second.cache),
         torch.where(first_B, first.real_q_B, second.real_q_B),

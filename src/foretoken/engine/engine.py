@@ -64,7 +64,7 @@ class Launched:
         faults: by slot, what making edits for one request has raised.
     """
 
-    groups: Sequence[RequestGroup] = ()
+    groups: list[RequestGroup] = field(default_factory=list)
     trace: StepTrace | None = None
     shares: Sequence[Share] = ()
     result: StepResult = field(default_factory=StepResult)
@@ -213,7 +213,7 @@ class Engine:
         edits, faults = pack_edits(editing, drafts, self.limits.vocab_size)
         return edits, {deciding[d].slot: fault for d, fault in faults.items()}
 
-    def commit(self, launched: Launched) -> Sequence[RequestGroup]:
+    def commit(self, launched: Launched) -> list[RequestGroup]:
         """Let the requests have what a step computed; returns the groups of those that ran."""
         for share in launched.shares:
             if share.request.launched_share is share:  # and not one that was launched since

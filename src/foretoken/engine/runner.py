@@ -105,7 +105,7 @@ class Runner:
         return StepResult() if step is None else self.finish(step)
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
-        """Apply a plan, launch drafts and the target's pass; None if no request has a part in it."""
+        """Apply a plan, launch drafts and the target's pass; None if no request takes part."""
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)

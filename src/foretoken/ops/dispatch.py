@@ -238,7 +238,7 @@ class Backend:
         return self._kernels.draft_head(model, most_rows, deterministic=self.deterministic)
 
     def steps(self, state: SlotState) -> Steps:
-        """What an engine does with its slots; of these functions alone arguments are not checked."""
+        """What an engine does with its slots; arguments of these functions are not checked."""
         return self._kernels.steps(state)
 
     def compile_ahead(self, run: Callable[[], object]) -> None:

@@ -119,6 +119,9 @@ class StepInput(NamedTuple):
         return [b for b, most in enumerate(self.num_prompt_logprobs_B) if most != NONE]
 
 
+NO_STEP = StepInput()
+
+
 class StepPlan(NamedTuple):
     """A step, and what changed hands before it; applied in this order.
 
@@ -135,7 +138,7 @@ class StepPlan(NamedTuple):
     admissions: Sequence[Admission] = ()
     new_blocks: Sequence[tuple[int, int, Sequence[int]]] = ()
     fresh_blocks: Sequence[int] = ()
-    step: StepInput = StepInput()
+    step: StepInput = NO_STEP
     timed: bool = False
 
 
@@ -155,7 +158,8 @@ def decode(data: bytes, compiled: Callable[[Any], Grammar | None]) -> StepPlan |
     """
     message = json.loads(data)
     if "edits" in message:
-        return PackedEdits(*map(_unpacked, message["edits"]))
+        row_4E, mask_RW, *entries = map(_unpacked, message["edits"])
+        return PackedEdits(row_4E, mask_RW, *entries)
     released, admitted, new_blocks, fresh_blocks, step, timed = message["plan"]
     admissions = []
     for slot, key, params, rule, *numbers in admitted:
@@ -179,7 +183,7 @@ def _packed(array: np.ndarray[Any, Any] | None) -> list[Any] | None:
     return [array.dtype.str, array.shape, data]
 
 
-def _unpacked(packed: list[Any] | None) -> np.ndarray[Any, Any] | None:
+def _unpacked(packed: list[Any] | None) -> Any:
     if packed is None:
         return None
     kind, shape, data = packed

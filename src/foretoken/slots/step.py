@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.ops import Evidence, Logprobs, Rule, SlotParams
 from foretoken.ops.pinned import ToHost
-from foretoken.slots.plan import StepInput
+from foretoken.slots.plan import NO_STEP, StepInput
 
 
 class StepShape(NamedTuple):
@@ -128,7 +128,7 @@ class StepResult:
             batch; overwritten by the next step.
     """
 
-    step: StepInput = StepInput()
+    step: StepInput = NO_STEP
     packet: ToHost | None = None
     num_padded: int = 0
     faults: dict[int, Exception] = field(default_factory=dict)

@@ -104,9 +104,7 @@ class Sampler:
             d_R = to_device(np.array(step.reported_D, dtype=np.int64), device)
             token_RK1, count_D = verdict.token_BK1[d_R], drafts.num_B + 1
             index_K1 = torch.arange(token_RK1.shape[1], device=device)
-            last = (
-                len(batch.logit_row_N) if batch.num_deciding is None else batch.num_deciding
-            ) - 1
+            last = len(batch.deciding(batch.logit_row_N)) - 1
             first_R = (count_D.cumsum(0) - count_D)[d_R]
             row_R.append((first_R[:, None] + index_K1).clamp(max=last).flatten())
             token_R.append(token_RK1.flatten().to(torch.int64))

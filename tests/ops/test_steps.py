@@ -1,7 +1,7 @@
-"""Bookkeeping over slots: Triton's kernels leave the same numbers as stock operators do.
+"""Bookkeeping over slots: C++ and Triton's kernels leave the same numbers as stock operators do.
 
 Random slots and steps: prompts in the midst, requests that have all their tokens, padding, drafts
-or none. The kernels run in Triton's interpreter, in a process of its own, and on a GPU. What nobody
+or none. Triton's kernels run in its interpreter, in a process of its own, and on a GPU. What nobody
 reads may differ: the end of the spare's tokens, block tables behind a request's last block.
 """
 

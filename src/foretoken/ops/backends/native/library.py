@@ -119,17 +119,19 @@ _SIGNATURES: dict[str, list[Any]] = {
     "verify": _ADDRESS * 4,
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
-    "steps_count": _ADDRESS * 2,
-    "steps_write": [*_ADDRESS * 2, c_int64],
-    "steps_pack": _ADDRESS * 3,
-    "steps_advance": _ADDRESS * 2,
-    "steps_begin_round": _ADDRESS * 3,
-    "steps_look_up": [*_ADDRESS * 2, c_int64, c_int64],
+    "steps_count": _ADDRESS,
+    "steps_write": _ADDRESS,
+    "steps_pack": _ADDRESS,
+    "steps_advance": _ADDRESS,
+    "steps_begin_round": _ADDRESS,
+    "steps_look_up": [c_void_p, c_int64, c_int64],
 }
 
 
 def _check(status: int, function: Any, arguments: Any) -> None:
     """Raise what kept a call from being done; `csrc/call.h` names the numbers."""
+    if not status:
+        return
     if status == 1:
         raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
     if status == 2:

@@ -38,11 +38,11 @@ class Steps(stock.Steps):
         super().__init__(state)
         self._kept_table = struct(state, *state.token_SL.shape, state.block_SL.shape[1])
         self._table = address(self._kept_table)
-        self._packed = _Packed()
+        self._batches = _Batches()
         # `Counts`, `Drafts` and `Step` of the C++ side, and where they are.
         self._counts = array("q", [*[0] * 5, self._table])
         self._drafts = array("q", [*[0] * 8, self._table])
-        self._step = array("q", [*[0] * 13, self._table, self._packed.address])
+        self._step = array("q", [*[0] * 13, self._table, self._batches.address])
         self._counts_at, self._drafts_at, self._step_at = (
             fields.buffer_info()[0] for fields in (self._counts, self._drafts, self._step)
         )
@@ -86,14 +86,15 @@ class Steps(stock.Steps):
             self._drafts, 0, slot_B.data_ptr(), asked_B.data_ptr(), position_B.data_ptr(),
             num_B.data_ptr(), token_BK.data_ptr(), num_B.numel(), token_BK.shape[1], last_id,
         )  # fmt: skip
-        self._write(self._drafts_at)
+        if status := self._write(self._drafts_at):
+            library.check(status, self._write)
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         """See `Steps.pack`."""
         if tokens is not self._known:
             self._take(tokens)
         _fill_2(self._step, _SIZES, block_size, sizes.ahead)
-        return self._packed.batch(self._pack, self._step_at, sizes.queries, block_size)
+        return self._batches.batch(self._pack, self._step_at, sizes.queries, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         """See `Steps.advance`."""
@@ -112,7 +113,8 @@ class Steps(stock.Steps):
             self._step, _OUTCOME, token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(),
             packet.data_ptr(), deciding, width - 1,
         )  # fmt: skip
-        self._advance(self._step_at)
+        if status := self._advance(self._step_at):
+            library.check(status, self._advance)
         return packet
 
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
@@ -120,10 +122,10 @@ class Steps(stock.Steps):
         requests, most = asked.slot_B.numel(), asked.most
         num_B, index_B1 = _empty(requests), _empty(requests + 1)
         place_3KB = _empty(3, most, requests)
-        tensors, packed = (*asked[:3], num_B, index_B1, place_3KB), _Packed()
-        numbers = (requests, most, known, max_len, block_size, self._table, packed.address)
+        tensors, batches = (*asked[:3], num_B, index_B1, place_3KB), _Batches()
+        numbers = (requests, most, known, max_len, block_size, self._table, batches.address)
         given = struct(tensors, *numbers)
-        first = packed.batch(self._begin_round, address(given), known, block_size)
+        first = batches.batch(self._begin_round, address(given), known, block_size)
         return Round(num_B, first, index_B1, *place_3KB)
 
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +153,7 @@ class Steps(stock.Steps):
         )  # fmt: skip
 
 
-class _Packed:
+class _Batches:
     """Memory of packed batches, and the tensors over it.
 
     address: of `Packed` of the C++ side
@@ -164,14 +166,15 @@ class _Packed:
         self._kept: dict[bytes, tuple[Tensor, ...]] = {}
 
     def batch(
-        self, pack: Callable[[int], object], given: int, queries: int, block_size: int
+        self, pack: Callable[[int], int], given: int, queries: int, block_size: int
     ) -> ForwardBatch:
         """What the native function packs; it overwrites the last batch."""
-        pack(given)
+        if status := pack(given):
+            library.check(status, pack)
         parts = self._kept.get(self._told.tobytes())
         if parts is None:
             if self._grows():
-                pack(given)
+                return self.batch(pack, given, queries, block_size)
             parts = self._tensors()
         token_T, position_T, row_N, start_B1, length_B, block_BL = parts
         attention = AttentionBatch(start_B1, length_B, block_BL, block_size, queries, True)
@@ -193,7 +196,7 @@ class _Packed:
 
     def _tensors(self) -> tuple[Tensor, ...]:
         sizes = self._sizes()
-        *parts, block = self._memory[: sum(sizes)].split(sizes)
+        *parts, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
         parts.append(block.view(*self._told[4:]))
         _keep(self._kept, self._told.tobytes(), tuple(parts))
         return tuple(parts)

@@ -126,7 +126,7 @@ class Steps(stock.Steps):
         numbers = (requests, most, known, max_len, block_size, self._table, batches.address)
         given = struct(tensors, *numbers)
         first = batches.batch(self._begin_round, address(given), known, block_size)
-        return Round(num_B, first, index_B1, *place_3KB)
+        return Round(num_B, first, index_B1, *place_3KB.unbind())
 
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
         """See `Steps.look_up`."""

@@ -261,8 +261,9 @@ int foretoken_steps_write(const Drafts* drafts) {
       const int64_t num = drafts->num_B[b], position = drafts->position_B[b];
       if (num > std::min(drafts->asked_B[b], drafts->most) || position + num > table.width)
         throw Misfit("slot " + to_string(drafts->slot_B[b]) + ": " + to_string(num) +
-                     " drafts at " + to_string(position) + ", asked for " +
-                     to_string(drafts->asked_B[b]));
+                     " drafts at " + to_string(position) + ", but " +
+                     to_string(drafts->asked_B[b]) + " asked for, " + to_string(drafts->most) +
+                     " given and room for " + to_string(table.width) + " tokens");
     }
     for (int64_t b = 0; b < drafts->requests; b++) {
       const int64_t* token_K = drafts->token_BK + b * drafts->most;

@@ -61,7 +61,7 @@ def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
         assert home == f"foretoken.ops.backends.{lender}"
         calls_native = lender == "native" and file == "sampling"
         assert calls_native or file in files.get(op, {op})
-    lender = name if name == "triton" else "torch"
+    lender = "torch" if name == "reference" else name
     assert backend._kernels.steps.__module__ == f"foretoken.ops.backends.{lender}.steps"
 
 

@@ -1,7 +1,7 @@
-"""Bookkeeping over slots: Triton's kernels leave the same numbers as stock operators do.
+"""Bookkeeping over slots: C++ and Triton's kernels leave the same numbers as stock operators do.
 
 Random slots and steps: prompts in the midst, requests that have all their tokens, padding, drafts
-or none. The kernels run in Triton's interpreter, in a process of its own, and on a GPU. What nobody
+or none. Triton's kernels run in its interpreter, in a process of its own, and on a GPU. What nobody
 reads may differ: the end of the spare's tokens, block tables behind a request's last block.
 """
 
@@ -287,6 +287,21 @@ def test_memory_is_used_again_but_what_the_host_asks_for() -> None:
     assert not torch.equal(packet, later)
 
 
+@needs_native
+def test_more_sizes_than_are_kept() -> None:
+    """A batch that has as many blocks as tokens has another size at each length."""
+    case = make_case(5, 1, 2, max_tokens=300, device=torch.device("cpu"))
+    case.state.limit_S.fill_(999)
+    both = [get_backend(name).steps(case.state) for name in ("native", "torch")]
+    one = torch.ones(1, dtype=torch.int64)
+    tokens = StepTokens(0 * one, one, None, one)
+    for start in [*range(70), *range(10)] * 5:
+        case.state.computed_S[0] = start
+        for ahead in (0, 1, 2, 3):
+            packs = [steps.pack(tokens, PackSizes(0, 0, 9, ahead), 1) for steps in both]
+            check_batch(*packs, packs[1].attention.length_B, exact=True)
+
+
 def make_slots(length: int) -> SlotState:
     """One slot of so many tokens, with room for 8 and blocks of 4 for 12, and the spare."""
     numbers = torch.tensor([[length, 1], [length - 1, 0], [99, 1]])
@@ -300,7 +315,7 @@ def test_more_drafts_than_asked_for_are_an_error(backend: str) -> None:
     steps, one = get_backend(backend).steps(state), torch.ones(1, dtype=torch.int64)
     asked = DraftRequests(0 * one, one, 3 * one, 2, make_params(2))
     before = state.token_SL.clone()
-    with pytest.raises(IntegrityError, match=r"2\]? drafts.* asked for"):
+    with pytest.raises(IntegrityError, match=r"2\]? drafts.* 1\]? asked for"):
         steps.write_drafts(asked, 2 * one, torch.tensor([[5, 6]]), 9)
     with pytest.raises(IntegrityError, match=r"\[1, 1\] drafts, \[1\] asked for"):
         steps.write_drafts(asked, torch.tensor([1, 1]), torch.tensor([[5], [6]]), 9)

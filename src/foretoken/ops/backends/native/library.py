@@ -4,8 +4,9 @@ Belongs here: choosing and loading a library, the C signatures. Does not: what t
 (`arguments.py`).
 
 Pointers are addresses of contiguous arrays that the caller keeps alive during the call; nothing is
-checked on the C side. Every call releases the GIL, except the short ones of a step's bookkeeping: a
-thread that waits for the GIL would have it then for much longer than the call takes.
+checked on the C side. Calls release the GIL and raise what kept them from being done. Those of a
+step's bookkeeping are too short for that: they keep the GIL, which another thread would have for
+longer than the call takes, and return a status, for `check` if it is not 0.
 """
 
 from __future__ import annotations
@@ -91,10 +92,13 @@ def load() -> ctypes.CDLL:
     if not build.is_whole(path):
         raise OSError(f"{path} is damaged: its digest is not that of its contents")
     library = ctypes.CDLL(str(path))
-    short = ctypes.PyDLL(str(path), handle=library._handle)  # its functions keep the GIL
     for name, arguments in _SIGNATURES.items():
-        function = getattr(short if name.startswith("steps_") else library, f"foretoken_{name}")
-        function.argtypes, function.restype, function.errcheck = arguments, c_int, _check
+        function = getattr(library, f"foretoken_{name}")
+        function.argtypes, function.restype, function.errcheck = arguments, c_int, check
+    short = ctypes.PyDLL(str(path), handle=library._handle)  # its functions keep the GIL
+    for name, arguments in _SHORT.items():
+        function = getattr(short, f"foretoken_{name}")
+        function.argtypes, function.restype = arguments, c_int
         setattr(library, f"foretoken_{name}", function)
     library.foretoken_misfit.restype = c_char_p
     return library
@@ -119,16 +123,18 @@ _SIGNATURES: dict[str, list[Any]] = {
     "verify": _ADDRESS * 4,
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
-    "steps_count": _ADDRESS * 2,
-    "steps_write": [*_ADDRESS * 2, c_int64],
-    "steps_pack": _ADDRESS * 3,
-    "steps_advance": _ADDRESS * 2,
-    "steps_begin_round": _ADDRESS * 3,
-    "steps_look_up": [*_ADDRESS * 2, c_int64, c_int64],
+}
+_SHORT: dict[str, list[Any]] = {
+    "steps_count": _ADDRESS,
+    "steps_write": _ADDRESS,
+    "steps_pack": _ADDRESS,
+    "steps_advance": _ADDRESS,
+    "steps_begin_round": _ADDRESS,
+    "steps_look_up": [c_void_p, c_int64, c_int64],
 }
 
 
-def _check(status: int, function: Any, arguments: Any) -> None:
+def check(status: int, function: Any, arguments: Any = None) -> None:
     """Raise what kept a call from being done; `csrc/call.h` names the numbers."""
     if status == 1:
         raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")

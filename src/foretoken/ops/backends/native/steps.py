@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy import empty
+from torch import Tensor, from_numpy
 
 from foretoken.errors import IntegrityError
 from foretoken.ops.backends.native import library
@@ -25,8 +26,9 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 _MOST_KEPT = 256  # sizes whose tensors are kept
 _INT64, _NUMPY_INT64 = torch.int64, np.dtype(np.int64)
-# Write a struct's fields, a third of the time that `arguments.struct` takes.
-_fill_5, _fill_7, _fill_11 = (Layout(f"{fields}q").pack_into for fields in (5, 7, 11))
+# Write fields of a struct that is used again: `arguments.struct` takes 3 times as long.
+_fill_2, _fill_5, _fill_6, _fill_8 = (Layout(f"{n}q").pack_into for n in (2, 5, 6, 8))
+_SIZES, _OUTCOME = 8 * 5, 8 * 7  # where in `Step` the fields of `pack` and of `advance` begin
 
 
 class Steps(stock.Steps):
@@ -36,16 +38,21 @@ class Steps(stock.Steps):
         super().__init__(state)
         self._kept_table = struct(state, *state.token_SL.shape, state.block_SL.shape[1])
         self._table = address(self._kept_table)
-        self._fields = array("q", bytes(8 * 11))  # of the struct that a call reads
-        self._given = self._fields.buffer_info()[0]
+        self._batches = _Batches()
+        # `Counts`, `Drafts` and `Step` of the C++ side, and where they are.
+        self._counts = array("q", [*[0] * 5, self._table])
+        self._drafts = array("q", [*[0] * 8, self._table])
+        self._step = array("q", [*[0] * 13, self._table, self._batches.address])
+        self._counts_at, self._drafts_at, self._step_at = (
+            fields.buffer_info()[0] for fields in (self._counts, self._drafts, self._step)
+        )
+        self._known: StepTokens | None = None  # whose addresses are in `Step`
         self._counted: dict[int, tuple[Tensor, Tensor, int, int]] = {}
-        self._packed = _Packed()
         native = library.load()
         self._count, self._write = native.foretoken_steps_count, native.foretoken_steps_write
         self._pack, self._advance = native.foretoken_steps_pack, native.foretoken_steps_advance
-        self._begin, self._look_up = (
-            native.foretoken_steps_begin_round, native.foretoken_steps_look_up,
-        )  # fmt: skip
+        self._begin_round = native.foretoken_steps_begin_round
+        self._look_up = native.foretoken_steps_look_up
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
         """See `Steps.count_drafts`."""
@@ -58,16 +65,16 @@ class Steps(stock.Steps):
             kept = (num_B, position_B, num_B.data_ptr(), position_B.data_ptr())
             _keep(self._counted, requests, kept)
         num_B, position_B, num, position = kept
-        _fill_5(self._fields, 0, slot_B.data_ptr(), most_B.data_ptr(), num, position, requests)
-        self._count(self._table, self._given)
+        _fill_5(self._counts, 0, slot_B.data_ptr(), most_B.data_ptr(), num, position, requests)
+        self._count(self._counts_at)
         return num_B, position_B
 
     def write_drafts(
         self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """See `Steps.write_drafts`."""
-        slot_B, asked_B, position_B = asked[:3]
-        if num_B.shape != asked_B.shape:
+        slot_B, asked_B, position_B, _, _, _, _ = asked
+        if num_B.numel() != asked_B.numel():
             raise IntegrityError(f"{num_B.tolist()} drafts, {asked_B.tolist()} asked for")
         if token_BK.dtype is not _INT64 or not (
             token_BK.is_contiguous() and num_B.is_contiguous() and slot_B.is_contiguous()
@@ -75,48 +82,39 @@ class Steps(stock.Steps):
         ):  # fmt: skip
             token_BK, num_B = token_BK.to(_INT64).contiguous(), num_B.contiguous()
             slot_B, asked_B, position_B = map(Tensor.contiguous, asked[:3])
-        requests, most = token_BK.shape
-        _fill_7(
-            self._fields, 0, slot_B.data_ptr(), asked_B.data_ptr(), position_B.data_ptr(),
-            num_B.data_ptr(), token_BK.data_ptr(), requests, most,
+        _fill_8(
+            self._drafts, 0, slot_B.data_ptr(), asked_B.data_ptr(), position_B.data_ptr(),
+            num_B.data_ptr(), token_BK.data_ptr(), num_B.numel(), token_BK.shape[1], last_id,
         )  # fmt: skip
-        self._write(self._table, self._given, last_id)
+        if status := self._write(self._drafts_at):
+            library.check(status, self._write)
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         """See `Steps.pack`."""
-        slot_B, num_tokens_B, of_B, num_D = tokens
-        if not (
-            slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
-            and (of_B is None or of_B.is_contiguous())
-        ):  # fmt: skip
-            return self.pack(_contiguous(tokens), sizes, block_size)
-        _fill_7(
-            self._fields, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),
-            0 if of_B is None else of_B.data_ptr(), num_D.data_ptr(), slot_B.numel(), block_size,
-            sizes.ahead,
-        )  # fmt: skip
-        return self._packed.batch(self._pack, self._table, self._given, sizes.queries, block_size)
+        if tokens is not self._known:
+            self._take(tokens)
+        _fill_2(self._step, _SIZES, block_size, sizes.ahead)
+        return self._batches.batch(self._pack, self._step_at, sizes.queries, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         """See `Steps.advance`."""
-        (slot_B, num_tokens_B, of_B, num_D), (token_BK1, accepted_B, finite_B) = tokens, verdict
+        if tokens is not self._known:
+            self._take(tokens)
+        token_BK1, accepted_B, finite_B = verdict
         if token_BK1.dtype is not _INT64 or not (
             token_BK1.is_contiguous() and accepted_B.is_contiguous() and finite_B.is_contiguous()
-            and slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
-            and (of_B is None or of_B.is_contiguous())
-        ):  # fmt: skip
-            verdict = verdict._replace(token_BK1=token_BK1.to(_INT64))
-            return self.advance(_contiguous(tokens), Verdict(*map(Tensor.contiguous, verdict)))
-        requests, (deciding, width) = slot_B.numel(), token_BK1.shape
-        # A third less time than `torch.empty` takes.
-        packet = torch.from_numpy(np.empty(requests + deciding * (width + 3), _NUMPY_INT64))
-        _fill_11(
-            self._fields, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),
-            0 if of_B is None else of_B.data_ptr(), num_D.data_ptr(), requests,
-            token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(), packet.data_ptr(),
-            deciding, width - 1,
+        ):
+            token_BK1 = token_BK1.to(_INT64).contiguous()
+            accepted_B, finite_B = accepted_B.contiguous(), finite_B.contiguous()
+        deciding, width = token_BK1.shape
+        size = self._step[4] + deciding * (width + 3)
+        packet = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
+        _fill_6(
+            self._step, _OUTCOME, token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(),
+            packet.data_ptr(), deciding, width - 1,
         )  # fmt: skip
-        self._advance(self._table, self._given)
+        if status := self._advance(self._step_at):
+            library.check(status, self._advance)
         return packet
 
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
@@ -124,38 +122,59 @@ class Steps(stock.Steps):
         requests, most = asked.slot_B.numel(), asked.most
         num_B, index_B1 = _empty(requests), _empty(requests + 1)
         place_3KB = _empty(3, most, requests)
-        tensors = (*asked[:3], num_B, index_B1, place_3KB)
-        given = struct(tensors, requests, most, known, max_len, block_size)
-        first = _Packed().batch(self._begin, self._table, address(given), known, block_size)
-        return Round(num_B, first, index_B1, *place_3KB)
+        tensors, batches = (*asked[:3], num_B, index_B1, place_3KB), _Batches()
+        numbers = (requests, most, known, max_len, block_size, self._table, batches.address)
+        given = struct(tensors, *numbers)
+        first = batches.batch(self._begin_round, address(given), known, block_size)
+        return Round(num_B, first, index_B1, *place_3KB.unbind())
 
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
         """See `Steps.look_up`."""
         requests, most = asked.slot_B.numel(), asked.most
         num_B, token_BK = _empty(requests), _empty(requests, most)
-        given = struct((*asked[:3], num_B, token_BK), requests, most)
-        self._look_up(self._table, given, shortest, longest)
+        given = struct((*asked[:3], num_B, token_BK), requests, most, 0, self._table)
+        self._look_up(given, shortest, longest)
         return token_BK, num_B
 
+    def _take(self, tokens: StepTokens) -> None:
+        """Look up addresses, which `advance` has from `pack` if both are given the same object."""
+        slot_B, num_tokens_B, of_B, num_D = tokens
+        if not (
+            slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
+            and (of_B is None or of_B.is_contiguous())
+        ):  # fmt: skip
+            of_B = None if of_B is None else of_B.contiguous()
+            slot_B, num_tokens_B = slot_B.contiguous(), num_tokens_B.contiguous()
+            tokens = StepTokens(slot_B, num_tokens_B, of_B, num_D.contiguous())
+        self._known = tokens  # if these are copies, the next call makes new ones
+        _fill_5(
+            self._step, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),
+            0 if of_B is None else of_B.data_ptr(), tokens.num_D.data_ptr(), slot_B.numel(),
+        )  # fmt: skip
 
-class _Packed:
-    """Memory of packed batches, and the tensors over it."""
+
+class _Batches:
+    """Memory of packed batches, and the tensors over it.
+
+    address: of `Packed` of the C++ side
+    """
 
     def __init__(self) -> None:
-        # `Packed` of the C++ side: the memory, its capacity; sizes of the last batch: T, N, B, L.
+        # The memory, its capacity; sizes of the last batch: T, N, B, L.
         self._told = array("q", bytes(8 * 6))
-        self._address = self._told.buffer_info()[0]
+        self.address = self._told.buffer_info()[0]
         self._kept: dict[bytes, tuple[Tensor, ...]] = {}
 
     def batch(
-        self, pack: Callable[..., Any], table: int, given: int, queries: int, block_size: int
+        self, pack: Callable[[int], int], given: int, queries: int, block_size: int
     ) -> ForwardBatch:
         """What the native function packs; it overwrites the last batch."""
-        pack(table, given, self._address)
+        if status := pack(given):
+            library.check(status, pack)
         parts = self._kept.get(self._told.tobytes())
         if parts is None:
             if self._grows():
-                pack(table, given, self._address)
+                return self.batch(pack, given, queries, block_size)
             parts = self._tensors()
         token_T, position_T, row_N, start_B1, length_B, block_BL = parts
         attention = AttentionBatch(start_B1, length_B, block_BL, block_size, queries, True)
@@ -177,7 +196,7 @@ class _Packed:
 
     def _tensors(self) -> tuple[Tensor, ...]:
         sizes = self._sizes()
-        *parts, block = self._memory[: sum(sizes)].split(sizes)
+        *parts, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
         parts.append(block.view(*self._told[4:]))
         _keep(self._kept, self._told.tobytes(), tuple(parts))
         return tuple(parts)
@@ -192,7 +211,3 @@ def _keep(kept: dict[Any, Any], key: object, value: object) -> None:
 
 def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=_INT64)
-
-
-def _contiguous(tokens: StepTokens) -> StepTokens:
-    return StepTokens(*(None if x is None else x.contiguous() for x in tokens))  # type: ignore[arg-type]

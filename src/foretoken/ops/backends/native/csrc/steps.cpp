@@ -29,13 +29,15 @@ struct Counts {
   const int64_t *slot_B, *most_B;
   int64_t *num_B, *position_B;
   int64_t requests;
+  const Table* table;
 };
 
 // `ops.steps.DraftRequests`, and what was drafted or where it goes.
 struct Drafts {
   const int64_t *slot_B, *asked_B, *position_B;
   int64_t *num_B, *token_BK;
-  int64_t requests, most;
+  int64_t requests, most, last_id;
+  const Table* table;
 };
 
 // `ops.steps.StepTokens`.
@@ -46,15 +48,6 @@ struct StepTokens {
   int64_t of(int64_t b) const { return of_B ? of_B[b] : b; }
 };
 
-// `ops.Verdict` on D requests with `most` drafts.
-struct Outcome {
-  StepTokens tokens;
-  const int64_t *token_DK1, *accepted_D;
-  const bool* finite_D;
-  int64_t* packet;
-  int64_t deciding, most;
-};
-
 // Where a batch goes: all its tensors in one piece of memory, one behind the other. Sizes are told; if
 // the memory has less capacity than they take, nothing is written.
 struct Packed {
@@ -63,15 +56,24 @@ struct Packed {
   int64_t needs() const { return 2 * (tokens + requests) + rows + 1 + requests * columns; }
 };
 
-struct Packing {
+// What is packed, and then the `ops.Verdict` on its D requests with `most` drafts.
+struct Step {
   StepTokens tokens;
   int64_t block_size, ahead;
+  const int64_t *token_DK1, *accepted_D;
+  const bool* finite_D;
+  int64_t* packet;
+  int64_t deciding, most;
+  const Table* table;
+  Packed* out;
 };
 
 struct Round {
   const int64_t *slot_B, *asked_B, *position_B;
   int64_t *num_B, *index_B1, *place_3KB;  // place: position, length, index
   int64_t requests, most, known, max_len, block_size;
+  const Table* table;
+  Packed* out;
 };
 
 // Tokens start..start + count - 1 of a slot; of the last `want` of them logits are wanted. Its first
@@ -173,43 +175,43 @@ std::vector<Span> spans_of(const Table& table, const Round& round) {
   return spans;
 }
 
-void check(const Table& table, const Outcome& outcome) {
-  const StepTokens& tokens = outcome.tokens;
+void check(const Table& table, const Step& step) {
+  const StepTokens& tokens = step.tokens;
   for (int64_t b = 0; b < tokens.requests; b++) {
     const int64_t slot = tokens.slot_B[b], of = tokens.of(b);
     if (of < 0 || !table.goes_on(slot)) continue;
-    const int64_t accepted = outcome.accepted_D[of];
-    const int64_t end = table.length_S[slot] + accepted + outcome.finite_D[of];
-    if (accepted < 0 || accepted > outcome.most || end > table.width)
+    const int64_t accepted = step.accepted_D[of];
+    const int64_t end = table.length_S[slot] + accepted + step.finite_D[of];
+    if (accepted < 0 || accepted > step.most || end > table.width)
       throw Misfit("slot " + to_string(slot) + ", which has room for " + to_string(table.width) +
                    " tokens, has " + to_string(table.length_S[slot]) + " and accepted " +
-                   to_string(accepted) + " of " + to_string(outcome.most) + " drafts");
+                   to_string(accepted) + " of " + to_string(step.most) + " drafts");
   }
 }
 
-void advance(const Table& table, const Outcome& outcome) {
-  const StepTokens& tokens = outcome.tokens;
-  int64_t* to = outcome.packet;
+void advance(const Table& table, const Step& step) {
+  const StepTokens& tokens = step.tokens;
+  int64_t* to = step.packet;
   for (int64_t b = 0; b < tokens.requests; b++) {
     const int64_t slot = tokens.slot_B[b], of = tokens.of(b);
     *to++ = table.computed_S[slot];
     if (!table.goes_on(slot)) continue;
     table.computed_S[slot] += tokens.num_tokens_B[b];
     if (of < 0) continue;
-    const int64_t accepted = outcome.accepted_D[of], finite = outcome.finite_D[of];
-    const int64_t* token = outcome.token_DK1 + of * (outcome.most + 1);
+    const int64_t accepted = step.accepted_D[of], finite = step.finite_D[of];
+    const int64_t* token = step.token_DK1 + of * (step.most + 1);
     int64_t& length = table.length_S[slot];
     std::copy(token, token + accepted + finite, table.tokens(slot) + length);
     table.computed_S[slot] += accepted;
     length += accepted + finite;
     if (!finite) table.limit_S[slot] = length;
   }
-  for (int64_t d = 0; d < outcome.deciding; d++) {
-    const int64_t* token = outcome.token_DK1 + d * (outcome.most + 1);
+  for (int64_t d = 0; d < step.deciding; d++) {
+    const int64_t* token = step.token_DK1 + d * (step.most + 1);
     *to++ = tokens.num_D[d];
-    *to++ = outcome.accepted_D[d];
-    *to++ = outcome.finite_D[d];
-    to = std::copy(token, token + outcome.most + 1, to);
+    *to++ = step.accepted_D[d];
+    *to++ = step.finite_D[d];
+    to = std::copy(token, token + step.most + 1, to);
   }
 }
 
@@ -241,58 +243,62 @@ extern "C" {
 
 const char* foretoken_misfit() { return misfit; }
 
-int foretoken_steps_count(const Table* table, const Counts* counts) {
+int foretoken_steps_count(const Counts* counts) {
   for (int64_t b = 0; b < counts->requests; b++) {
-    const int64_t slot = counts->slot_B[b], length = table->length_S[slot];
-    const int64_t num = std::min(counts->most_B[b], table->limit_S[slot] - length - 1);
+    const Table& table = *counts->table;
+    const int64_t slot = counts->slot_B[b], length = table.length_S[slot];
+    const int64_t num = std::min(counts->most_B[b], table.limit_S[slot] - length - 1);
     counts->num_B[b] = std::max<int64_t>(num, 0);
     counts->position_B[b] = length;
   }
   return kDone;
 }
 
-int foretoken_steps_write(const Table* table, const Drafts* drafts, int64_t last_id) {
+int foretoken_steps_write(const Drafts* drafts) {
+  const Table& table = *drafts->table;
   return guarded([&] {
     for (int64_t b = 0; b < drafts->requests; b++) {
       const int64_t num = drafts->num_B[b], position = drafts->position_B[b];
-      if (num > std::min(drafts->asked_B[b], drafts->most) || position + num > table->width)
+      if (num > std::min(drafts->asked_B[b], drafts->most) || position + num > table.width)
         throw Misfit("slot " + to_string(drafts->slot_B[b]) + ": " + to_string(num) +
-                     " drafts at " + to_string(position) + ", asked for " +
-                     to_string(drafts->asked_B[b]));
+                     " drafts at " + to_string(position) + ", but " +
+                     to_string(drafts->asked_B[b]) + " asked for, " + to_string(drafts->most) +
+                     " given and room for " + to_string(table.width) + " tokens");
     }
     for (int64_t b = 0; b < drafts->requests; b++) {
       const int64_t* token_K = drafts->token_BK + b * drafts->most;
-      int32_t* its_drafts = table->tokens(drafts->slot_B[b]) + drafts->position_B[b];
+      int32_t* its_drafts = table.tokens(drafts->slot_B[b]) + drafts->position_B[b];
       for (int64_t i = 0; i < drafts->num_B[b]; i++)
-        its_drafts[i] = static_cast<int32_t>(std::clamp<int64_t>(token_K[i], 0, last_id));
+        its_drafts[i] = static_cast<int32_t>(std::clamp<int64_t>(token_K[i], 0, drafts->last_id));
     }
   });
 }
 
-int foretoken_steps_pack(const Table* table, const Packing* packing, Packed* out) {
+int foretoken_steps_pack(const Step* step) {
   return guarded([&] {
-    const std::vector<Span> spans = spans_of(*table, packing->tokens);
-    pack(*table, spans, packing->block_size, packing->ahead, *out);
+    const Table& table = *step->table;
+    pack(table, spans_of(table, step->tokens), step->block_size, step->ahead, *step->out);
   });
 }
 
-int foretoken_steps_advance(const Table* table, const Outcome* outcome) {
+int foretoken_steps_advance(const Step* step) {
   return guarded([&] {
-    check(*table, *outcome);
-    advance(*table, *outcome);
+    check(*step->table, *step);
+    advance(*step->table, *step);
   });
 }
 
-int foretoken_steps_begin_round(const Table* table, const Round* round, Packed* out) {
+int foretoken_steps_begin_round(const Round* round) {
   return guarded([&] {
-    pack(*table, spans_of(*table, *round), round->block_size, round->most, *out);
+    const Table& table = *round->table;
+    pack(table, spans_of(table, *round), round->block_size, round->most, *round->out);
   });
 }
 
-int foretoken_steps_look_up(const Table* table, const Drafts* drafts, int64_t shortest,
-                            int64_t longest) {
+int foretoken_steps_look_up(const Drafts* drafts, int64_t shortest, int64_t longest) {
+  const Table& table = *drafts->table;
   for (int64_t b = 0; b < drafts->requests; b++) {
-    const int32_t* text = table->tokens(drafts->slot_B[b]);
+    const int32_t* text = table.tokens(drafts->slot_B[b]);
     const int64_t length = drafts->position_B[b], asked = drafts->asked_B[b];
     const int64_t end = asked > 0 ? find(text, length, asked, shortest, longest) : -1;
     const int64_t num = end < 0 ? 0 : std::min(asked, length - 1 - end);

@@ -248,15 +248,11 @@ class SlotTable:
         """
         params, drafters = self.params, self.drafters
         if shape is None:
-            numbers: Array = np.array(step[:3], dtype=np.int64)
-            sent = self._sent(numbers if self.on_host else _padded(numbers))
             most, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
         else:
-            sent = self._send_captured(step, shape.size)
             most, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
             params = replace(params, has_filters=shape.has_filters, rules=shape.rules)
-        size = len(step.slot_B) if shape is None else shape.size
-        slot_B, num_tokens_B, max_drafts_B = sent[:, :size].unbind()
+        slot_B, num_tokens_B, max_drafts_B = self._send_numbers(step, shape)
         slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
             chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
@@ -268,18 +264,27 @@ class SlotTable:
             samples, shape,
         )  # fmt: skip
 
-    def _send_captured(self, step: StepInput, size: int) -> Tensor:
-        """A captured step reads its numbers where it read them when it was captured."""
+    def _send_numbers(self, step: StepInput, shape: StepShape | None) -> Iterable[Tensor]:
+        """Slots, known tokens and most drafts, padded to the shape.
+
+        A captured step reads them where it read them when it was captured.
+        """
         count = len(step.slot_B)
+        if shape is None and self.device.type == "cpu":
+            return [torch.from_numpy(np.array(column, dtype=np.int64)) for column in step[:3]]
+        size = count if shape is None else shape.size
         staging = Staging((3, size + size % 2), torch.int64, self.device)
         numbers = staging.host.numpy()
         numbers[:, :count] = step[:3]
         numbers[0, count:], numbers[1, count:], numbers[2, count:] = self.spare, 1, 0
-        if size not in self._inputs:
-            self._inputs[size] = torch.empty_like(staging.host, device=self.device)
-        sent = self._inputs[size].copy_(staging.host, non_blocking=True)
+        if shape is None:
+            sent = staging.host.to(self.device, non_blocking=True)
+        else:
+            if size not in self._inputs:
+                self._inputs[size] = torch.empty_like(staging.host, device=self.device)
+            sent = self._inputs[size].copy_(staging.host, non_blocking=True)
         staging.give_back()
-        return sent
+        return sent[:, :size].unbind()
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
         """How many drafts each deciding request may have, K_b, and where they stand."""

@@ -199,7 +199,7 @@ def compare_drafting(
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda" or INTERPRETED, reason="the tests below run here")
 def test_interpreted_kernels_leave_the_same_numbers() -> None:
-    interpret_tests(__file__)
+    interpret_tests(__file__, "test_kernels")
 
 
 @needs_triton
@@ -290,7 +290,7 @@ def test_memory_is_used_again_but_what_the_host_asks_for() -> None:
 @needs_native
 def test_more_sizes_than_are_kept() -> None:
     """A batch that has as many blocks as tokens has another size at each length."""
-    case = make_case(5, 1, 2, max_tokens=300, device=torch.device("cpu"))
+    case = make_case(5, 1, 2, max_tokens=1200, device=torch.device("cpu"))
     case.state.limit_S.fill_(999)
     both = [get_backend(name).steps(case.state) for name in ("native", "torch")]
     one = torch.ones(1, dtype=torch.int64)

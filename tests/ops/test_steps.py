@@ -158,7 +158,7 @@ def compare_step(mine: Bind, theirs: Bind, case: Case, seed: int, *, exact: bool
         check_state(*states)
     tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
     most_tokens = int(case.num_tokens_B.sum()) + len(num_D) * case.most
-    for more, ahead in ((3, 0), (0, seed % 7)):
+    for more, ahead in ((0, seed % 7), (3, 0)) if exact else ((3, 0),):
         sizes = PackSizes(most_tokens + more, len(num_D) * (case.most + 1) + more, 9, ahead)
         packs = [steps.pack(tokens, sizes, BLOCK_SIZE) for steps in both]
         reach_B = packs[1].attention.length_B + (ahead if exact else 0)

@@ -75,7 +75,8 @@ class StepTrace:
 
 
 def device_phases(result: StepResult) -> dict[str, float]:
-    """Seconds between the marks that a step left on a GPU, by phase."""
+    """Seconds between the marks that a step left on a GPU, by phase; waits for the last of them."""
+    result.events[-1][1].synchronize()
     return {
         "gap" if phase == "begin" else phase: before.elapsed_time(event) / 1e3
         for (_, before), (phase, event) in pairwise(result.events)

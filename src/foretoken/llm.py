@@ -14,7 +14,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
+from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, unserved
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory_plan import MemoryPlan
@@ -281,7 +281,7 @@ class LLM:
         with self._turns:
             engine = self.engine
             self._num_requests += 1
-            group = submit(engine, prepare(engine, str(self._num_requests), prompt, params))
+            group = engine.add(*prepare(engine, str(self._num_requests), prompt, params))
         output, finished = None, False
         try:
             while not finished:
@@ -328,7 +328,7 @@ class LLM:
         if interrupt.name:
             return not_begun(item.request_id, shown, item.params, interrupt.name)
         try:
-            return submit(self.engine, item)
+            return self.engine.add(*item)
         except ForetokenError as error:
             return unserved(item.request_id, shown, error)
 

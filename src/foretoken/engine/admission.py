@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config import AUTO, LOSSLESS_METHODS
-from foretoken.errors import CapacityError, IntegrityError, RequestError
+from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
@@ -66,6 +66,9 @@ def check_request(
 ) -> SamplingParams:
     """The parameters as they will be served: with a number in the place of max_tokens=None.
 
+    Called once per request, by `boundary.prepare`: `prediction` is token ids by then, and
+    `structured_outputs` is compiled.
+
     Raises:
         RequestError, CapacityError: the engine cannot serve exactly what is asked.
     """
@@ -103,7 +106,7 @@ def check_request(
         )
         raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
     if params.structured_outputs is not None:
-        _check_grammar(params, limits)
+        _check_rule_of_grammar(params, limits)
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"
         bound = "left out: this checkpoint has no tokenizer"
@@ -112,10 +115,8 @@ def check_request(
     return params
 
 
-def _check_grammar(params: SamplingParams, limits: Limits) -> None:
-    """Raise unless the grammar was compiled, and the verification rule keeps to it."""
-    if params.grammar is None:
-        raise IntegrityError("a request was queued whose `structured_outputs` was not compiled")
+def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
+    """Raise `RequestError` if the request's rule accepts drafts that its grammar forbids."""
     by_engine = params.rejection_sample_method is None and limits.allows_synthetic
     is_synthetic = by_engine or params.rejection_sample_method == "synthetic"
     if is_synthetic and params.num_speculative_tokens != 0:

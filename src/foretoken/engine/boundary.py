@@ -29,7 +29,7 @@ _Sample = TypeVar("_Sample", bound=CompletionOutput)
 
 
 class Submission(NamedTuple):
-    """A prompt that was encoded and found servable, and is not queued yet; see `Engine.add`."""
+    """The arguments of `Engine.add`: a prompt that was encoded and checked."""
 
     request_id: str
     prompt_ids: list[int]
@@ -51,7 +51,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     with _encoding(request_id):
         text, ids = encode(engine.tokenizer, prompt)
         ids = last_tokens(ids, params, engine.limits)
-        if params.prediction is not None:  # which is encoded behind the text of the prompt
+        if params.prediction is not None:  # it is encoded after the text of these ids
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
@@ -61,18 +61,9 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
     limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
-        params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit
+        params = replace(params, max_tokens=None)  # the default is no demand: as many as fit
     params = check_request(ids, params, limits, text)
     return Submission(request_id, ids, params, text, bad_words)
-
-
-def submit(engine: Engine, submission: Submission) -> RequestGroup:
-    """Queue a prompt; nothing is queued if it raises.
-
-    Raises:
-        OverloadedError: too many wait.
-    """
-    return engine.add(*submission)
 
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:

@@ -20,7 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
-from foretoken.engine.boundary import Submission, build_output, prepare, submit, take_delta
+from foretoken.engine.boundary import Submission, build_output, prepare, take_delta
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.request import RequestGroup
@@ -349,7 +349,7 @@ class Worker:
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:
-            self._groups[mailbox] = submit(self._engine, submission)
+            self._groups[mailbox] = self._engine.add(*submission)
         except ForetokenError as error:
             mailbox.fail(error)
             return

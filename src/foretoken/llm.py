@@ -1,6 +1,6 @@
 """`LLM`: prompts in, texts out, in the caller's own thread.
 
-Charter: whatever touches the engine does so in a turn (`engine/turns.py`), one step long, so that
+Charter: whatever touches the engine does so in a turn (`engine/worker.py`), one step long, so that
 the calls of several threads are batched together.
 """
 
@@ -27,7 +27,7 @@ from foretoken.engine.prompts import (
     split_prompts,
 )
 from foretoken.engine.request import RequestGroup
-from foretoken.engine.turns import Turns
+from foretoken.engine.worker import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
 from foretoken.foreign.python import absent_attribute
 from foretoken.interrupts import Interrupt, OnInterrupt

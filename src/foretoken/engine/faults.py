@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from foretoken.engine.memory import is_out_of_memory, memory_error
+from foretoken.engine.memory_plan import is_out_of_memory, memory_error
 from foretoken.engine.request import Request
 from foretoken.errors import (
     EngineBrokenError,

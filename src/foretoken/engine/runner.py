@@ -24,8 +24,7 @@ from foretoken.cache.batch import gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, no_drafts
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.memory import is_out_of_memory
-from foretoken.engine.memory_plan import MemoryPlan
+from foretoken.engine.memory_plan import MemoryPlan, is_out_of_memory
 from foretoken.engine.pending import PendingResult
 from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler

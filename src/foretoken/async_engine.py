@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.admission import check_token_ids
+from foretoken.engine.boundary import Params, ParamsReader, Prompt, check_options, decode, encode
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options, decode, encode
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
 from foretoken.foreign.python import absent_attribute
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate

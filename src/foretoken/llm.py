@@ -14,18 +14,22 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, unserved
-from foretoken.engine.build import build_engine
-from foretoken.engine.engine import Engine
-from foretoken.engine.memory_plan import MemoryPlan
-from foretoken.engine.prompts import (
+from foretoken.engine.boundary import (
     Params,
     ParamsReader,
     Prompt,
+    Submission,
+    build_output,
     check_call,
     check_options,
+    not_begun,
+    prepare,
     split_prompts,
+    unserved,
 )
+from foretoken.engine.build import build_engine
+from foretoken.engine.engine import Engine
+from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.request import RequestGroup
 from foretoken.engine.worker import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError

@@ -26,9 +26,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
-from foretoken.engine.boundary import Submission, build_output, prepare, take_delta
+from foretoken.engine.boundary import Prompt, Submission, build_output, prepare, take_delta
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import Prompt
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import ChatPrompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.foreign.python import SAMPLING_FIELDS
-from foretoken.foreign.reasons import (
+from foretoken.foreign.table import (
     ANY,
     ANY_FLAG,
     EITHER,
@@ -17,8 +17,9 @@ from foretoken.foreign.reasons import (
     OWN_CONFIG,
     SPECULATION,
     WHOLE_TEXT,
+    Foreign,
+    same_for,
 )
-from foretoken.foreign.table import Foreign, same_for
 
 _ONE_GRAMMAR = "Leave it out: llguidance reads all schemas, expressions and grammars here."
 _METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."

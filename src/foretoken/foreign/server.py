@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from foretoken.foreign.reasons import (
+from foretoken.foreign.table import (
     ANY,
     ANY_FLAG,
     EITHER,
     NO_PLUGIN,
     OFF,
     ONE_PROCESS,
+    Foreign,
+    same_for,
 )
-from foretoken.foreign.table import Foreign, same_for
 
 _OWN_CALL = "Ask for it in each request."
 SERVER_OPTIONS = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.config import LOSSLESS_METHODS, REJECTION_SAMPLE_METHODS
-from foretoken.engine.prompts import Prompt
+from foretoken.engine.boundary import Prompt
 from foretoken.errors import CapacityError, RequestError
 from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foretoken.config import check_int, check_number
 from foretoken.errors import ConfigError
-from foretoken.lab.files import check_outputs
+from foretoken.lab.results import check_outputs
 
 
 @dataclass(frozen=True, slots=True)

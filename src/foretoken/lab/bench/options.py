@@ -15,7 +15,7 @@ from foretoken.config import (
 )
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.cases import Load, parse_sweep
-from foretoken.lab.files import check_outputs
+from foretoken.lab.results import check_outputs
 
 DATASETS = (".jsonl", ".json")
 SLO = ("ttft", "tpot", "itl", "e2e")

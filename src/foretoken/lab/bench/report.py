@@ -9,8 +9,7 @@ from foretoken.lab.bench.cases import Case, Load
 from foretoken.lab.bench.figures import percentiles, unit_of
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Table
-from foretoken.lab.files import stem
-from foretoken.lab.results import Label, Results, Row, Spread, Value, collect
+from foretoken.lab.results import Label, Results, Row, Spread, Value, collect, stem
 
 _LEAST_REPEATS, _LATE = 3, 0.05
 _SHAPES = ("input_len", "output_len", "repeats", "warmup", "prompts", "seed", "slo")

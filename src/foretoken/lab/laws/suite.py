@@ -20,7 +20,7 @@ from foretoken.lab.laws.joint import (
     pairwise,
     several_rounds,
 )
-from foretoken.lab.laws.mutant_cases import (
+from foretoken.lab.laws.mutants import (
     READ_RULES,
     Mutant,
     check_mutant,

@@ -8,7 +8,7 @@ from pathlib import Path
 from foretoken.config import check_int, check_number
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.options import numbers
-from foretoken.lab.files import check_file, check_outputs
+from foretoken.lab.results import check_file, check_outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ _NAMES = {
     "llm": "LLM",
     "async_engine": "AsyncEngine",
     "config": "EngineConfig SpeculativeConfig",
-    "engine.prompts": "TextPrompt TokensPrompt",
+    "engine.boundary": "TextPrompt TokensPrompt",
     "errors": (
         "AbsentError CapacityError CheckpointError ConfigError EngineBrokenError "
         "EngineMemoryError ForetokenError IntegrityError NonFiniteLogitsError OverloadedError "

@@ -406,9 +406,7 @@ def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def read_structure(
-    body: GenerationFields,
-) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
+def read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
     """`SamplingParams.structured_outputs` of a body, and the names by which it was asked for."""
     given = {name: getattr(body, name) for name in _STRUCTURES}
     asked = [name for name, value in given.items() if value is not None]

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from foretoken.config import (
-    BLOCK_SIZES,
-    EngineConfig,
-    SpeculativeConfig,
-    check_int,
-    check_number,
-)
+from foretoken.config import BLOCK_SIZES, EngineConfig, SpeculativeConfig, check_int, check_number
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.cases import Load, parse_sweep
 from foretoken.lab.results import check_outputs

@@ -9,13 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from foretoken.serve.protocol.common import (
-    Fields,
-    GenerationFields,
-    Inert,
-    Items,
-    TemplateFields,
-)
+from foretoken.serve.protocol.common import Fields, GenerationFields, Inert, Items, TemplateFields
 from foretoken.serve.protocol.foreign import CHAT, COMPLETION, TOOL
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -9,6 +9,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
@@ -218,19 +219,15 @@ class AsyncEngine:
         Raises:
             RequestError: it is no prompt, or a text where there is no tokenizer.
         """
-
-        def work(engine: Engine) -> list[int]:
-            return encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)[1]
-
-        return await asyncio.wrap_future(self._worker.encode(work, prompt))
+        encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
     ) -> list[int]:
         """Token ids of a conversation, as `chat` would have them; raises `RequestError`, too."""
         prompt = self._chat_prompt(messages, template)
-        future = self._worker.encode(lambda engine: prompt.encode()[1], prompt)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._worker.call(lambda _: prompt.encode()[1], prompt))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out.
@@ -243,7 +240,7 @@ class AsyncEngine:
             check_token_ids("tokens", token_ids, engine.limits.vocab_size)
             return decode(engine.tokenizer, token_ids)
 
-        return await asyncio.wrap_future(self._worker.encode(work, token_ids))
+        return await asyncio.wrap_future(self._worker.call(work, token_ids))
 
     async def abort(self, request_id: str) -> bool:
         """End a request where it is; its iterator ends with what there is, marked `abort`.

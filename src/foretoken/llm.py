@@ -7,11 +7,12 @@ the calls of several threads are batched together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.boundary import (
@@ -22,10 +23,9 @@ from foretoken.engine.boundary import (
     build_output,
     check_call,
     check_options,
-    not_begun,
     prepare,
+    shown_parts,
     split_prompts,
-    unserved,
 )
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
@@ -36,12 +36,13 @@ from foretoken.errors import ForetokenError, RequestError, UsageError
 from foretoken.foreign.python import absent_attribute
 from foretoken.interrupts import Interrupt, OnInterrupt
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
-from foretoken.outputs import RequestOutput, SpeculationMetrics
+from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
 _Prepared = Submission | RequestOutput  # what can be queued, or the output of what cannot
+_Done = TypeVar("_Done", Submission, RequestGroup)
 _Begun = RequestGroup | RequestOutput  # what runs or has ended, or such an output
 _PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
 
@@ -220,7 +221,11 @@ class LLM:
                 while len(left) < len(items):
                     with self._turns:
                         for item, its_params in islice(asked, _PREPARED_PER_TURN):
-                            left.append(self._prepare(item, its_params, interrupt, on_error))
+                            self._num_requests += 1
+                            name = str(self._num_requests)
+                            work = partial(prepare, engine, name, item, its_params)
+                            given = name, item, its_params, interrupt
+                            left.append(_attempt(*given, work, raises=on_error == "raise"))
                 while outputs is None:
                     outputs = self._turn(left, results, interrupt)
                     update()
@@ -234,21 +239,6 @@ class LLM:
             raise outputs[0].error
         return outputs
 
-    def _prepare(
-        self, item: Any, params: SamplingParams, interrupt: Interrupt, on_error: str
-    ) -> _Prepared:
-        """A prompt that can be queued, or the output of one that will not be."""
-        self._num_requests += 1
-        name = str(self._num_requests)
-        if interrupt.name:
-            return not_begun(name, item, params, interrupt.name)
-        try:
-            return prepare(self.engine, name, item, params)
-        except ForetokenError as error:
-            if on_error == "raise" and not interrupt.name:
-                raise
-            return unserved(name, item, error)
-
     def _turn(
         self, left: deque[_Prepared], results: list[_Begun], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
@@ -256,7 +246,13 @@ class LLM:
         with self._turns:
             engine = self.engine
             while left and (engine.has_room or interrupt.name):
-                results.append(self._take(left.popleft(), interrupt))
+                item = left.popleft()
+                if isinstance(item, RequestOutput):
+                    results.append(item)
+                    continue
+                shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
+                given = item.request_id, shown, item.params, interrupt
+                results.append(_attempt(*given, partial(engine.add, *item)))
             for result in results if interrupt.name else ():
                 _mark(engine, result, interrupt)
             if left or not all(result.finished for result in results):
@@ -324,17 +320,34 @@ class LLM:
             self._engine.abort_all()
         self._engine = None
 
-    def _take(self, item: _Prepared, interrupt: Interrupt) -> _Begun:
-        """Queue one of several prompts, or its output if it cannot or need not be queued."""
-        if isinstance(item, RequestOutput):
-            return item
-        shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
-        if interrupt.name:
-            return not_begun(item.request_id, shown, item.params, interrupt.name)
+
+def _attempt(
+    name: str,
+    prompt: Any,
+    params: SamplingParams,
+    interrupt: Interrupt,
+    work: Callable[[], _Done],
+    *,
+    raises: bool = False,
+) -> _Done | RequestOutput:
+    """What `work` makes of a prompt, or the output of one that it refuses or a signal came before.
+
+    Args:
+        raises: raise what refuses it instead.
+    """
+    error, samples = None, []
+    if interrupt.name:
+        reason = "interrupted", interrupt.name
+        samples = [CompletionOutput(j, [], "", *reason) for j in range(params.n)]
+    else:
         try:
-            return self.engine.add(*item)
-        except ForetokenError as error:
-            return unserved(item.request_id, shown, error)
+            return work()
+        except ForetokenError as refusal:
+            if raises and not interrupt.name:
+                raise
+            error = refusal
+    text, ids = shown_parts(prompt)
+    return RequestOutput(name, text, ids, samples, RequestMetrics(), error=error)
 
 
 def _abort(engine: Engine, results: Sequence[_Begun]) -> None:

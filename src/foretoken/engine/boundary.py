@@ -9,8 +9,7 @@ prompt. Whatever is wrong with one prompt becomes a typed error here, by the lim
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, Required, TypedDict, TypeVar
 
@@ -27,7 +26,6 @@ from foretoken.outputs import (
     CompletionDelta,
     CompletionOutput,
     RequestDelta,
-    RequestMetrics,
     RequestOutput,
 )
 from foretoken.sampling.params import SamplingParams, check_salt, check_text
@@ -255,13 +253,18 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     """
     engine.check_works()
     is_default = params is engine.default_params
-    with _encoding(request_id):
+    try:
         text, ids = encode(engine.tokenizer, prompt)
         ids = last_tokens(ids, params, engine.limits)
         if params.prediction is not None:  # it is encoded after the text of these ids
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
+    except ForetokenError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__} while its prompt was encoded: {error}"
+        raise ProcessingError(f"request {request_id}: {said}") from error
     grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
     is_same = prediction is params.prediction and grammar is params.structured_outputs
     if not is_same or salt is not params.cache_salt:
@@ -310,32 +313,6 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
         prompt_token_ids=prompt_ids, prompt_logprobs=prompt_logprobs,
         metrics=group.metrics.copy() if finished else None, error=group.error,
     )  # fmt: skip
-
-
-def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutput:
-    """The output of a prompt that was refused."""
-    text, ids = shown_parts(prompt)
-    return RequestOutput(request_id, text, ids, [], RequestMetrics(), error=error)
-
-
-def not_begun(request_id: str, prompt: Any, params: SamplingParams, signal: str) -> RequestOutput:
-    """The output of a prompt that a signal came before: empty samples, marked `interrupted`."""
-    text, ids = shown_parts(prompt)
-    samples = [CompletionOutput(j, [], "", "interrupted", signal) for j in range(params.n)]
-    return RequestOutput(request_id, text, ids, samples, RequestMetrics())
-
-
-@contextmanager
-def _encoding(request_id: str) -> Iterator[None]:
-    """What a tokenizer raises becomes an error that names the request."""
-    try:
-        yield
-    except ForetokenError:
-        raise
-    except Exception as error:
-        raise ProcessingError(
-            f"request {request_id}: {type(error).__name__} while its prompt was encoded: {error}"
-        ) from error
 
 
 def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:

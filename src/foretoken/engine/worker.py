@@ -299,21 +299,18 @@ class Worker:
                 self._post(add)
         return name
 
-    def call(self, work: Callable[[Engine], _Answer]) -> Future[_Answer]:
-        """Have something done between two steps; what it raises is raised to who waits for it."""
-        return self._call(work, self._post)
+    def call(self, work: Callable[[Engine], _Answer], given: Any = None) -> Future[_Answer]:
+        """Have something done between two steps; what it raises is raised to who waits for it.
 
-    def encode(self, work: Callable[[Engine], _Answer], given: Any) -> Future[_Answer]:
-        """As `call`, for work with the tokenizer alone: aside, if what it is given is long."""
-        return self._call(work, self._encoder.submit if takes_long(given) else self._post)
-
-    def _call(
-        self, work: Callable[[Engine], _Answer], post: Callable[[Callable[[], None]], Any]
-    ) -> Future[_Answer]:
+        Args:
+            given: what `work` gives to the tokenizer, if it needs nothing else: if that is long,
+                the work is done in the thread that encodes.
+        """
         future: Future[_Answer] = Future()
         with self._wake_to_serve():
             self._calls.add(future)
-            post(lambda: self._answer(future, work))
+            post = self._encoder.submit if takes_long(given) else self._post
+            post(partial(self._answer, future, work))
         return future
 
     def status(self) -> EngineStatus:

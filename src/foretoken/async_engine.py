@@ -128,7 +128,7 @@ class AsyncEngine:
 
         Raises, at any step:
             StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
-                requests and not the engine are in the last output's `error` instead, beside the
+                requests and not the engine are in the last output's `error` instead, next to the
                 tokens that were made.
         """
         check_options(others, known=("prompt", "sampling_params", "request_id", "deltas"))

@@ -229,7 +229,7 @@ class LLM:
                 while outputs is None:
                     outputs = self._turn(left, results, interrupt)
                     update()
-        except BaseException as error:  # whatever ends it, nothing is left behind in the engine
+        except BaseException as error:  # whatever ends it, nothing is left in the engine
             self._turns.later(lambda: _abort(engine, results))
             if isinstance(error, RequestError) and not single:
                 error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")

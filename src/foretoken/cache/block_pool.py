@@ -60,7 +60,7 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks have no reference."""
+        """How many of these blocks have no references."""
         return sum(not self._refs[block] for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -13,8 +13,8 @@ from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
 FIXED = 4
-"""Drafts of requests whose text depends on their number, where others' K is `auto`; or all there
-are, if those are fewer."""
+"""K of requests that must not adapt it, as their text depends on it, where others' K is `auto`; or
+the most there is, if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Limits:
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: names of drafters that draft from `prediction`
-    drafter: who drafts for requests that name nobody; "": this engine drafts nothing
+    drafter: drafts for requests that name none; "": this engine drafts nothing
     drafters: names of several, `drafter` among them; () if there is no other
     """
 

@@ -101,7 +101,7 @@ class StepCost:
         Args:
             least: one request decodes.
             decode: as many as may run decode, as far as memory suffices.
-            largest: as many tokens as there may be beside them; `decode`, if there are no others.
+            largest: as many tokens as there may be next to them; `decode`, if there are no others.
         """
         rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
         more = (max(decode.num_bytes - least.num_bytes, 0), largest.num_bytes - decode.num_bytes)
@@ -133,9 +133,9 @@ class Costs:
     spare:       slots and blocks that no request is given
     copied:      what attention copies of a block while it runs, as stock operators do
     weights, draft_weights: as loading took them
-    libraries:   what kernels and libraries take beside PyTorch's allocator
+    libraries:   what kernels and libraries take outside PyTorch's allocator
     steps:       what steps take while they run
-    graph:       of a captured step, beside its tensors; 0: none are captured
+    graph:       of a captured step, without its tensors; 0: none are captured
     """
 
     block_size: int
@@ -215,8 +215,7 @@ class MemoryPlan:
     Attributes:
         parts: bytes by name, of everything that takes any.
         num_blocks: blocks of the cache.
-        max_model_len: longest request: where nobody asked for one, maybe less than the
-            checkpoint's.
+        max_model_len: longest request: maybe less than the checkpoint's, if no option asked for it.
         usable: bytes that the engine may take; None on a CPU, where nothing is measured.
     """
 
@@ -330,7 +329,7 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
     """The plan with the largest cache of use, if there is one.
 
     Args:
-        may_shorten: lower `max_model_len`, which nobody asked for, where the cache is too small.
+        may_shorten: lower `max_model_len`, which no option asked for, where the cache is too small.
 
     Raises:
         EngineMemoryError: memory does not suffice.

@@ -137,11 +137,11 @@ class Turns:
         """`_leave`, in steps that may be done twice.
 
         To wake a thread that is awake does no harm, so that no step here needs a lock. The thread
-        counts as inside to the last: a finalizer that ran before would queue behind itself.
+        counts as inside to the last: a finalizer that ran before would wait for itself.
         """
         with suppress(ValueError):  # interrupted before it stood in the line
             self._line.remove(place)
-        with suppress(IndexError, RuntimeError):  # nobody waits; awake already
+        with suppress(IndexError, RuntimeError):  # no thread waits; or it is awake already
             self._line[0].release()
         self._threads.discard(threading.get_ident())
 
@@ -151,7 +151,7 @@ class EngineStatus:
     """How busy an engine is. Its thread goes on meanwhile: numbers may be one step apart.
 
     Attributes:
-        num_open: requests whose iterators have not ended.
+        num_open: requests with an iterator that has not ended.
         num_running: samples that have a slot.
         num_waiting: samples that wait for one.
         kv_cache_usage: share of the cache's blocks that running samples hold, 0..1.
@@ -218,7 +218,7 @@ class Mailbox:
 
 
 def tell(mailboxes: Iterable[Mailbox]) -> list[Mailbox]:
-    """Wake their readers, once per reading so that calls do not pile up; those whose loop is gone.
+    """Wake their readers; returns the mailboxes with a loop that is gone.
 
     One call for each loop: it writes to a socket, which for each of 512 readers took 8 ms a step.
     """
@@ -329,7 +329,7 @@ class Worker:
         return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
     def leave(self, name: str, mailbox: Mailbox) -> None:
-        """Nobody reads this mailbox any more: its name is free, its request ends."""
+        """The reader of this mailbox left: its name is free, its request ends."""
         if self.home.is_left:
             return
         with self._wake:
@@ -429,7 +429,7 @@ class Worker:
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
     ) -> None:
-        """In either thread: encode a prompt, unless nobody waits for it any more; then queue it."""
+        """In either thread: encode a prompt, unless its reader has left; then queue it."""
         if self._open.get(name) is not mailbox:
             return
         try:
@@ -496,7 +496,7 @@ class Worker:
             del self._groups[mailbox]
 
     def _tell(self) -> None:
-        """Wake those who have news; where the loop is gone, the request ends, as no step runs."""
+        """Wake readers with news; where the loop is gone, the request ends, as no step runs."""
         untold, self._untold = self._untold, []
         if gone := tell(untold):
             with self._wake:

@@ -75,25 +75,15 @@ class AsyncEngine:
 
     @overload
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[False] = False,
-        **others: Any,
-    ) -> AsyncGenerator[RequestOutput, None]: ...
+        self, prompt: Prompt, sampling_params: Params | None = None, request_id: str | None = None,
+        *, deltas: Literal[False] = False, **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]: ...  # fmt: skip
 
     @overload
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[True],
-        **others: Any,
-    ) -> AsyncGenerator[RequestDelta, None]: ...
+        self, prompt: Prompt, sampling_params: Params | None = None, request_id: str | None = None,
+        *, deltas: Literal[True], **others: Any,
+    ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def generate(
         self,
@@ -136,25 +126,17 @@ class AsyncEngine:
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[False] = False,
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None,
+        request_id: str | None = None, *, deltas: Literal[False] = False,
         **template: Unpack[ChatOptions],
-    ) -> AsyncGenerator[RequestOutput, None]: ...
+    ) -> AsyncGenerator[RequestOutput, None]: ...  # fmt: skip
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[True],
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None,
+        request_id: str | None = None, *, deltas: Literal[True],
         **template: Unpack[ChatOptions],
-    ) -> AsyncGenerator[RequestDelta, None]: ...
+    ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def chat(
         self,

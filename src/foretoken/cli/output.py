@@ -267,7 +267,7 @@ def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
 
 
 def _line(token: TokenTrace, drafters: list[str]) -> str:
-    """One token or draft; of several drafters which one is said behind it."""
+    """One token or draft; of several drafters, which one follows it."""
     text = f"<{token.token_id}>" if token.decoded_token is None else repr(token.decoded_token)
     numbers = (token.p, token.q, token.u, token.threshold)
     shown = ["-" if x is None else f"{x:.3g}" for x in numbers]

@@ -11,7 +11,7 @@ and the token at position i + 1; what it puts out predicts the token at i + 2. W
 not been yet, its own output of the row before stands in for the feature (Li et al. 2025, "EAGLE-3:
 Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
 
-Shape suffixes: T packed rows, N rows whose logits are wanted, C the head's hidden size, V the
+Shape suffixes: T packed rows, N rows with wanted logits, C the head's hidden size, V the
 target's vocabulary, H heads, D head size, A numbers of a part that is normed by itself, R half of
 the numbers of a head that are turned.
 """
@@ -89,7 +89,7 @@ class Eagle3Head:
         """Run packed rows and write their K/V.
 
         Args:
-            batch: `token_T` is the token *behind* each row's position; `logit_row_N` is not read.
+            batch: `token_T` is the token *after* each row's position; `logit_row_N` is not read.
             aux: as for `features`, of each row's position.
             row_N: int64, rows that are wanted; None: all.
 
@@ -138,7 +138,7 @@ class Eagle3Head:
         return hidden_TC, self._project(torch.cat([token_TC, normed_TC], dim=-1), position_T)
 
     def finish(self, hidden_NC: Tensor, attended_ND: Tensor) -> Tensor:
-        """What a pass does behind its attention, [N, C]."""
+        """What a pass does after its attention, [N, C]."""
         w = self.weights
         hidden_NC = hidden_NC + F.linear(attended_ND, w.o, self.extras.o_bias)
         inner_NC = self._norm(hidden_NC, w.post_norm)

@@ -184,8 +184,8 @@ def _cause(config: Any, shape: Shape, stored: Stored | None) -> str:
 def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> None:
     """Warn of tensors that play no part in the model; refuse the others.
 
-    Harmless are saved masks and frequencies, layers behind the last that predict further tokens,
-    and whole modules beside the model (a value head). A tensor inside a module that the model does
+    Harmless are saved masks and frequencies, layers after the last that predict further tokens,
+    and whole modules next to the model (a value head). A tensor inside a module that the model does
     have, such as a bias or a norm that its layers lack, was trained into another model.
 
     Raises:

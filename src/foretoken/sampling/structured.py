@@ -23,7 +23,7 @@ MOST_CHARACTERS = 2**18
 
 FIELD = "structured_outputs"
 WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
-"""Options beside what the text must be."""
+"""Options in addition to what the text must be."""
 ANY_OBJECT = {"type": "object"}
 """The schema of `json_object`."""
 
@@ -82,7 +82,7 @@ def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
         if not isinstance(value, dict):
             raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
         own = value.get("x-guidance", {})
-        if isinstance(own, Mapping) and white_space:  # what is asked for beside the schema wins
+        if isinstance(own, Mapping) and white_space:  # what is asked for outside the schema wins
             value = {**value, "x-guidance": {**own, **white_space}}
         return _text(name, as_text(name, value))
     except RequestError:

@@ -55,7 +55,7 @@ class Served:
         max_model_len: longest prompt and output, in tokens.
         num_drafts: K of the engine, the most of it where it is `auto`; 0: it drafts nothing.
         defaults: what a field that a request leaves out means.
-        predictors: drafters that read `prediction`; `drafter`: who drafts if nobody is named.
+        predictors: drafters that read `prediction`; `drafter`: that of requests that name none.
         format: how the model writes messages.
     """
 
@@ -106,7 +106,7 @@ class Asked:
         messages, template: a conversation (None where there are prompts), and its options.
         params: of each prompt.
         echo: put the prompt before its completion.
-        num_top: how many likely tokens an answer shows beside each of its own; None: neither.
+        num_top: how many likely tokens an answer shows next to each of its own; None: neither.
         num_drafts: K of the request, the most of it where it changes.
         stream, include_usage, continuous_usage, split_tokens: how the answer comes.
         parsing: what to look for in the answer; None: all of it is text.
@@ -443,7 +443,7 @@ class ToolUse:
 
     Attributes:
         shown: to the template; None: none.
-        names: of the functions whose calls are looked for; () where none may be called.
+        names: of the functions with calls to look for; () where none may be called.
         forced: those of them of which one must be called; () where the model decides.
         parallel: whether there may be several.
     """

@@ -102,7 +102,7 @@ def results(bench: Bench, command: str, notes: Sequence[str] = ()) -> Results | 
     """What was measured so far, in the shared schema; None if nothing was.
 
     Args:
-        notes: beside those on what the figures mean.
+        notes: in addition to those on what the figures mean.
     """
     found, options = rows(bench), bench.options
     if not found:

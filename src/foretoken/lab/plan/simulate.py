@@ -113,7 +113,7 @@ class Simulation:
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
             if not under_way and waiting[-1].arrival > self.now:
-                self.step()  # what was launched ahead ends while nobody waits
+                self.step()  # what was launched ahead ends although no request waits
                 self.now = max(self.now, waiting[-1].arrival)
             while waiting and under_way < most and waiting[-1].arrival <= self.now:
                 self._add(waiting.pop())
@@ -224,7 +224,7 @@ class StepClock:
         self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
 
     def seconds(self, shares: Sequence[Share], over: Sequence[Share] = ()) -> float:
-        """Of a step of these shares, and of `over`, whose requests have ended; 0 of none."""
+        """Of a step of these shares, and of `over`, requests that have ended; 0 of none."""
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
         asked = [share.max_drafts for share in (*decoding, *over)]

@@ -134,8 +134,8 @@ def agreement(
     logits_BSV: Tensor, p_BSV: Tensor, temperature: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
     """How well q suits p at each position, float32: sum(min(p, q)), the chance that a draft is
-    accepted, [B, S]; and the cross-entropy -sum(p log q) in nats, [B, S], which is KL(p, q) but for
-    what no head can change.
+    accepted, [B, S]; and the cross-entropy -sum(p log q) in nats, [B, S], which is KL(p, q) except
+    for what no head can change.
 
     q is the softmax of `logits_BSV / temperature`. p has what the target gives to these ids; only
     its last dimension need be dense.

@@ -39,12 +39,12 @@ _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 class Mode(Enum):
     """What the text is read as."""
 
-    LEAD = auto()  # white space at the beginning, behind the reasoning or behind a call
+    LEAD = auto()  # white space at the beginning, after the reasoning or after a call
     TEXT = auto()
     REASONING = auto()
     CALL = auto()
     CLOSER = auto()  # white space and the closer of a call
-    OVER = auto()  # behind the only call
+    OVER = auto()  # after the only call
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class MessageParser:
         return self._parsing.reasons and not (self._has_reasoned or self._num_calls)
 
     def _begin(self, mark: str) -> None:
-        """Go behind a mark: of a call, or one that is no part of the text."""
+        """Go past a mark: of a call, or one that is no part of the text."""
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
@@ -331,7 +331,7 @@ class _JsonEnd:
         return True
 
     def find(self, text: str) -> int | None:
-        """The index behind it, or behind what shows that it is broken; None if it goes on."""
+        """The index after it, or after what shows that it is broken; None if it goes on."""
         if self.is_broken:
             return self._at
         while found := _JSON_MARKS.search(text, self._at):
@@ -428,7 +428,7 @@ class ReasoningCount:
         return len(self._ids)
 
     def end(self, num_behind: int) -> int:
-        """The count, where so many characters lie behind the mark: a delta may go on there.
+        """The count, where so many characters follow the mark: a delta may go on there.
 
         White space in front is left aside: a decoder may drop that of its first token.
         """

@@ -26,7 +26,7 @@ from benchmarks.auto import Speeds, rows_of
 from benchmarks.common import arguments, goal, record
 from benchmarks.start import HEAD, TARGET
 from foretoken import LLM, SamplingParams
-from foretoken.cache.prefix_index import ROOT
+from foretoken.cache.block_pool import ROOT
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.step_costs import _Steps

@@ -7,12 +7,11 @@ from pathlib import Path
 from benchmarks.markup import markdown, number
 from foretoken.engine.pace import PromptCosts
 from foretoken.lab.plan.acceptance import Acceptance
-from foretoken.lab.plan.outlook import Outlook
 from foretoken.lab.plan.predict import figures
 from foretoken.lab.plan.profile import EngineLimits, Profile
 from foretoken.lab.plan.report import sentences
 from foretoken.lab.plan.report import tables as plan_tables
-from foretoken.lab.plan.simulate import Ask, Simulation
+from foretoken.lab.plan.simulate import Ask, Outlook, Simulation
 from foretoken.lab.results import Results, Spread, read
 
 PUBLISHED = {0: (1.0, 7.07), 2: (2.36, 4.32), 3: (2.79, 4.09), 4: (3.08, 4.05), 5: (3.32, 4.13)}

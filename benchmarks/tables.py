@@ -22,7 +22,7 @@ from benchmarks.plan_tables import embedded_plan, plan, plan_beside_bench, publi
 from benchmarks.serve_tables import server_bears, server_clients, server_costs, server_stalls
 from benchmarks.speed_tables import speed, summary
 from foretoken.lab.bench import report
-from foretoken.lab.bench.chart import charts
+from foretoken.lab.bench.report import charts
 from foretoken.lab.plan import report as plan_report
 from foretoken.lab.plot import Axes, Series, line_chart, page
 from foretoken.lab.results import Results, Spread, read

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from foretoken.async_engine import AsyncEngine as AsyncEngine
     from foretoken.config import EngineConfig as EngineConfig
     from foretoken.config import SpeculativeConfig as SpeculativeConfig
-    from foretoken.engine.prompts import TextPrompt as TextPrompt
-    from foretoken.engine.prompts import TokensPrompt as TokensPrompt
+    from foretoken.engine.boundary import TextPrompt as TextPrompt
+    from foretoken.engine.boundary import TokensPrompt as TokensPrompt
     from foretoken.errors import AbsentError as AbsentError
     from foretoken.errors import CapacityError as CapacityError
     from foretoken.errors import CheckpointError as CheckpointError
@@ -49,7 +49,7 @@ _NAMES = {
     "llm": "LLM",
     "async_engine": "AsyncEngine",
     "config": "EngineConfig SpeculativeConfig",
-    "engine.prompts": "TextPrompt TokensPrompt",
+    "engine.boundary": "TextPrompt TokensPrompt",
     "errors": (
         "AbsentError CapacityError CheckpointError ConfigError EngineBrokenError "
         "EngineMemoryError ForetokenError IntegrityError NonFiniteLogitsError OverloadedError "

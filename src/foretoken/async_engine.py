@@ -9,14 +9,15 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.admission import check_token_ids
+from foretoken.engine.boundary import Params, ParamsReader, Prompt, check_options, decode, encode
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options, decode, encode
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
 from foretoken.foreign.python import absent_attribute
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
@@ -74,25 +75,15 @@ class AsyncEngine:
 
     @overload
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[False] = False,
-        **others: Any,
-    ) -> AsyncGenerator[RequestOutput, None]: ...
+        self, prompt: Prompt, sampling_params: Params | None = None, request_id: str | None = None,
+        *, deltas: Literal[False] = False, **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]: ...  # fmt: skip
 
     @overload
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[True],
-        **others: Any,
-    ) -> AsyncGenerator[RequestDelta, None]: ...
+        self, prompt: Prompt, sampling_params: Params | None = None, request_id: str | None = None,
+        *, deltas: Literal[True], **others: Any,
+    ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def generate(
         self,
@@ -127,7 +118,7 @@ class AsyncEngine:
 
         Raises, at any step:
             StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
-                requests and not the engine are in the last output's `error` instead, beside the
+                requests and not the engine are in the last output's `error` instead, next to the
                 tokens that were made.
         """
         check_options(others, known=("prompt", "sampling_params", "request_id", "deltas"))
@@ -135,25 +126,17 @@ class AsyncEngine:
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[False] = False,
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None,
+        request_id: str | None = None, *, deltas: Literal[False] = False,
         **template: Unpack[ChatOptions],
-    ) -> AsyncGenerator[RequestOutput, None]: ...
+    ) -> AsyncGenerator[RequestOutput, None]: ...  # fmt: skip
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: Literal[True],
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None,
+        request_id: str | None = None, *, deltas: Literal[True],
         **template: Unpack[ChatOptions],
-    ) -> AsyncGenerator[RequestDelta, None]: ...
+    ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def chat(
         self,
@@ -218,19 +201,15 @@ class AsyncEngine:
         Raises:
             RequestError: it is no prompt, or a text where there is no tokenizer.
         """
-
-        def work(engine: Engine) -> list[int]:
-            return encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)[1]
-
-        return await asyncio.wrap_future(self._worker.encode(work, prompt))
+        encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
     ) -> list[int]:
         """Token ids of a conversation, as `chat` would have them; raises `RequestError`, too."""
         prompt = self._chat_prompt(messages, template)
-        future = self._worker.encode(lambda engine: prompt.encode()[1], prompt)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._worker.call(lambda _: prompt.encode()[1], prompt))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out.
@@ -243,7 +222,7 @@ class AsyncEngine:
             check_token_ids("tokens", token_ids, engine.limits.vocab_size)
             return decode(engine.tokenizer, token_ids)
 
-        return await asyncio.wrap_future(self._worker.encode(work, token_ids))
+        return await asyncio.wrap_future(self._worker.call(work, token_ids))
 
     async def abort(self, request_id: str) -> bool:
         """End a request where it is; its iterator ends with what there is, marked `abort`.

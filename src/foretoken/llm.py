@@ -1,43 +1,48 @@
 """`LLM`: prompts in, texts out, in the caller's own thread.
 
-Charter: whatever touches the engine does so in a turn (`engine/turns.py`), one step long, so that
+Charter: whatever touches the engine does so in a turn (`engine/worker.py`), one step long, so that
 the calls of several threads are batched together.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
-from foretoken.engine.build import build_engine
-from foretoken.engine.engine import Engine
-from foretoken.engine.memory_plan import MemoryPlan
-from foretoken.engine.prompts import (
+from foretoken.engine.boundary import (
     Params,
     ParamsReader,
     Prompt,
+    Submission,
+    build_output,
     check_call,
     check_options,
+    prepare,
+    shown_parts,
     split_prompts,
 )
+from foretoken.engine.build import build_engine
+from foretoken.engine.engine import Engine
+from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.request import RequestGroup
-from foretoken.engine.turns import Turns
+from foretoken.engine.worker import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
 from foretoken.foreign.python import absent_attribute
 from foretoken.interrupts import Interrupt, OnInterrupt
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
-from foretoken.outputs import RequestOutput, SpeculationMetrics
+from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
 _Prepared = Submission | RequestOutput  # what can be queued, or the output of what cannot
+_Done = TypeVar("_Done", Submission, RequestGroup)
 _Begun = RequestGroup | RequestOutput  # what runs or has ended, or such an output
 _PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
 
@@ -216,11 +221,15 @@ class LLM:
                 while len(left) < len(items):
                     with self._turns:
                         for item, its_params in islice(asked, _PREPARED_PER_TURN):
-                            left.append(self._prepare(item, its_params, interrupt, on_error))
+                            self._num_requests += 1
+                            name = str(self._num_requests)
+                            work = partial(prepare, engine, name, item, its_params)
+                            given = name, item, its_params, interrupt
+                            left.append(_attempt(*given, work, raises=on_error == "raise"))
                 while outputs is None:
                     outputs = self._turn(left, results, interrupt)
                     update()
-        except BaseException as error:  # whatever ends it, nothing is left behind in the engine
+        except BaseException as error:  # whatever ends it, nothing is left in the engine
             self._turns.later(lambda: _abort(engine, results))
             if isinstance(error, RequestError) and not single:
                 error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")
@@ -230,21 +239,6 @@ class LLM:
             raise outputs[0].error
         return outputs
 
-    def _prepare(
-        self, item: Any, params: SamplingParams, interrupt: Interrupt, on_error: str
-    ) -> _Prepared:
-        """A prompt that can be queued, or the output of one that will not be."""
-        self._num_requests += 1
-        name = str(self._num_requests)
-        if interrupt.name:
-            return not_begun(name, item, params, interrupt.name)
-        try:
-            return prepare(self.engine, name, item, params)
-        except ForetokenError as error:
-            if on_error == "raise" and not interrupt.name:
-                raise
-            return unserved(name, item, error)
-
     def _turn(
         self, left: deque[_Prepared], results: list[_Begun], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
@@ -252,7 +246,13 @@ class LLM:
         with self._turns:
             engine = self.engine
             while left and (engine.has_room or interrupt.name):
-                results.append(self._take(left.popleft(), interrupt))
+                item = left.popleft()
+                if isinstance(item, RequestOutput):
+                    results.append(item)
+                    continue
+                shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
+                given = item.request_id, shown, item.params, interrupt
+                results.append(_attempt(*given, partial(engine.add, *item)))
             for result in results if interrupt.name else ():
                 _mark(engine, result, interrupt)
             if left or not all(result.finished for result in results):
@@ -281,7 +281,7 @@ class LLM:
         with self._turns:
             engine = self.engine
             self._num_requests += 1
-            group = submit(engine, prepare(engine, str(self._num_requests), prompt, params))
+            group = engine.add(*prepare(engine, str(self._num_requests), prompt, params))
         output, finished = None, False
         try:
             while not finished:
@@ -320,17 +320,34 @@ class LLM:
             self._engine.abort_all()
         self._engine = None
 
-    def _take(self, item: _Prepared, interrupt: Interrupt) -> _Begun:
-        """Queue one of several prompts, or its output if it cannot or need not be queued."""
-        if isinstance(item, RequestOutput):
-            return item
-        shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
-        if interrupt.name:
-            return not_begun(item.request_id, shown, item.params, interrupt.name)
+
+def _attempt(
+    name: str,
+    prompt: Any,
+    params: SamplingParams,
+    interrupt: Interrupt,
+    work: Callable[[], _Done],
+    *,
+    raises: bool = False,
+) -> _Done | RequestOutput:
+    """What `work` makes of a prompt, or the output of one that it refuses or a signal came before.
+
+    Args:
+        raises: raise what refuses it instead.
+    """
+    error, samples = None, []
+    if interrupt.name:
+        reason = "interrupted", interrupt.name
+        samples = [CompletionOutput(j, [], "", *reason) for j in range(params.n)]
+    else:
         try:
-            return submit(self.engine, item)
-        except ForetokenError as error:
-            return unserved(item.request_id, shown, error)
+            return work()
+        except ForetokenError as refusal:
+            if raises and not interrupt.name:
+                raise
+            error = refusal
+    text, ids = shown_parts(prompt)
+    return RequestOutput(name, text, ids, samples, RequestMetrics(), error=error)
 
 
 def _abort(engine: Engine, results: Sequence[_Begun]) -> None:

@@ -113,7 +113,7 @@ def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(
 
 def test_the_collector_may_end_an_engine_in_the_thread_that_encodes(engine: AsyncEngine) -> None:
     worker = engine._worker
-    worker.encode(lambda of: worker.stop(), ["x" * 5000]).result(timeout=60)
+    worker.call(lambda of: worker.stop(), ["x" * 5000]).result(timeout=60)
     worker.stop()
 
 

@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from foretoken.cache.block_pool import BlockPool
-from foretoken.cache.prefix_index import ROOT, PrefixIndex
+from foretoken.cache.block_pool import ROOT, BlockPool
 from foretoken.errors import IntegrityError
 
 SIZE = 2
@@ -251,17 +250,17 @@ def test_integrity_check_sees_a_cached_block_in_the_wrong_place(damage: str) -> 
     if damage == "evictable and held":
         pool._cached[table[0]] = None
     elif damage == "two serials":
-        pool._index._entries[ROOT, (0,)] = pool._index._entries[ROOT, (1,)]
+        pool._entries[ROOT, (0,)] = pool._entries[ROOT, (1,)]
     with pytest.raises(IntegrityError):
         pool.check_integrity(owners)
 
 
 def test_a_block_is_entered_for_one_content() -> None:
-    index = PrefixIndex()
-    assert index.add(ROOT, [1, 2], 7) == index.add(ROOT, [1, 2], 8)
-    assert 8 not in index
+    pool = BlockPool(3, 2)
+    first, second = pool.allocate(2)
+    assert pool.enter(ROOT, [1, 2], first) == pool.enter(ROOT, [1, 2], second)
+    assert [block for block, _ in pool.match([1, 2], 1)] == [first]
     with pytest.raises(IntegrityError, match="other tokens"):
-        index.add(ROOT, [3, 4], 7)
-    index.remove(7)
-    assert index.find(ROOT, [1, 2]) is None
-    assert 7 not in index
+        pool.enter(ROOT, [3, 4], first)
+    pool.forget([first])
+    assert not pool.match([1, 2], 1)

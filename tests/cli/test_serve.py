@@ -16,7 +16,7 @@ from foretoken.cli.app import app
 from foretoken.cli.foreign import foreign_options
 from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.foreign.server import SERVER_OPTIONS
+from foretoken.foreign.engine import SERVER_OPTIONS
 from foretoken.foreign.table import Foreign
 from foretoken.serve.options import ServeOptions
 

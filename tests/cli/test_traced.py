@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
-from foretoken.cli.traced import Painter
+from foretoken.cli.output import Painter
 from foretoken.outputs import RequestOutput
 
 STYLE_OF = {"green": "accepted", "bold red": "resampled", "cyan": "bonus", "": "plain"}

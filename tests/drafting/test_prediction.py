@@ -17,7 +17,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.drafting.prediction import Alignment
 from foretoken.drafting.registry import find_drafter
-from foretoken.engine.prompts import encode_prediction
+from foretoken.engine.boundary import encode_prediction
 from foretoken.errors import CapacityError, ConfigError, ProcessingError, RequestError
 from foretoken.sampling.forced import FORCING, Continuation
 from tests.engine.predictions import edited

@@ -23,6 +23,7 @@ from foretoken.cache.block_pool import BlockPool
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, one_hot_block
 from foretoken.drafting.control import StepTable
+from foretoken.engine.boundary import prepare
 from foretoken.engine.engine import Engine
 from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.request import Request, RequestGroup, Share, Status
@@ -117,7 +118,7 @@ class NaiveModel:
             assert position >= known or upto == text[: position + 1], "another request's token"
             cell = kv.at(blocks, position)
             assert owners[cell[0]] == 1, "a shared block is written"
-            assert cell[0] not in self.scheduler.pool._index, "a cached block is written"
+            assert cell[0] not in self.scheduler.pool._keys, "a cached block is written"
             kv.held[cell] = upto
             computed.append(upto)
         return computed
@@ -298,7 +299,8 @@ class PagedMachine:
         """Queue a prompt; `key` is the seed, and drawing takes the rule that drafts do not move."""
         given = {"temperature": 1.0, "rejection_sample_method": "coupled", "ignore_eos": True}
         given |= {"seed": params.pop("key", 0), "max_tokens": max_tokens, **params}
-        group = self.engine.add(name, prompt, SamplingParams(**given))
+        params = SamplingParams(**given)
+        group = self.engine.add(*prepare(self.engine, name, prompt, params))
         self.unchecked.append(group)
         return group
 

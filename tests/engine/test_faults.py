@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.slots.history import SlotHistory
+from foretoken.slots.parameters import SlotRequest
 
 from foretoken import LLM, SamplingParams
 from foretoken.config.machine import machine_bytes
-from foretoken.engine import assembly, build, memory
+from foretoken.engine import assembly, build, memory_plan
 from foretoken.engine.engine import Engine
 from foretoken.errors import (
     ConfigError,
@@ -21,8 +23,6 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
-from foretoken.slots.history import SlotHistory
-from foretoken.slots.parameters import SlotRequest
 from tests.support.steps import OneLate, break_call
 
 FAULTY = "bad prompt"
@@ -373,8 +373,8 @@ def test_memory_that_runs_out_while_building_is_typed(
 
 
 def test_what_counts_as_out_of_memory() -> None:
-    assert memory.is_out_of_memory(MemoryError())
-    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not memory.is_out_of_memory(RuntimeError("shapes differ"))
-    assert not memory.is_out_of_memory(ValueError("out of memory"))
+    assert memory_plan.is_out_of_memory(MemoryError())
+    assert memory_plan.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not memory_plan.is_out_of_memory(RuntimeError("shapes differ"))
+    assert not memory_plan.is_out_of_memory(ValueError("out of memory"))
     assert (machine_bytes() or 0) > 2**20

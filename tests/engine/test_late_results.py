@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.prefix_index import ROOT
+from foretoken.cache.block_pool import ROOT
 from foretoken.engine.boundary import build_output
 from foretoken.engine.engine import Engine, Launched
 from foretoken.engine.request import Request, RequestGroup

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine.turns import Turns
+from foretoken.engine.worker import Turns
 from foretoken.errors import UsageError
 from tests.support.asynchronous import PATIENCE, until
 from tests.support.steps import at_step

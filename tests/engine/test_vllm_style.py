@@ -26,7 +26,7 @@ from foretoken import (
     StructuredOutputsParams,
 )
 from foretoken.drafting.registry import find_drafter
-from foretoken.foreign.engine import ENGINE_OPTIONS
+from foretoken.foreign.engine import ENGINE_OPTIONS, SERVER_OPTIONS
 from foretoken.foreign.python import (
     CALL_OPTIONS,
     METHODS,
@@ -36,7 +36,6 @@ from foretoken.foreign.python import (
     SPECULATIVE_FIELDS,
     SPECULATIVE_METHODS,
 )
-from foretoken.foreign.server import SERVER_OPTIONS
 from foretoken.foreign.table import Foreign
 from foretoken.serve.options import ServeOptions
 from tests.support.asynchronous import last

@@ -12,8 +12,7 @@ from foretoken.lab.laws.chain import CPU
 from foretoken.lab.laws.emission import waves
 from foretoken.lab.laws.findings import MUTANT_P, Finding
 from foretoken.lab.laws.joint import check_case, extra_cases, matrix, pairwise
-from foretoken.lab.laws.mutant_cases import mutants, rule_mutants
-from foretoken.lab.laws.mutants import replaced
+from foretoken.lab.laws.mutants import mutants, replaced, rule_mutants
 from foretoken.lab.laws.suite import LAWS, Task, find, tasks
 from foretoken.ops import get_backend
 

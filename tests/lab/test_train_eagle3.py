@@ -18,11 +18,10 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.cli.app import app
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.lab.train_eagle3.command import Training
-from foretoken.lab.train_eagle3.losses import agreement, loss_of
 from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.lab.train_eagle3.texts import Batches, Documents, cut, pick_prompts
 from foretoken.lab.train_eagle3.trainer import Trainer
-from foretoken.lab.train_eagle3.unroll import Unroll
+from foretoken.lab.train_eagle3.unroll import Unroll, agreement, loss_of
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config

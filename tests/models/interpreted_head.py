@@ -21,10 +21,9 @@ import torch
 
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models.eagle3 import Eagle3Head
+from foretoken.models.eagle3 import Eagle3Head, fuse
 from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
-from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import AttentionBatch, UnfitError, get_backend
 from foretoken.ops.backends.triton.decoder import FusedDraftHead
 from tests.models.batches import Span, build_batch
@@ -126,7 +125,7 @@ def refuses(folder: Path) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("foretoken.models.eagle3_fused").addHandler(handler)
+    logging.getLogger("foretoken.models.eagle3").addHandler(handler)
     head = load(folder, "triton", drafted=128)
     right = head.backend.draft_head
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.eagle3 import Eagle3Head
+from foretoken.models.eagle3 import Eagle3Head, fuse
 from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
-from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import get_backend
 from tests.models import families
 from tests.models.batches import Span, build_batch

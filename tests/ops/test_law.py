@@ -23,22 +23,20 @@ from foretoken.lab.laws.joint import (
     run_case,
     several_rounds,
 )
-from foretoken.lab.laws.mutant_cases import (
+from foretoken.lab.laws.mutants import (
     READ_RULES,
     Mutant,
     check_mutant,
-    mutants,
-    rule_mutants,
-)
-from foretoken.lab.laws.mutant_cases import (
-    TRIALS as MUTANT_TRIALS,
-)
-from foretoken.lab.laws.mutants import (
     chosen_by_control,
     cut_before_token,
     cut_by_prefix,
     cut_by_total,
+    mutants,
+    rule_mutants,
     without_drafts,
+)
+from foretoken.lab.laws.mutants import (
+    TRIALS as MUTANT_TRIALS,
 )
 from foretoken.ops import Rule
 from tests.support.laws import QUICK, QUICK_NUCLEUS, RUNNABLE, On, each_backend, fastest, require

@@ -38,7 +38,6 @@ TORCH_FREE = [
     "foretoken.progress",
     "foretoken.sampling.params",
     "foretoken.cache.block_pool",
-    "foretoken.cache.prefix_index",
     "foretoken.drafting.control",
     "foretoken.engine.control",
     "foretoken.engine.pace",

@@ -13,7 +13,7 @@ import torch
 from benchmarks import documented, trial, trial_child
 from benchmarks.trial import Child, collapse
 from benchmarks.trial_child import SHORT
-from foretoken.engine.turns import Turns
+from foretoken.engine.worker import Turns
 from foretoken.ops import unavailable
 
 

@@ -29,7 +29,7 @@ from foretoken.serve.answers.events import EventReader
 from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
-from foretoken.serve.protocol.chat import ChatBody
+from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.common import (
     CacheOptions,
     Fields,
@@ -38,7 +38,6 @@ from foretoken.serve.protocol.common import (
     StreamOptions,
     described,
 )
-from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.faults import _BOUNDS, field_error
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions

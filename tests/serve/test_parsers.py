@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from foretoken.errors import ConfigError
 from foretoken.outputs import CompletionDelta
 from foretoken.sampling.grammar import Grammars
-from foretoken.sampling.schemas import as_text
+from foretoken.sampling.structured import as_text
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing

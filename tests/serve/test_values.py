@@ -11,8 +11,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.serve.conversions import read_messages
-from foretoken.serve.protocol.chat import ChatBody
-from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import read_chat

@@ -9,22 +9,38 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from foretoken.cache.prefix_index import ROOT, Before, Entry, PrefixIndex
 from foretoken.errors import IntegrityError
+
+ROOT = 0
+"""What stands before a request's first block: a serial that no block has."""
+
+Before = int | str
+"""What stands before a block: the serial of the block before it, `ROOT`, or in the place of `ROOT`
+a salt, so that what was cached under one salt is found under that one alone."""
+
+Entry = tuple[int, int]
+"""A cached block: (block id, serial)."""
+
+_Key = tuple[Before, tuple[int, ...]]
 
 
 class BlockPool:
     """Reference-counted blocks 0..num_blocks-1 of `block_size` tokens each.
 
-    A block that nobody holds is either *empty* or *cached*: its content is in the prefix index and
+    A block without references is either *empty* or *cached*: its content is in the prefix index and
     may be taken again until the block is handed out anew. Empty blocks are handed out first (last
     in first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
     2, ... so that one request's blocks are adjacent in memory), then the least recently used
     cached ones.
 
+    The prefix index maps (what stands before a block, the block's own tokens) to the block,
+    exactly: no hash can collide. Every entry gets a serial of its own, which is never used
+    again: a serial stands for all tokens up to the end of its block. When an entry is removed,
+    those that name it as the block before cannot be found any more, for these or other tokens.
+
     Args:
-        lookahead: tokens behind a block that what it holds depends on, too, and that it is found
-            by; a block can be cached and found only once they are known.
+        lookahead: tokens after a block that its content depends on, too, and that it is found by;
+            a block can be cached and found only once they are known.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
@@ -34,15 +50,17 @@ class BlockPool:
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
-        self._index = PrefixIndex()
+        self._entries: dict[_Key, Entry] = {}
+        self._keys: dict[int, _Key] = {}  # of the blocks in the index
+        self._last_serial = ROOT
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, cached ones too."""
+        """Blocks without references, cached ones too."""
         return len(self._empty) + len(self._cached)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks have no references."""
         return sum(not self._refs[block] for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -70,7 +88,7 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
-            if block in self._index:
+            if block in self._keys:
                 self._cached[block] = None
             else:
                 self._empty.append(block)
@@ -89,7 +107,7 @@ class BlockPool:
         found: list[Entry] = []
         before = root
         for column in range(num_blocks):
-            entry = self._index.find(before, self.key(token_ids, column))
+            entry = self._entries.get((before, tuple(self.key(token_ids, column))))
             if entry is None:
                 break
             found.append(entry)
@@ -99,7 +117,7 @@ class BlockPool:
     def take(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of these cached or held blocks, to share what they hold."""
         for block in blocks:
-            if block not in self._index:
+            if block not in self._keys:
                 raise IntegrityError(f"block {block} is not cached and cannot be shared")
             self._refs[block] += 1
             self._cached.pop(block, None)
@@ -107,19 +125,29 @@ class BlockPool:
     def enter(self, before: Before, tokens: Sequence[int], block: int) -> int:
         """Make a full, computed block one that can be found; returns its content's serial.
 
+        If another block has this content already, that one stays the one to be found.
+
         Args:
             before: the serial of the request's block before it, or its root.
-            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those behind.
+            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those after.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
             raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
-        return self._index.add(before, tokens, block)
+        key = (before, tuple(tokens))
+        if (found := self._entries.get(key)) is not None:
+            return found[1]
+        if block in self._keys:
+            raise IntegrityError(f"block {block} is cached already, for other tokens")
+        self._last_serial += 1
+        self._entries[key] = (block, self._last_serial)
+        self._keys[block] = key
+        return self._last_serial
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make sure that these held blocks are found by nobody any more."""
+        """Make sure that these held blocks cannot be found any more."""
         for block in blocks:
-            if block in self._index:
-                self._index.remove(block)
+            if (key := self._keys.pop(block, None)) is not None:
+                del self._entries[key]
 
     def reset(self) -> None:
         """Empty the prefix index; running requests keep the blocks that they hold."""
@@ -133,14 +161,19 @@ class BlockPool:
         Args:
             owners: the block tables of all live requests.
         """
-        self._index.check_integrity()
+        found = {key: block for block, key in self._keys.items()}
+        if found != {key: block for key, (block, _) in self._entries.items()}:
+            raise IntegrityError("entries and blocks of the prefix index disagree")
+        serials = sorted(serial for _, serial in self._entries.values())
+        if len({*serials}) != len(serials) or (serials and serials[-1] > self._last_serial):
+            raise IntegrityError("serials of the prefix index are not unique")
         held = Counter(block for table in owners for block in table)
         empty = Counter(self._empty)
         for block in range(self.num_blocks):
             refs = self._refs[block]
             if held[block] != refs:
                 raise IntegrityError(f"block {block} has {refs} references, {held[block]} owners")
-            unheld_empty = not refs and block not in self._index
+            unheld_empty = not refs and block not in self._keys
             if empty[block] != unheld_empty:
                 raise IntegrityError(f"block {block} is in the free list {empty[block]} times")
             if (block in self._cached) != (not refs and not unheld_empty):
@@ -148,5 +181,5 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        self._index.remove(block)
+        self.forget([block])
         return block

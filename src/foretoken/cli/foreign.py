@@ -15,8 +15,7 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from foretoken.errors import ConfigError
-from foretoken.foreign.engine import ENGINE_OPTIONS
-from foretoken.foreign.server import SERVER_OPTIONS
+from foretoken.foreign.engine import ENGINE_OPTIONS, SERVER_OPTIONS
 from foretoken.foreign.table import without_foreign
 
 _TABLE = ENGINE_OPTIONS | SERVER_OPTIONS

@@ -18,20 +18,7 @@ from foretoken.config.speculative import (
 )
 
 __all__ = [
-    "AUTO",
-    "BLOCK_SIZES",
-    "DTYPES",
-    "HYBRID",
-    "LOSSLESS_METHODS",
-    "MAX_SPECULATIVE_TOKENS",
-    "REJECTION_SAMPLE_METHODS",
-    "EngineConfig",
-    "SpeculativeConfig",
-    "check_choice",
-    "check_int",
-    "check_number",
-    "check_synthetic",
-    "from_environment",
-    "of_drafter",
-    "plain",
-]
+    "AUTO", "BLOCK_SIZES", "DTYPES", "HYBRID", "LOSSLESS_METHODS", "MAX_SPECULATIVE_TOKENS",
+    "REJECTION_SAMPLE_METHODS", "EngineConfig", "SpeculativeConfig", "check_choice", "check_int",
+    "check_number", "check_synthetic", "from_environment", "of_drafter", "plain",
+]  # fmt: skip

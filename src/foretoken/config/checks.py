@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
@@ -63,3 +65,20 @@ def make_plain(config: Any) -> None:
     """Numbers of numpy and torch among a frozen dataclass's fields become Python's own."""
     for f in fields(config):
         object.__setattr__(config, f.name, plain(getattr(config, f.name)))
+
+
+def check_file(name: str, given: str | None, *suffixes: str) -> None:
+    """Raise `ConfigError` before minutes of measuring for a file that cannot be written after."""
+    if given is None:
+        return
+    path = Path(given)
+    if path.suffix not in suffixes:
+        raise ConfigError(name, given, f"a file that ends in {', '.join(suffixes)}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(name, given, "a file in a folder that exists and can be written to")
+
+
+def check_outputs(given: Sequence[str]) -> None:
+    """The same for files of results: data, or figures, or a page of both."""
+    for path in given:
+        check_file("output", path, ".json", ".csv", ".svg", ".html")

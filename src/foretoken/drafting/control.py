@@ -132,7 +132,7 @@ class StepTable:
 class Curve(NamedTuple):
     """Costs at one batch size: by drafts per request, and of each draft index.
 
-    A pass for draft i takes `first_K[i]` for one request and `more_K[i]` for each one beside.
+    A pass for draft i takes `first_K[i]` for one request and `more_K[i]` for each further one.
     """
 
     rest_K1: Array
@@ -202,7 +202,7 @@ class StepCosts:
         deviation_K1[at] = min(max(moved, -self._MOST), self._MOST)
 
     def learn_beside(self, batch: int, measured: float) -> None:
-        """See what a step took beside the runner."""
+        """See what a step took outside the runner."""
         measured = max(measured, 0.0) / batch
         known = measured if self._beside is None else self._beside
         most = known + 1e-5  # twice what is known, about

@@ -25,10 +25,9 @@ from foretoken.drafting.base import DrafterSetup, no_drafts, q_flags
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, folder_of
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
-from foretoken.models.eagle3 import Eagle3Head
+from foretoken.models.eagle3 import Eagle3Head, fuse
 from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
-from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRound, Noise, Rows
 from foretoken.ops.decoder import RoundHead
 from foretoken.ops.steps import DraftRequests, ForwardBatch, Round

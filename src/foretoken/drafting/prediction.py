@@ -3,7 +3,7 @@ is edited, say. Forced tokens go first.
 
 No model and no q: drafts are verified as one-hot.
 
-Shape suffix: N places of the prediction behind a token like the output's last one.
+Shape suffix: N places of the prediction after a token like the output's last one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Alignment:
         self._doubts = 0  # tokens that have to agree before it surely is
 
     def __call__(self, output: Array) -> Array:
-        """What the prediction goes on with behind this output."""
+        """What the prediction goes on with after this output."""
         for end in range(self._num_read, len(output)):
             self._read(output[: end + 1])
         self._num_read = len(output)
@@ -61,9 +61,9 @@ class Alignment:
             self._left, self._since = self._next, 0
 
     def _resume(self, output: Array) -> None:
-        """Find where the prediction goes on behind a token that was not expected.
+        """Find where the prediction goes on after a token that was not expected.
 
-        Of all places behind such a token the best has the longest run of equal tokens before it, at
+        Of all places after such a token the best has the longest run of equal tokens before it, at
         4 points each, less the tokens of the edit that it makes of the difference: inserted or
         deleted ones, whichever are more. One with less than -1 points is not followed. Where there
         is none, the first token off the text is taken to stand in the place of another.

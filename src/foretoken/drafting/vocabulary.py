@@ -7,8 +7,8 @@ is the target's own, and every rule verifies as ever. It is not lossy: q may be 
 
 The draft model reads one of its tokens for each token of the target, so that positions, lengths and
 cache blocks are the same in both. For a token that it lacks it reads the last of those into which
-its own tokenizer cuts the text: it misses what stands before that. This costs acceptance behind
-such tokens, and nothing else.
+its own tokenizer cuts the text: it misses what stands before that. This costs acceptance after such
+tokens, and nothing else.
 
 Shape suffixes: T packed tokens, N rows of logits, V the target's vocabulary.
 """
@@ -124,7 +124,7 @@ def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
 
 
 def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
-    """The id of each token by its text as it stands behind a letter; of special ones by name."""
+    """The id of each token by its text as it stands after a letter; of special ones by name."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i for i, token in added.items() if token.special}
     before = tokenizer.convert_tokens_to_string(["a"])

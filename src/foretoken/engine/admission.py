@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config import AUTO, LOSSLESS_METHODS
-from foretoken.errors import CapacityError, IntegrityError, RequestError
+from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
 FIXED = 4
-"""Drafts of requests whose text depends on their number, where others' K is `auto`; or all there
-are, if those are fewer."""
+"""K of requests that must not adapt it, as their text depends on it, where others' K is `auto`; or
+the most there is, if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Limits:
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: names of drafters that draft from `prediction`
-    drafter: who drafts for requests that name nobody; "": this engine drafts nothing
+    drafter: drafts for requests that name none; "": this engine drafts nothing
     drafters: names of several, `drafter` among them; () if there is no other
     """
 
@@ -66,6 +66,9 @@ def check_request(
 ) -> SamplingParams:
     """The parameters as they will be served: with a number in the place of max_tokens=None.
 
+    Called once per request, by `boundary.prepare`: `prediction` is token ids by then, and
+    `structured_outputs` is compiled.
+
     Raises:
         RequestError, CapacityError: the engine cannot serve exactly what is asked.
     """
@@ -103,7 +106,7 @@ def check_request(
         )
         raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
     if params.structured_outputs is not None:
-        _check_grammar(params, limits)
+        _check_rule_of_grammar(params, limits)
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"
         bound = "left out: this checkpoint has no tokenizer"
@@ -112,10 +115,8 @@ def check_request(
     return params
 
 
-def _check_grammar(params: SamplingParams, limits: Limits) -> None:
-    """Raise unless the grammar was compiled, and the verification rule keeps to it."""
-    if params.grammar is None:
-        raise IntegrityError("a request was queued whose `structured_outputs` was not compiled")
+def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
+    """Raise `RequestError` if the request's rule accepts drafts that its grammar forbids."""
     by_engine = params.rejection_sample_method is None and limits.allows_synthetic
     is_synthetic = by_engine or params.rejection_sample_method == "synthetic"
     if is_synthetic and params.num_speculative_tokens != 0:

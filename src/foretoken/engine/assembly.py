@@ -16,13 +16,13 @@ from foretoken.drafting.control import StepTable, draft_widths
 from foretoken.engine.control import DraftControl
 from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.memory import check_fits
 from foretoken.engine.memory_plan import (
     Costs,
     Demand,
     MemoryPlan,
     Sizes,
     blocks_within,
+    check_fits,
     fitting_plan,
     graph_sizes,
 )

@@ -21,8 +21,7 @@ from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.engine.engine import Engine
 from foretoken.engine.faults import broken_engine, is_device_failure
 from foretoken.engine.gauge import gauge_of
-from foretoken.engine.memory import reserving
-from foretoken.engine.memory_plan import shown
+from foretoken.engine.memory_plan import reserving, shown
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError

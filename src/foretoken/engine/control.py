@@ -1,8 +1,8 @@
 """K of requests that leave it to the engine, `auto`: chosen every few steps, for those to come.
 
 Charter: from requests to the numbers of `drafting/control.py` and back, when to choose, when to
-probe, what is told of it. A choice knows of steps that were committed, and of no other; prompts
-that are computed beside do not change it.
+probe, what is told of it. A choice knows of committed steps only; prompts in the same step do not
+change it.
 
 A request without drafts is never seen to be worth them again. So now and then one request gets more
 drafts than are thought best, for one step: as often as `_PROBING` of the time pays for.
@@ -139,7 +139,7 @@ class DraftControl:
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):
             self._end_probe()
-            self._adapting, self._wait = [], 0  # nobody that has ended is kept
+            self._adapting, self._wait = [], 0  # no ended request is kept
 
     def held_slots(self) -> list[int]:
         """Slots for which something is kept."""

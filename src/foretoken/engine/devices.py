@@ -1,4 +1,4 @@
-"""Which device computes, with whose kernels; and why one that was asked for cannot.
+"""Which device and which backend compute; and why one that was asked for cannot.
 
 Charter: what is wrong with a machine is said before anything is loaded, with what to choose there.
 """

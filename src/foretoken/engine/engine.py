@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any
 
 from foretoken.config import EngineConfig
-from foretoken.engine.admission import BadWords, Limits, bad_word_ids, check_request, drafts_of
+from foretoken.engine.admission import BadWords, Limits, bad_word_ids, drafts_of
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.devices import use_device
 from foretoken.engine.faults import (
@@ -242,19 +242,17 @@ class Engine:
         prompt: str | None = None,
         bad_words: BadWords | None = None,
     ) -> RequestGroup:
-        """Queue a prompt; the prediction is token ids by now, `structured_outputs` compiled.
+        """Queue a prompt that was checked: see `boundary.prepare`.
 
         Args:
             bad_words: `encode_bad_words` of the parameters' own; None: they are encoded here.
 
         Raises:
-            RequestError: the prompt or its parameters are out of bounds.
             EngineBrokenError: the device failed.
             OverloadedError: `max_num_waiting` requests wait already; there is no bound on what one
                 call adds, so that n samples are taken together or not at all.
         """
         self.check_works()
-        params = check_request(prompt_ids, params, self.limits)
         self.check_room()
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_added + 1

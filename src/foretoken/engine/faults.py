@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from foretoken.engine.memory import is_out_of_memory, memory_error
+from foretoken.engine.memory_plan import is_out_of_memory, memory_error
 from foretoken.engine.request import Request
 from foretoken.errors import (
     EngineBrokenError,
@@ -46,7 +46,7 @@ def broken_engine(cause: BaseException) -> EngineBrokenError:
 
 
 def processing_error(request: Request, cause: Exception) -> ForetokenError:
-    """The error of a request whose own part of the work raised `cause`.
+    """The error of a request when its own part of the work raised `cause`.
 
     A grammar may turn out to be too complex on the way: that is said as it was raised.
     """
@@ -83,7 +83,7 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 
 def no_token(request: Request, bans_all: bool) -> ForetokenError:
-    """The error of a request for whose next position nothing can be drawn.
+    """The error of a request when nothing can be drawn for its next position.
 
     Either its own parameters ban every token there, or the target's logits are not finite.
     """

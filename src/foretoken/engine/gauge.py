@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from foretoken.engine.memory import is_out_of_memory
-from foretoken.engine.memory_plan import Budget, Sizes, StepCost, StepPeak, shown
+from foretoken.engine.memory_plan import Budget, Sizes, StepCost, StepPeak, is_out_of_memory, shown
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Rule

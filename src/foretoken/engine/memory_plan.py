@@ -1,19 +1,22 @@
 """How memory is divided, and what to change where it does not suffice. No torch.
 
-Charter: arithmetic on numbers that `gauge.py` measured or that follow from shapes. A plan never
-exceeds what may be used; every remedy named was tried in the same arithmetic and suffices there.
+Charter: arithmetic on numbers that `gauge.py` measured or that follow from shapes, and the errors
+of memory that ran out. A plan never exceeds what may be used; every remedy that it names was tried
+in the same arithmetic and suffices there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
+from foretoken.config.machine import machine_bytes
 from foretoken.drafting.control import draft_widths
-from foretoken.errors import ConfigError, EngineMemoryError
+from foretoken.errors import ConfigError, EngineMemoryError, ForetokenError
 
 LEAST_CONTEXT = 1024
 """A context is not shortened below this, nor is it advised."""
@@ -25,6 +28,23 @@ _RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that
 # Steps are captured when they first occur, by the kernels that their parameters ask for: without
 # filters and with them, say. A draft step and a plain one are counted apart anyway.
 _VARIANTS = 2
+
+_REMEDY = (
+    "Lower `kv_cache_gib` (or `num_blocks`), `max_num_seqs`, `max_num_batched_tokens` or "
+    "`max_model_len`."
+)
+_GPU_REMEDY = (
+    "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
+    "`max_num_seqs`; and see that no other process takes the GPU's memory."
+)
+_SAID = (  # how PyTorch, its libraries and the C++ library say it, all as RuntimeError
+    "alloc_failed",
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "size calculation overflowed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +101,7 @@ class StepCost:
         Args:
             least: one request decodes.
             decode: as many as may run decode, as far as memory suffices.
-            largest: as many tokens as there may be beside them; `decode`, if there are no others.
+            largest: as many tokens as there may be next to them; `decode`, if there are no others.
         """
         rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
         more = (max(decode.num_bytes - least.num_bytes, 0), largest.num_bytes - decode.num_bytes)
@@ -113,9 +133,9 @@ class Costs:
     spare:       slots and blocks that no request is given
     copied:      what attention copies of a block while it runs, as stock operators do
     weights, draft_weights: as loading took them
-    libraries:   what kernels and libraries take beside PyTorch's allocator
+    libraries:   what kernels and libraries take outside PyTorch's allocator
     steps:       what steps take while they run
-    graph:       of a captured step, beside its tensors; 0: none are captured
+    graph:       of a captured step, without its tensors; 0: none are captured
     """
 
     block_size: int
@@ -195,8 +215,7 @@ class MemoryPlan:
     Attributes:
         parts: bytes by name, of everything that takes any.
         num_blocks: blocks of the cache.
-        max_model_len: longest request: where nobody asked for one, maybe less than the
-            checkpoint's.
+        max_model_len: longest request: maybe less than the checkpoint's, if no option asked for it.
         usable: bytes that the engine may take; None on a CPU, where nothing is measured.
     """
 
@@ -310,7 +329,7 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
     """The plan with the largest cache of use, if there is one.
 
     Args:
-        may_shorten: lower `max_model_len`, which nobody asked for, where the cache is too small.
+        may_shorten: lower `max_model_len`, which no option asked for, where the cache is too small.
 
     Raises:
         EngineMemoryError: memory does not suffice.
@@ -396,3 +415,43 @@ def _least(sizes: Sizes) -> dict[str, int]:
         "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.max_num_batched_tokens)),
         "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
     }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory could not be had."""
+    says_so = any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
+
+
+@contextmanager
+def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
+    """What runs out of memory inside says so by an `EngineMemoryError`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ForetokenError) or not is_out_of_memory(error):
+            raise
+        said = remedy if isinstance(remedy, str) else remedy()
+        raise memory_error(doing, error, said) from error
+
+
+def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:
+    """The typed form of an allocation that failed while `doing` something."""
+    said = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
+    remedy = remedy or (_GPU_REMEDY if "cuda" in said.lower() else _REMEDY)
+    error = EngineMemoryError(f"Out of memory while {doing}: {said}. {remedy}")
+    error.__cause__ = cause
+    return error
+
+
+def check_fits(num_bytes: int) -> None:
+    """Raise `EngineMemoryError` for a cache that this machine can never hold.
+
+    Linux grants memory that it does not have, and kills the process once it is used.
+    """
+    limit = machine_bytes()
+    if limit is not None and num_bytes > limit:
+        raise EngineMemoryError(
+            f"The cache asked for takes {num_bytes / 2**30:.3g} GiB, and this machine has "
+            f"{limit / 2**30:.3g} GiB of memory. {_REMEDY}"
+        )

@@ -6,7 +6,7 @@ of the step, never from what recent steps took: a busy machine changes no chunk.
 
 The cost of a step is that of its decode step, that of its rows, and one for each pair of a prompt's
 token and a token before it. On two AVX2 cores a chunk of 64 tokens of the embedded target takes
-23 ms at the beginning of a prompt and 94 ms behind 1 900 tokens.
+23 ms at the beginning of a prompt and 94 ms after 1 900 tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PromptCosts:
         What it reads anyway, the weights above all, costs nothing more: so prompts add the
         difference of two steps of prompts. But where only steps without prompts are replayed as
         graphs (a GPU), one with a prompt takes no less than as many tokens of prompts do: 12 ms
-        instead of 5 beside eight requests of an 8B shape.
+        instead of 5 next to eight requests of an 8B shape.
         """
         alone = self.of_tokens(rows + tokens)
         whole = np.maximum(decoding + alone - self.of_tokens(rows), alone)

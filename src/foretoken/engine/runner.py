@@ -26,8 +26,7 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, no_drafts
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.memory import is_out_of_memory
-from foretoken.engine.memory_plan import MemoryPlan
+from foretoken.engine.memory_plan import MemoryPlan, is_out_of_memory
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM

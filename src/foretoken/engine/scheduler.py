@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from operator import attrgetter
 
-from foretoken.cache.block_pool import BlockPool
-from foretoken.cache.prefix_index import ROOT, Before
+from foretoken.cache.block_pool import ROOT, Before, BlockPool
 from foretoken.engine.control import DraftControl
 from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, Share, Status

@@ -1,10 +1,10 @@
-"""How many threads to compute with, and telling everyone who computes.
+"""How many threads compute, PyTorch's and the kernels'.
 
 On a machine of 2 cores that others use too, two OpenMP threads took a decode step from 7 to 77 ms,
 since a team waits for its slowest member at every loop. The native pool does not (its threads take
 small pieces), and where it runs the target OpenMP gets one thread: idle ones would spin on the
-cores that the pool needs. Whether others use the machine is seen in the steps themselves, and
-nowhere else: so one thread and all of them are timed on real steps.
+cores that the pool needs. Only the steps themselves show whether others use the machine: so one
+thread and all of them are timed on real steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
 _OPENMP_THREADS = torch.get_num_threads()  # before we set it
-_STEPS = 3  # whose median stands for a count
+_STEPS = 3  # their median stands for a count
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
 _CLEARLY = 0.95  # of the other's time: enough to change
 _HOPELESS = 2.0  # times the other's: a trial ends at the first such step
@@ -54,7 +54,7 @@ class StepThreads:
             others, by `torch.set_num_threads` for example, does not count and is overwritten.
         backend: the threads of its kernels are set, too.
         native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
-            beside it that does not is small: one thread is as fast there.
+            next to it that does not is small: one thread is as fast there.
         clock: seconds.
         openmp_threads: `OMP_NUM_THREADS`, if that is set.
     """
@@ -117,8 +117,8 @@ class _Choice:
     """Which of two counts is faster for steps of one kind, by the latest times per token.
 
     Both are tried in turns at first. The slower one is tried again after 64 steps, and after twice
-    as many each time that it stays the slower, or later if a step with it takes very long; a count
-    whose steps have become slower than the other's last were is left at once.
+    as many each time that it stays the slower, or later if a step with it takes very long. A count
+    is left at once when its steps have become slower than the other's last ones.
 
     Attributes:
         crowded: one thread is taken because steps with all took many times as long.

@@ -1,15 +1,21 @@
-"""The thread that owns an engine, and the mailboxes in which readers on event loops find its news.
+"""Who may touch an engine: its own process, one thread at a time.
 
-Charter: the border between event loops and the engine's thread. Commands cross to the thread by a
-queue under one condition, on which the thread sleeps when there is nothing to do; news cross back
-by `call_soon_threadsafe`, on a host when the next pass begins (see `ops/passes.py`). Only the
-thread touches the engine. Prompts that take long to encode are encoded in a thread of their own, so
-that neither an event loop nor a step waits for them; others between two steps.
+Charter: an engine is not safe for two threads, and its native decoder keeps scratch memory between
+calls. The threads that share an `LLM` take turns of a step each, first come, first served, so that
+every step serves the requests of all of them. (A plain lock goes to whoever asks while it is free,
+which is the thread that just released it.)
+
+The engine of an `AsyncEngine` belongs to a thread of its own. Commands of event loops cross to it
+by a queue under one condition, on which the thread sleeps when there is nothing to do; news cross
+back to mailboxes by `call_soon_threadsafe`, on a host when the next pass begins (see
+`ops/passes.py`). Prompts that take long to encode are encoded in another thread, so that neither an
+event loop nor a step waits for them; others between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -20,11 +26,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
-from foretoken.engine.boundary import Submission, build_output, prepare, submit, take_delta
+from foretoken.engine.boundary import Prompt, Submission, build_output, prepare, take_delta
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import Prompt
 from foretoken.engine.request import RequestGroup
-from foretoken.engine.turns import HomeProcess
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import ChatPrompt
 from foretoken.ops.passes import before_passes
@@ -39,12 +43,115 @@ _COMMANDS = 0.02
 """Seconds after which a step comes before further commands."""
 
 
+class HomeProcess:
+    """The process that made an engine. A fork of it has the engine's memory but not its threads."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner, self._pid = owner, os.getpid()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this is another process: a forked child."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raise `UsageError` in a forked child, where computing would wait for ever."""
+        if self.is_left:
+            raise UsageError(
+                f"this {self._owner} belongs to process {self._pid}, and this is a fork of it "
+                f"(process {os.getpid()}): make the {self._owner} after the fork, or start "
+                "processes by `spawn`"
+            )
+
+
+class Turns:
+    """A lock that threads get in the order in which they ask: `with turns:`.
+
+    What raises while a thread waits (Ctrl-C) costs it its place in the line and nothing else.
+
+    Raises, on entering:
+        UsageError: in a forked child, or in a thread that has or awaits its turn: a signal handler
+            or a finalizer that runs in the midst of a call.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.home = HomeProcess(owner)
+        # One locked lock per thread; the first thread has the turn, the others wait for theirs.
+        self._line: deque[threading.Lock] = deque()
+        self._threads: set[int] = set()
+        self._work: deque[Callable[[], None]] = deque()
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread has or awaits its turn."""
+        return threading.get_ident() in self._threads
+
+    def __enter__(self) -> None:
+        self.home.check()
+        if self.inside:
+            raise UsageError(
+                "this call came from within another one of the same thread, from a signal handler "
+                "or a finalizer: let the handler set a flag and make the call when the other ended"
+            )
+        place = threading.Lock()
+        place.acquire()
+        try:
+            self._threads.add(threading.get_ident())
+            self._line.append(place)
+            if self._line[0] is not place:
+                place.acquire()
+        except BaseException:
+            self._leave(place)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            while self._work:
+                self._work.popleft()()
+        finally:
+            self._leave(self._line[0])
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Have `work` done at the end of a turn: this thread's present one, or one taken for it.
+
+        It is for whatever may run in the midst of a call, like finalizers, and for what must not be
+        lost if waiting is interrupted: the next turn of any thread does it then. Does nothing in a
+        forked child.
+        """
+        if self.home.is_left:
+            return
+        self._work.append(work)
+        if not self.inside:
+            with self:
+                pass
+
+    def _leave(self, place: threading.Lock) -> None:
+        """Give up a place in the line and wake whoever is first, also when Ctrl-C comes between."""
+        try:
+            self._give_up(place)
+        except BaseException:
+            self._give_up(place)
+            raise
+
+    def _give_up(self, place: threading.Lock) -> None:
+        """`_leave`, in steps that may be done twice.
+
+        To wake a thread that is awake does no harm, so that no step here needs a lock. The thread
+        counts as inside to the last: a finalizer that ran before would wait for itself.
+        """
+        with suppress(ValueError):  # interrupted before it stood in the line
+            self._line.remove(place)
+        with suppress(IndexError, RuntimeError):  # no thread waits; or it is awake already
+            self._line[0].release()
+        self._threads.discard(threading.get_ident())
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """How busy an engine is. Its thread goes on meanwhile: numbers may be one step apart.
 
     Attributes:
-        num_open: requests whose iterators have not ended.
+        num_open: requests with an iterator that has not ended.
         num_running: samples that have a slot.
         num_waiting: samples that wait for one.
         kv_cache_usage: share of the cache's blocks that running samples hold, 0..1.
@@ -111,7 +218,7 @@ class Mailbox:
 
 
 def tell(mailboxes: Iterable[Mailbox]) -> list[Mailbox]:
-    """Wake their readers, once per reading so that calls do not pile up; those whose loop is gone.
+    """Wake their readers; returns the mailboxes with a loop that is gone.
 
     One call for each loop: it writes to a socket, which for each of 512 readers took 8 ms a step.
     """
@@ -192,21 +299,18 @@ class Worker:
                 self._post(add)
         return name
 
-    def call(self, work: Callable[[Engine], _Answer]) -> Future[_Answer]:
-        """Have something done between two steps; what it raises is raised to who waits for it."""
-        return self._call(work, self._post)
+    def call(self, work: Callable[[Engine], _Answer], given: Any = None) -> Future[_Answer]:
+        """Have something done between two steps; what it raises is raised to who waits for it.
 
-    def encode(self, work: Callable[[Engine], _Answer], given: Any) -> Future[_Answer]:
-        """As `call`, for work with the tokenizer alone: aside, if what it is given is long."""
-        return self._call(work, self._encoder.submit if takes_long(given) else self._post)
-
-    def _call(
-        self, work: Callable[[Engine], _Answer], post: Callable[[Callable[[], None]], Any]
-    ) -> Future[_Answer]:
+        Args:
+            given: what `work` gives to the tokenizer, if it needs nothing else: if that is long,
+                the work is done in the thread that encodes.
+        """
         future: Future[_Answer] = Future()
         with self._wake_to_serve():
             self._calls.add(future)
-            post(lambda: self._answer(future, work))
+            post = self._encoder.submit if takes_long(given) else self._post
+            post(partial(self._answer, future, work))
         return future
 
     def status(self) -> EngineStatus:
@@ -225,7 +329,7 @@ class Worker:
         return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
     def leave(self, name: str, mailbox: Mailbox) -> None:
-        """Nobody reads this mailbox any more: its name is free, its request ends."""
+        """The reader of this mailbox left: its name is free, its request ends."""
         if self.home.is_left:
             return
         with self._wake:
@@ -325,7 +429,7 @@ class Worker:
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
     ) -> None:
-        """In either thread: encode a prompt, unless nobody waits for it any more; then queue it."""
+        """In either thread: encode a prompt, unless its reader has left; then queue it."""
         if self._open.get(name) is not mailbox:
             return
         try:
@@ -349,7 +453,7 @@ class Worker:
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:
-            self._groups[mailbox] = submit(self._engine, submission)
+            self._groups[mailbox] = self._engine.add(*submission)
         except ForetokenError as error:
             mailbox.fail(error)
             return
@@ -392,7 +496,7 @@ class Worker:
             del self._groups[mailbox]
 
     def _tell(self) -> None:
-        """Wake those who have news; where the loop is gone, the request ends, as no step runs."""
+        """Wake readers with news; where the loop is gone, the request ends, as no step runs."""
         untold, self._untold = self._untold, []
         if gone := tell(untold):
             with self._wake:

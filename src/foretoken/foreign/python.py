@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from foretoken.errors import AbsentError
-from foretoken.foreign.reasons import (
+from foretoken.foreign.table import (
     BEAM,
     EITHER,
     GENERATES,
@@ -19,8 +19,9 @@ from foretoken.foreign.reasons import (
     REPETITION,
     STRUCTURED,
     WHOLE_TEXT,
+    Foreign,
+    same_for,
 )
-from foretoken.foreign.table import Foreign, same_for
 
 SAMPLING_FIELDS = {
     "best_of": Foreign((1,), "Ask for `n` samples and rank them by cumulative_logprob."),

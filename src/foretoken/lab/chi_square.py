@@ -53,9 +53,7 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
 
 
 def _test(
-    counts: Sequence[int],
-    probabilities: Sequence[float],
-    part: Callable[[float, float], float],
+    counts: Sequence[int], probabilities: Sequence[float], part: Callable[[float, float], float]
 ) -> ChiSquare:
     total = sum(counts)
     cells = [(n, total * chance) for n, chance in zip(counts, probabilities, strict=True)]

@@ -283,3 +283,10 @@ def commit() -> tuple[str, bool]:
         return git("rev-parse", "HEAD"), bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return "unknown", False
+
+
+def stem(output: Sequence[str], default: str) -> str:
+    """The name of results: the JSON file's stem in lower case, of letters, digits, underscores."""
+    path = next((path for path in output if path.endswith(".json")), default)
+    name = Path(path).stem.lower()
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)

@@ -1,21 +1,24 @@
 """An EAGLE-3 head: one decoder layer on top of the target's hidden states and the next token.
 
-Belongs here: what a head is made of, and its pass over packed rows. Does not: reading its folder
-(`eagle3_config.py`, `eagle3_checkpoint.py`), whether a backend's own may stand in
-(`eagle3_fused.py`), when it runs and what is kept between passes (`drafting/eagle3.py`).
+Belongs here: what a head is made of, its pass over packed rows, and whether a backend's own
+implementation may stand in for its operators: it is compared with them on random rows. (Wrong
+drafts would cost no more than speed: the target verifies them.) Does not: reading its folder
+(`eagle3_config.py`, `eagle3_checkpoint.py`), when it runs and what is kept between passes
+(`drafting/eagle3.py`).
 
 Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
 and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
 not been yet, its own output of the row before stands in for the feature (Li et al. 2025, "EAGLE-3:
 Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
 
-Shape suffixes: T packed rows, N rows whose logits are wanted, C the head's hidden size, V the
+Shape suffixes: T packed rows, N rows with wanted logits, C the head's hidden size, V the
 target's vocabulary, H heads, D head size, A numbers of a part that is normed by itself, R half of
 the numbers of a head that are turned.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,11 +26,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.errors import UnsupportedModelError
 from foretoken.models.eagle3_config import Eagle3Config
-from foretoken.ops import AttentionOptions, Backend
-from foretoken.ops.decoder import DraftHead, HeadExtras, HeadModel, HeadWeights
+from foretoken.models.guards import TOLERANCE
+from foretoken.ops import AttentionBatch, AttentionOptions, Backend, UnfitError
+from foretoken.ops.decoder import DraftHead, HeadExtras, HeadModel, HeadWeights, RoundHead
 from foretoken.ops.steps import ForwardBatch
 
+_log = logging.getLogger(__name__)
+
+_BLOCK = 4  # tokens per cache block of the check
+_PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
+"""New rows of each request in turn: a prompt, drafts of three, what the target verified, of one."""
+_LONGEST = sum(map(max, _PASSES))
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -40,7 +51,7 @@ class Eagle3Head:
     layer_shapes: what a `KVPool` for it needs
     target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, rising or not;
         None if they are the same
-    fused: the backend's own implementation, which then computes all of it; see `eagle3_fused.py`
+    fused: the backend's own implementation, which then computes all of it; see `fuse`
     """
 
     def __init__(
@@ -78,7 +89,7 @@ class Eagle3Head:
         """Run packed rows and write their K/V.
 
         Args:
-            batch: `token_T` is the token *behind* each row's position; `logit_row_N` is not read.
+            batch: `token_T` is the token *after* each row's position; `logit_row_N` is not read.
             aux: as for `features`, of each row's position.
             row_N: int64, rows that are wanted; None: all.
 
@@ -127,7 +138,7 @@ class Eagle3Head:
         return hidden_TC, self._project(torch.cat([token_TC, normed_TC], dim=-1), position_T)
 
     def finish(self, hidden_NC: Tensor, attended_ND: Tensor) -> Tensor:
-        """What a pass does behind its attention, [N, C]."""
+        """What a pass does after its attention, [N, C]."""
         w = self.weights
         hidden_NC = hidden_NC + F.linear(attended_ND, w.o, self.extras.o_bias)
         inner_NC = self._norm(hidden_NC, w.post_norm)
@@ -205,3 +216,90 @@ class Eagle3Head:
     def _norm_parts(self, x_TPA: Tensor, gain_PA: Tensor) -> Tensor:
         eps = self.config.layer.rms_norm_eps
         return F.rms_norm(x_TPA, gain_PA.shape[1:], None, eps) * gain_PA
+
+
+def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
+    """Let the backend's own implementation compute the head, if it has one that agrees.
+
+    Args:
+        positions: longest context, in tokens.
+        most_rows: requests that draft at once.
+
+    Raises:
+        UnsupportedModelError: its operators give NaN or infinity.
+    """
+    try:
+        fused = head.backend.draft_head(head.model(max(positions, _LONGEST)), most_rows)
+    except UnfitError as reason:
+        _log.info("The EAGLE-3 head runs operator by operator: %s", reason)
+        fused = None
+    tried = (None,) if fused is None else (None, fused)
+    head.backend.compile_ahead(lambda: [_outputs(head, one) for one in tried])
+    expected, *others = (_outputs(head, one) for one in tried)
+    if not all(bool((output < torch.inf).all()) for output in expected):  # -inf: never drafted
+        raise UnsupportedModelError(
+            f"The EAGLE-3 head gives numbers that are not finite in {head.dtype}: its weights are "
+            "damaged, or too large for this dtype (float16 ends at 65504). Try another `dtype`."
+        )
+    if fused is None:
+        return
+    error = _difference(expected, *others)
+    if not error <= (tolerance := TOLERANCE[head.dtype]):  # NaN too
+        head.fused = None
+        _log.warning(
+            "The EAGLE-3 head runs operator by operator, slower: that of backend `%s` differs by "
+            "%.1e of the largest number (bound %.0e).",
+            head.backend.name,
+            error,
+            tolerance,
+        )
+    elif isinstance(fused, RoundHead):
+        head.drop_matrices()
+
+
+@torch.no_grad()
+def _outputs(head: Eagle3Head, fused: DraftHead | None) -> list[Tensor]:
+    """Hidden states and logits of `_PASSES`, each from random hidden states of a target."""
+    head.fused, device, config = fused, head.device, head.config
+    generator = torch.Generator().manual_seed(0)
+    columns = -(-_LONGEST // _BLOCK)
+    blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
+    kv = KVPool(head.layer_shapes, 3 * columns + 1, _BLOCK, dtype=head.dtype, device=device)
+    length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
+    for rows in _PASSES:
+        new_B = torch.tensor(rows)
+        length_B = length_B[: len(rows)] + new_B
+        start_B1 = torch.nn.functional.pad(new_B.cumsum(0), (1, 0))
+        position_T = torch.cat(
+            [torch.arange(end - n, end) for end, n in zip(length_B.tolist(), rows, strict=True)]
+        )
+        attention = AttentionBatch(
+            start_B1.to(device), length_B.to(device), blocks_BL[: len(rows)], _BLOCK,
+            most_queries=max(rows), values_fit=True,
+        )  # fmt: skip
+        total = len(position_T)
+        token_T = torch.randint(config.vocab_size, (total,), generator=generator).to(device)
+        batch = ForwardBatch(token_T, position_T.to(device), token_T[:0], attention)
+        aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator).to(
+            device, head.dtype
+        )
+        if max(rows) == 1:
+            feature_TC = head.features(aux.unbind())
+            hidden_NC, logits_NV = head.draft(batch, feature_TC, kv)
+        else:
+            hidden_NC = head.forward(batch, aux.unbind(), kv, (start_B1[1:] - 1).to(device))
+            logits_NV = head.logits(hidden_NC)
+        outputs += [hidden_NC, logits_NV.clone()]
+    return outputs
+
+
+def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    """The worst, relative to the largest finite number of each; NaN if other logits are -inf."""
+    worst = 0.0
+    for want, have in zip(expected, found, strict=True):
+        is_finite = want.isfinite()
+        if not torch.equal(is_finite, have.isfinite()):
+            return float("nan")
+        error = (have.float() - want.float())[is_finite].abs().max()
+        worst = max(worst, (error / want[is_finite].abs().max()).item())
+    return worst

@@ -16,8 +16,7 @@ from foretoken.models.checkpoint import check_weights, reading
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import check_finite
-from foretoken.models.leftovers import check_fit
-from foretoken.models.sizes import check_room, check_sizes, stored_sizes
+from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
 from foretoken.ops import Backend
 from foretoken.ops.decoder import HeadExtras, HeadWeights
 

@@ -26,11 +26,12 @@ from foretoken.models.checkpoint import (
     quiet_transformers,
     read_config,
 )
-from foretoken.models.leftovers import check_fit, check_leftovers
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.sizes import (
     Stored,
+    check_fit,
+    check_leftovers,
     check_numbers,
     check_room,
     check_sizes,

@@ -1,23 +1,28 @@
-"""Whether the sizes in `config.json` can be those of the weights, or of this machine.
+"""Whether `config.json` fits the weights and this machine.
 
-Belongs here: what is checked before a module is built, because an absurd size would be looped over
-or allocated first. Does not: each tensor's name and shape (`leftovers.py`). Loads no torch.
+Belongs here: sizes, which are checked before a module is built, because an absurd one would be
+looped over or allocated first; and the tensors that a checkpoint holds and the model has no place
+for: harmless, or another model's? What Transformers itself declares ignorable for a class never
+gets here.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from foretoken.config.machine import machine_bytes
 from foretoken.errors import CheckpointError, EngineMemoryError
 
-if TYPE_CHECKING:
-    import torch
+_log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -37,6 +42,11 @@ _HARMLESS = 2**20
 _HARMLESS_LAYERS = 2**12
 _MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
 _MAX_SIZE = 2**31 - 1
+_SHOWN = 3
+# Buffers that older versions of Transformers saved, and that a model computes by itself.
+_BUFFERS = frozenset({"inv_freq", "original_inv_freq", "masked_bias"})
+# What layers that predict further tokens (MTP) have, and no other layer.
+_FURTHER = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|(^|[._])mtp[._]")
 
 
 class Stored(NamedTuple):
@@ -111,8 +121,6 @@ def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
 
     None if it cannot be built: the loader meets the same failure and says what it is.
     """
-    import torch
-
     try:
         with torch.device("meta"):
             module = model_class._from_config(copy.deepcopy(config), attn_implementation="eager")
@@ -147,8 +155,6 @@ def check_room(
     device: torch.device,
 ) -> None:
     """Raise `EngineMemoryError` for random weights that the device can never hold."""
-    import torch
-
     room = machine_bytes()
     if device.type != "cpu":
         room = torch.cuda.get_device_properties(device).total_memory
@@ -173,3 +179,76 @@ def _cause(config: Any, shape: Shape, stored: Stored | None) -> str:
         if any(size and size % value == 0 for size in sizes)
     ]
     return "gives `{1}` as {0}, which ".format(*max(fields)) if fields else ""
+
+
+def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> None:
+    """Warn of tensors that play no part in the model; refuse the others.
+
+    Harmless are saved masks and frequencies, layers after the last that predict further tokens,
+    and whole modules next to the model (a value head). A tensor inside a module that the model does
+    have, such as a bias or a norm that its layers lack, was trained into another model.
+
+    Raises:
+        CheckpointError: tensors of the second kind, with their number and some names.
+    """
+    names = sorted(names)
+    further = {_layer(name) for name in names if _FURTHER.search(name)} - {""}
+    harmless = [name for name in names if _is_harmless(module, name, further)]
+    wrong = sorted(set(names) - set(harmless))
+    check_fit(folder, {"unexpected": wrong})
+    if harmless:
+        message = "`%s` holds %d tensors that the model does not use, for example %s."
+        _log.warning(message, folder, len(harmless), _some_names(harmless))
+
+
+def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
+    """Raise `CheckpointError` for the first problem that tensors have, with some of their names."""
+    for problem, names in problems.items():
+        if names:
+            raise CheckpointError(
+                f"The weights in `{folder}` do not fit its `config.json`: {len(names)} {problem} "
+                f"tensors, for example {_some_names(names)}."
+            )
+
+
+def _some_names(names: list[str]) -> str:
+    """The first few of them, as a message shows them."""
+    return ", ".join(f"`{name}`" for name in names[:_SHOWN])
+
+
+def _is_harmless(module: nn.Module, name: str, further: set[str]) -> bool:
+    parent, rest = _nearest(module, name)
+    if name.rpartition(".")[2] in _BUFFERS:
+        return True
+    if rest == "bias":  # a causal mask, if the module has no weight that a bias could go with
+        return parent is not module and not [*parent.parameters(recurse=False)]
+    if isinstance(parent, nn.ModuleList):
+        return _layer(name) in further
+    if parent is module:
+        return "." in rest
+    return parent is getattr(module, "base_model", None) and bool(_FURTHER.search(rest))
+
+
+def _nearest(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The innermost module that the model has on the way to a tensor, and the rest of the name.
+
+    The base model's prefix may be missing: `layers.0…` means `model.layers.0…`.
+    """
+    base = getattr(module, "base_model", module)
+    first = name.partition(".")[0]
+    parent = base if first not in dict(module.named_children()) else module
+    if parent is base and first not in dict(base.named_children()):
+        return module, name
+    while "." in name:
+        first, _, rest = name.partition(".")
+        child = dict(parent.named_children()).get(first)
+        if child is None:
+            break
+        parent, name = child, rest
+    return parent, name
+
+
+def _layer(name: str) -> str:
+    """`model.layers.7` of `model.layers.7.mlp.weight`; "" outside of numbered layers."""
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match.group() if match else ""

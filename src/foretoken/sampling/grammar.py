@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.errors import RequestError
-from foretoken.sampling.schemas import as_text
-from foretoken.sampling.structured import ANY_OBJECT, FIELD
+from foretoken.sampling.structured import ANY_OBJECT, FIELD, as_text
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer

@@ -4,7 +4,7 @@ One flow, and what belongs where:
 
     protocol/    bodies of requests, one file per API: types, names, what is refused by its name
     requests.py  a body as the engine takes it: `Asked`, with prompts and `SamplingParams`
-                 (`tools.py`: what a chat says of tools; `conversions.py`: bodies of other APIs)
+                 (`conversions.py`: bodies of other APIs)
     running.py   the engine's deltas of everything that was asked, of several prompts in turns
     parsers/     what tokens say: content, reasoning, tool calls; how models write them
     answers/     deltas as events (`events.py`), events as choices (`chat.py`, `completions.py`), as

@@ -20,7 +20,7 @@ from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import docs, generate, models, page, state, tokens
+from foretoken.serve.routes import generate, models, page, state, tokens
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
@@ -45,7 +45,6 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     errors.install(app)
     for part in (generate, models, tokens, state, page):
         app.include_router(part.router(context))
-    app.include_router(docs.router())
     # The last one added is the first that sees a request: bodies of strangers are not read.
     most = context.served.max_model_len
     app.add_middleware(BodyLimits, options=options, max_model_len=most)

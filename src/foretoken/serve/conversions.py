@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from foretoken.errors import RequestError
 from foretoken.serve.errors import written_as
@@ -19,8 +21,8 @@ from foretoken.serve.protocol.chat import (
     NamedTool,
     Tool,
 )
-from foretoken.serve.protocol.common import JsonSchema, ResponseFormat, SamplingFields
-from foretoken.serve.protocol.items import read_item
+from foretoken.serve.protocol.common import Fields, JsonSchema, ResponseFormat, SamplingFields
+from foretoken.serve.protocol.faults import field_error
 from foretoken.serve.protocol.messages import (
     ASSISTANT_BLOCKS,
     TEXT_BLOCKS,
@@ -235,3 +237,25 @@ def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
     if thought := "".join(block.thinking for block in blocks if block.type == "thinking"):
         found[-1]["reasoning_content"] = thought
     return found
+
+
+T = TypeVar("T", bound=Fields)
+
+
+def read_item(kinds: Mapping[str, type[T]], where: str, item: Any, default: str | None = None) -> T:
+    """An item as its kind; null stands for a field that is left out, as clients echo them.
+
+    Args:
+        where: the item, as errors name it.
+        default: its kind if it names none.
+    """
+    if not isinstance(item, dict):
+        raise RequestError(where, item, "an object")
+    name = item.get("type", default)
+    if not isinstance(name, str) or name not in kinds:
+        raise RequestError(f"{where}.type", name, f"one of {', '.join(kinds)}")
+    try:
+        given = {key: value for key, value in item.items() if value is not None}
+        return kinds[name].model_validate(given)
+    except ValidationError as error:
+        raise field_error(kinds[name], error.errors(), where) from None

@@ -6,6 +6,7 @@ checked by `SamplingParams` and by the engine, what type it has by `protocol/`.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,20 +16,18 @@ from typing import Any
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.config import LOSSLESS_METHODS, REJECTION_SAMPLE_METHODS
-from foretoken.engine.prompts import Prompt
+from foretoken.engine.boundary import Prompt
 from foretoken.errors import CapacityError, RequestError
 from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams
-from foretoken.sampling.structured import WHITE_SPACE
+from foretoken.sampling.structured import ANY_OBJECT, FIELD, WHITE_SPACE, as_text
 from foretoken.serve.errors import UnknownModelError, written_as
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.parsers.formats import MessageFormat
+from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing
-from foretoken.serve.protocol.chat import AllowedTools, ChatBody
+from foretoken.serve.protocol.chat import AllowedTools, ChatBody, CompletionBody, NamedTool
 from foretoken.serve.protocol.common import GenerationFields, Speculative
-from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.tokens import TokenizeBody
-from foretoken.serve.tools import ToolUse, read_tools
 
 _PARAMS = {field.name for field in fields(SamplingParams)}
 # Of the same name in both, they are not of the same type.
@@ -56,7 +55,7 @@ class Served:
         max_model_len: longest prompt and output, in tokens.
         num_drafts: K of the engine, the most of it where it is `auto`; 0: it drafts nothing.
         defaults: what a field that a request leaves out means.
-        predictors: drafters that read `prediction`; `drafter`: who drafts if nobody is named.
+        predictors: drafters that read `prediction`; `drafter`: that of requests that name none.
         format: how the model writes messages.
     """
 
@@ -107,7 +106,7 @@ class Asked:
         messages, template: a conversation (None where there are prompts), and its options.
         params: of each prompt.
         echo: put the prompt before its completion.
-        num_top: how many likely tokens an answer shows beside each of its own; None: neither.
+        num_top: how many likely tokens an answer shows next to each of its own; None: neither.
         num_drafts: K of the request, the most of it where it changes.
         stream, include_usage, continuous_usage, split_tokens: how the answer comes.
         parsing: what to look for in the answer; None: all of it is text.
@@ -407,9 +406,7 @@ def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def read_structure(
-    body: GenerationFields,
-) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
+def read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
     """`SamplingParams.structured_outputs` of a body, and the names by which it was asked for."""
     given = {name: getattr(body, name) for name in _STRUCTURES}
     asked = [name for name, value in given.items() if value is not None]
@@ -438,3 +435,80 @@ def read_structure(
     written = {f"structured_outputs.{option}": f"structured_outputs.{option}" for option in spaces}
     written |= {"structured_outputs": name, f"structured_outputs.{kind}": place}
     return {kind: value, **spaces}, written
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says of tools.
+
+    Attributes:
+        shown: to the template; None: none.
+        names: of the functions with calls to look for; () where none may be called.
+        forced: those of them of which one must be called; () where the model decides.
+        parallel: whether there may be several.
+    """
+
+    shown: Sequence[Mapping[str, Any]] | None = None
+    names: tuple[str, ...] = ()
+    forced: Sequence[Mapping[str, Any]] = ()
+    parallel: bool = True
+
+    def grammar(self, form: MessageFormat, asked: Any) -> str | None:
+        """What an answer must be, in Lark: calls that are forced, or else calls or a text.
+
+        Args:
+            asked: `SamplingParams.structured_outputs`: what a text must be; None: anything, so that
+                only calls that are forced need a grammar.
+
+        Raises:
+            RequestError: a text must be other than JSON.
+        """
+        if form.calls is None or not (self.forced or (self.names and asked)):
+            return None
+        answer = None
+        if not self.forced and asked is not None:
+            [(kind, value)] = asked.items()
+            answer = {"json": value, "json_object": as_text(kind, ANY_OBJECT)}.get(kind)
+            if answer is None:
+                bound = "a JSON schema: next to `tools` an answer is a call or JSON"
+                raise RequestError(FIELD, {kind: value}, bound)
+        tools = self.forced or self.shown or ()
+        return form.grammar(form.calls, tools, parallel=self.parallel, answer=answer)
+
+
+def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
+    """`tools`, `tool_choice` and `parallel_tool_calls`; with `none` the model sees no tools.
+
+    Raises:
+        RequestError: they do not fit each other, or the format of the model's calls is not known.
+    """
+    choice = body.tool_choice
+    if not body.tools:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if (value := getattr(body, name)) is not None and value != "none":
+                shown = value.model_dump() if isinstance(value, NamedTool) else value
+                raise RequestError(name, shown, "left out without `tools`")
+        return ToolUse()
+    tools = [
+        tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools
+    ]
+    names = tuple(tool.function.name for tool in body.tools)
+    try:
+        json.dumps(tools, allow_nan=False)
+    except ValueError as error:
+        raise RequestError("tools", names, f"JSON: {error}") from None
+    if len({*names}) < len(names):
+        raise RequestError("tools", names, "functions of different names")
+    if choice == "none":
+        return ToolUse()
+    if form.calls is None:
+        known, bound = ", ".join(FORMATS), "left out: how this model writes calls is not known"
+        raise RequestError("tools", names, bound, f"See --tool-call-parser: {known}.")
+    parallel = body.parallel_tool_calls is not False
+    forced = tools if choice == "required" else []
+    if isinstance(choice, NamedTool):
+        name, parallel = choice.function.name, False
+        forced = [tool for tool in tools if tool["function"]["name"] == name]
+        if not forced:
+            raise RequestError("tool_choice.function.name", name, f"one of {', '.join(names)}")
+    return ToolUse(tools, names, forced, parallel)

@@ -20,7 +20,7 @@ from foretoken.lab.audit.server import Client, ServerAudit
 from foretoken.lab.audit.subjects import Subject, bind, load, of_backend, of_callable
 from foretoken.lab.audit.verdict import INCONCLUSIVE, Finding, audit
 from foretoken.lab.desk import Desk
-from foretoken.lab.files import stem
+from foretoken.lab.results import stem
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.tokenizer import load_tokenizer
 from foretoken.ops import Rule

@@ -53,8 +53,7 @@ QUARTERS = "two quarters: of the first, of the second"
 PAIRS = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
 SHOWN = {
     "tokens": Shown(
-        "rank, in sixteenths",
-        f"{RANK}: as often in each sixteenth, if tokens are drawn from it.",
+        "rank, in sixteenths", f"{RANK}: as often in each sixteenth, if tokens are drawn from it."
     ),
     "neighbours": Shown(
         QUARTERS,

@@ -65,10 +65,7 @@ class Uniform:
     __slots__ = ("interval", "inverse", "rises")
 
     def __init__(
-        self,
-        interval: Interval,
-        inverse: Callable[[Any], Any] | None = None,
-        rises: bool = True,
+        self, interval: Interval, inverse: Callable[[Any], Any] | None = None, rises: bool = True
     ) -> None:
         self.interval, self.inverse, self.rises = interval, inverse, rises
 

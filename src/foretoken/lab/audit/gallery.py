@@ -167,8 +167,7 @@ def filtered_after_test(
     tested = sampled_from(p, {**params, **late})
     known = iter(tested)
     ways = Ways(
-        chance=lambda row, q, x: next(known)[x] / q[x],
-        rest=lambda row, q, x: residual(row, q),
+        chance=lambda row, q, x: next(known)[x] / q[x], rest=lambda row, q, x: residual(row, q)
     )
     return standard(sampled_from(p, params), q, drafts, rng, uniforms, ways=ways)
 

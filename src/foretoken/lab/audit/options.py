@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.config import check_int, check_number
+from foretoken.config.checks import check_outputs
 from foretoken.errors import ConfigError
-from foretoken.lab.files import check_outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ import asyncio
 from typing import Any
 
 from foretoken.lab.bench.cases import engine_cases, parse_sweep, server_cases
-from foretoken.lab.bench.chart import charts
 from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions
-from foretoken.lab.bench.report import remarks, results, tables
+from foretoken.lab.bench.report import charts, remarks, results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.bench.server import Server
 from foretoken.lab.desk import Desk, Section

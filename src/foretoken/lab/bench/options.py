@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from foretoken.config import (
-    BLOCK_SIZES,
-    EngineConfig,
-    SpeculativeConfig,
-    check_int,
-    check_number,
-)
+from foretoken.config import BLOCK_SIZES, EngineConfig, SpeculativeConfig, check_int, check_number
+from foretoken.config.checks import check_outputs
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.cases import Load, parse_sweep
-from foretoken.lab.files import check_outputs
 
 DATASETS = (".jsonl", ".json")
 SLO = ("ttft", "tpot", "itl", "e2e")

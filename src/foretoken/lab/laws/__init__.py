@@ -15,7 +15,7 @@ target's negated, as unlike as can be. Drafts come from the backend's own `draft
 `propose` that is given, and `emission.py` drives them through the backend's own `verify`.
 
 That a law can fail is shown by its mutants: the drafter, the backend or the rule with one thing
-wrong (`mutants.py`). Each must be rejected at p < 1e-6 in the case that `mutant_cases.py` names.
+wrong (`mutants.py`). Each must be rejected at p < 1e-6 in the case that is named there.
 
 What belongs here: experiments, their models, their exact answers and their mutants. What does not:
 pytest (the tests call these functions with fewer trials), files and processes (`benchmarks/law.py`

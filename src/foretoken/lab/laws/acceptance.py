@@ -17,16 +17,7 @@ from torch import Tensor
 from foretoken.lab.laws.chain import Chain, Setting, random_chain
 from foretoken.lab.laws.emission import TRIALS, TableDrafter, emit, waves
 from foretoken.lab.laws.findings import Finding, fit, p_finding, z_finding
-from foretoken.ops import (
-    DRAFT,
-    Backend,
-    DraftBlock,
-    DraftCache,
-    Noise,
-    Rows,
-    Rule,
-    VerifyBatch,
-)
+from foretoken.ops import DRAFT, Backend, DraftBlock, DraftCache, Noise, Rows, Rule, VerifyBatch
 
 LOSSLESS = (Rule.STANDARD, Rule.BLOCK)
 # Keys whose first ACCEPT word at position 0, draft 0 is 0 and 2^32 - 1, found by trying them all:

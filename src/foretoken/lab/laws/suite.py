@@ -12,28 +12,11 @@ from foretoken.lab.laws import acceptance, drawing, synthetic
 from foretoken.lab.laws.chain import Setting
 from foretoken.lab.laws.emission import TRIALS
 from foretoken.lab.laws.findings import Finding
-from foretoken.lab.laws.joint import (
-    Case,
-    check_case,
-    extra_cases,
-    matrix,
-    pairwise,
-    several_rounds,
-)
-from foretoken.lab.laws.mutant_cases import (
-    READ_RULES,
-    Mutant,
-    check_mutant,
-    mutants,
-    rule_mutants,
-)
+from foretoken.lab.laws.joint import Case, check_case, extra_cases, matrix, pairwise, several_rounds
+from foretoken.lab.laws.mutants import READ_RULES, Mutant, check_mutant, mutants, rule_mutants
 from foretoken.ops import Backend, Rule, get_backend
 
-NOISE = {
-    "fp32": Setting(),
-    "fp64": Setting(fp64_noise=True),
-    "flat": Setting(rule=Rule.COUPLED),
-}
+NOISE = {"fp32": Setting(), "fp64": Setting(fp64_noise=True), "flat": Setting(rule=Rule.COUPLED)}
 Law = Callable[[Backend, torch.device, int], list[Finding]]
 """(backend, device, trials) -> what was found."""
 

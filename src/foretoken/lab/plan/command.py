@@ -11,14 +11,13 @@ from typing import Any
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import ConfigError
 from foretoken.lab.desk import Desk, Section
-from foretoken.lab.files import stem
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.predict import Planner
 from foretoken.lab.plan.profile import Profile
 from foretoken.lab.plan.report import charts, sentences, tables
 from foretoken.lab.plan.shape import estimate
-from foretoken.lab.results import collect
+from foretoken.lab.results import collect, stem
 from foretoken.sampling.params import SamplingParams
 
 _ESTIMATED = {

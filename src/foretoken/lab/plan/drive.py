@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from foretoken.engine.boundary import prepare
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.engine.trace import StepTrace
@@ -99,7 +100,8 @@ class Drive:
             prompt = list(self.text[first : first + ask.input_len])
         else:
             prompt = chance.choices(range(self.engine.limits.vocab_size), k=ask.input_len)
-        return self.engine.add(f"plan-{self.seed}-{number}", prompt, params)
+        name = f"plan-{self.seed}-{number}"
+        return self.engine.add(*prepare(self.engine, name, prompt, params))
 
     def _ends(self, one: _Live, now: float) -> bool:
         group, tokens = one.group, one.group.samples[0].num_output

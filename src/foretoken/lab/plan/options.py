@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.config import check_int, check_number
+from foretoken.config.checks import check_file, check_outputs
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.options import numbers
-from foretoken.lab.files import check_file, check_outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from foretoken.lab.bench.load import Record, Run
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
-from foretoken.lab.plan.outlook import Outlook
 from foretoken.lab.plan.profile import Profile
-from foretoken.lab.plan.simulate import Ask, Served, Simulation, Step
+from foretoken.lab.plan.simulate import Ask, Outlook, Served, Simulation, Step
 from foretoken.lab.results import Label, Row
 
 _EVERY = 8  # the largest K up to which all are simulated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.lab.bench import chart as bench
+from foretoken.lab.bench import report as bench
 from foretoken.lab.bench.report import cell, table
 from foretoken.lab.desk import Table
 from foretoken.lab.results import Row

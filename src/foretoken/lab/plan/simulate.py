@@ -1,8 +1,9 @@
 """The engine's own scheduler, with a clock in the place of the model. No torch.
 
 Charter: requests come, `Scheduler` says who computes what, a profile says how long that takes, and
-chance how many drafts are accepted. Who runs when is decided by the engine's code alone; what is
-done here beside it is what `Engine.step` and `Engine.commit` do with requests.
+chance how many drafts are accepted. Who runs when is decided by the engine's code alone; all else
+that is done here is what `Engine.step` and `Engine.commit` do with requests. `Outlook` needs no
+requests: it is what follows from costs and acceptance for a batch that decodes and never changes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from foretoken.engine.pace import DecodeCosts, Pace
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CapacityError
+from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.profile import Profile
 from foretoken.sampling.params import SamplingParams
 
@@ -111,7 +113,7 @@ class Simulation:
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
             if not under_way and waiting[-1].arrival > self.now:
-                self.step()  # what was launched ahead ends while nobody waits
+                self.step()  # what was launched ahead ends although no request waits
                 self.now = max(self.now, waiting[-1].arrival)
             while waiting and under_way < most and waiting[-1].arrival <= self.now:
                 self._add(waiting.pop())
@@ -222,7 +224,7 @@ class StepClock:
         self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
 
     def seconds(self, shares: Sequence[Share], over: Sequence[Share] = ()) -> float:
-        """Of a step of these shares, and of `over`, whose requests have ended; 0 of none."""
+        """Of a step of these shares, and of `over`, requests that have ended; 0 of none."""
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
         asked = [share.max_drafts for share in (*decoding, *over)]
@@ -243,3 +245,34 @@ class StepClock:
     def release(self, slot: int) -> None:
         """Its request ended, or gave way."""
         self._known.pop(slot, None)
+
+
+class Outlook:
+    """Rates by batch, K, and tokens of context of each request."""
+
+    def __init__(self, profile: Profile, acceptance: Acceptance) -> None:
+        self.most = min(profile.most_drafts, acceptance.most)
+        self._lengths = [1 + sum(acceptance.joint(k)) for k in range(self.most + 1)]
+        self.profile, self.acceptance, self._clock = profile, acceptance, StepClock(profile)
+
+    def seconds(self, batch: int, drafts: int, context: int) -> float:
+        """Of a step."""
+        return self._clock.decoding([drafts] * batch, batch * context)
+
+    def rate(self, batch: int, drafts: int, context: int) -> float:
+        """Tokens per second of all requests together."""
+        return batch * self._lengths[drafts] / self.seconds(batch, drafts, context)
+
+    def best(self, batch: int, context: int) -> int:
+        """K of the highest rate; the smaller one of equals."""
+        return max(range(self.most + 1), key=lambda k: (self.rate(batch, k, context), -k))
+
+    def need(self, batch: int, drafts: int, context: int) -> float:
+        """Mean tokens of a round, bonus included, from which on so many drafts pay; above K + 1
+        not even accepting every one would."""
+        return self.seconds(batch, drafts, context) / self.seconds(batch, 0, context)
+
+    def last_that_pays(self, context: int) -> int:
+        """The largest batch at which some K beats plain decoding; 0: none."""
+        batches = range(self.profile.limits.max_num_seqs, 0, -1)
+        return next((b for b in batches if self.best(b, context)), 0)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError
-from foretoken.lab.train_eagle3.losses import Rows, agreement, loss_of
 from foretoken.lab.train_eagle3.optim import HeadOptimizer, learning_rate
-from foretoken.lab.train_eagle3.unroll import Fuse, Unroll
+from foretoken.lab.train_eagle3.unroll import Fuse, Rows, Unroll, agreement, loss_of
 from foretoken.models.checkpoint import reading
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import OUTPUT_LAYER, join_weights, tensor_shapes

@@ -7,15 +7,7 @@ from typing import Any
 
 from foretoken.outputs import Logprob
 from foretoken.serve.answers.events import Event
-from foretoken.serve.answers.logprobs import (
-    Row,
-    common_fields,
-    likeliest,
-    number,
-    own,
-    shown,
-    text,
-)
+from foretoken.serve.answers.logprobs import Row, common_fields, likeliest, number, own, shown, text
 from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, call_fields
 from foretoken.serve.pieces import Rows
 from foretoken.serve.requests import Asked

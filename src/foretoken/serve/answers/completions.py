@@ -7,15 +7,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from foretoken.serve.answers.events import Event
-from foretoken.serve.answers.logprobs import (
-    Row,
-    common_fields,
-    likeliest,
-    number,
-    own,
-    shown,
-    text,
-)
+from foretoken.serve.answers.logprobs import Row, common_fields, likeliest, number, own, shown, text
 from foretoken.serve.parsers.parts import Content
 from foretoken.serve.pieces import Rows
 from foretoken.serve.requests import Asked

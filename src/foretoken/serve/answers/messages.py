@@ -147,7 +147,4 @@ def _finite(text: str) -> float:
 
 def _usage(usage: Usage) -> dict[str, int]:
     counts = usage.body()
-    return {
-        "input_tokens": counts["prompt_tokens"],
-        "output_tokens": counts["completion_tokens"],
-    }
+    return {"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]}

@@ -16,7 +16,7 @@ from typing import Any
 
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
-from foretoken.sampling.schemas import as_text
+from foretoken.sampling.structured import as_text
 from foretoken.serve.parsers.parts import REASONING_PARSERS
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits

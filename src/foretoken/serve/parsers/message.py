@@ -14,13 +14,13 @@ import json
 import re
 import secrets
 import string
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foretoken.outputs import CompletionDelta
-from foretoken.serve.parsers.counting import ReasoningCount
 from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
 from foretoken.serve.parsers.parts import Content, Parser, Part, Reasoning, ToolCall, merged
 
@@ -39,12 +39,12 @@ _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 class Mode(Enum):
     """What the text is read as."""
 
-    LEAD = auto()  # white space at the beginning, behind the reasoning or behind a call
+    LEAD = auto()  # white space at the beginning, after the reasoning or after a call
     TEXT = auto()
     REASONING = auto()
     CALL = auto()
     CLOSER = auto()  # white space and the closer of a call
-    OVER = auto()  # behind the only call
+    OVER = auto()  # after the only call
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class MessageParser:
         return self._parsing.reasons and not (self._has_reasoned or self._num_calls)
 
     def _begin(self, mark: str) -> None:
-        """Go behind a mark: of a call, or one that is no part of the text."""
+        """Go past a mark: of a call, or one that is no part of the text."""
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
@@ -331,7 +331,7 @@ class _JsonEnd:
         return True
 
     def find(self, text: str) -> int | None:
-        """The index behind it, or behind what shows that it is broken; None if it goes on."""
+        """The index after it, or after what shows that it is broken; None if it goes on."""
         if self.is_broken:
             return self._at
         while found := _JSON_MARKS.search(text, self._at):
@@ -407,3 +407,33 @@ def _new_id(calls: CallFormat) -> str:
         return f"call_{secrets.token_hex(12)}"
     letters = string.ascii_letters + string.digits
     return "".join(secrets.choice(letters) for _ in range(calls.id_length))
+
+
+class ReasoningCount:
+    """Counts tokens up to the mark that ends the reasoning, that mark included.
+
+    Args:
+        decode: the text of token ids as the answer has it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._text = ""
+
+    def add(self, sample: CompletionDelta) -> int:
+        """Take in a delta; how many tokens there are so far."""
+        self._ids.extend(sample.token_ids)
+        self._text += sample.text
+        return len(self._ids)
+
+    def end(self, num_behind: int) -> int:
+        """The count, where so many characters follow the mark: a delta may go on there.
+
+        White space in front is left aside: a decoder may drop that of its first token.
+        """
+        size = len(self._text[: len(self._text) - num_behind].lstrip())
+        counts = range(len(self._ids) if num_behind else 0)
+        if not counts:
+            return len(self._ids)
+        return bisect_left(counts, size, key=lambda n: len(self._decode(self._ids[:n]).lstrip()))

@@ -1,4 +1,4 @@
-"""The body of `/v1/chat/completions`.
+"""The bodies of `/v1/completions` and `/v1/chat/completions`.
 
 Messages are checked by `models/chat.py`, which knows what the template reads.
 """
@@ -9,14 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from foretoken.serve.protocol.common import (
-    Fields,
-    GenerationFields,
-    Inert,
-    Items,
-    TemplateFields,
-)
-from foretoken.serve.protocol.foreign import CHAT, TOOL
+from foretoken.serve.protocol.common import Fields, GenerationFields, Inert, Items, TemplateFields
+from foretoken.serve.protocol.foreign import CHAT, COMPLETION, TOOL
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -80,3 +74,12 @@ class ChatBody(GenerationFields, TemplateFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+
+
+class CompletionBody(GenerationFields):
+    """One prompt or several, as texts or token ids."""
+
+    foreign = COMPLETION
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    echo: bool | None = None
+    logprobs: int | None = None

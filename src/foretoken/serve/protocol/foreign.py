@@ -6,8 +6,7 @@ Charter: the tables of the bodies, of the kind of `foretoken/foreign/`. null is 
 from __future__ import annotations
 
 from foretoken.foreign.python import SAMPLING_FIELDS
-from foretoken.foreign.reasons import EITHER, NO_PLUGIN, OFF
-from foretoken.foreign.table import Foreign
+from foretoken.foreign.table import EITHER, NO_PLUGIN, OFF, Foreign
 
 _EMPTY: tuple[dict[str, object], ...] = ({},)
 _TEXT_ALONE = "This server reads and writes text alone."

@@ -25,8 +25,7 @@ from foretoken.serve.lifetime import Flight
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
 from foretoken.serve.pieces import WholeAnswer, aside, dumps, paced
-from foretoken.serve.protocol.chat import ChatBody
-from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, check_size, read_chat, read_completion

@@ -1,16 +1,19 @@
 """The page at `/`: what speculation does to a prompt, shown token by token.
 
 Its files are static and ask this server alone; what the page needs to know of it is `/page/state`.
+`/docs` is the API's document as a page, which loads nothing from elsewhere either.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from html import escape
 from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.serve.access import PAGE
@@ -23,6 +26,13 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'"
 )
+_HEAD = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"><title>Foretoken: the API</title>
+<link rel="icon" href="page/icon.svg"><link rel="stylesheet" href="page/page.css">
+<header><h1>Foretoken: the API</h1><p>For programs: <a href="openapi.json">openapi.json</a></p>
+<p>What is null alone is not implemented; what may be anything changes nothing.</p>
+</header><main class="docs">"""
 HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -32,7 +42,7 @@ HEADERS = {
 
 
 def router(context: Context) -> APIRouter:
-    """`/`, its files, and `/page/state`."""
+    """`/`, its files, `/page/state`, and `/docs`."""
     routes = APIRouter(tags=["page"])
     served = _served(context)
 
@@ -40,6 +50,12 @@ def router(context: Context) -> APIRouter:
     async def state() -> JSONResponse:
         """What a request may ask for here, and how busy the server is."""
         return JSONResponse({**served, "now": _now(context)})
+
+    @routes.get("/docs", response_model=None, include_in_schema=False)
+    async def docs(request: Request) -> HTMLResponse:
+        """The API's document; FastAPI's own page brings its scripts from another server."""
+        text = _HEAD + "".join(_sections(request.app.openapi()))
+        return HTMLResponse(text, headers=HEADERS)
 
     for path, name in PAGE.items():
         routes.add_api_route(path, _file(name), response_model=None, include_in_schema=False)
@@ -90,3 +106,37 @@ def _now(context: Context) -> dict[str, Any]:
         "num_accepted_tokens": metrics.num_accepted_tokens,
         "failure": None if status.failure is None else told_of(status.failure),
     }
+
+
+def _sections(document: Mapping[str, Any]) -> Iterator[str]:
+    """What each path takes, then the objects that bodies are made of."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            said = escape(operation.get("description", ""))
+            yield f"<section><h2><code>{method.upper()} {escape(path)}</code></h2><p>{said}</p>"
+            for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+                yield f"<p>Body, {kind}: {_type(content['schema'])}</p>"
+            yield "</section>"
+    for name, schema in document["components"]["schemas"].items():
+        yield f'<section id="{name}"><h2>{name}</h2><p>{escape(schema.get("description", ""))}</p>'
+        yield "<table><thead><tr><th>Field<th>Type<th></thead>"
+        for field, value in schema.get("properties", {}).items():
+            need = "required" if field in schema.get("required", ()) else ""
+            yield f"<tr><th><code>{escape(field)}</code><td>{_type(value)}<td>{need}"
+        yield "</table></section>"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A type in words, with links to those that have names."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(map(_type, schema["anyOf"]))
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return ", ".join(f"<code>{escape(repr(value))}</code>" for value in values)
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return f"object of {_type(schema['additionalProperties'])}"
+    return escape(schema.get("type", "anything"))

@@ -1,7 +1,7 @@
 """An EAGLE-3 head in native code: a row in one call, a round of drafting in one call.
 
 Belongs here: which heads the native decoder can compute, and handing it weights and batches. Does
-not: the arithmetic (`csrc/decoder.cpp`), whether it is right (`models/eagle3_fused.py`).
+not: the arithmetic (`csrc/decoder.cpp`), whether it is right (`models/eagle3.py`).
 
 Shape suffixes: as in `ops/decoder.py`; S slots, B requests, K drafts.
 """

@@ -32,7 +32,7 @@ from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock, Edits, ForwardOutput, Verdict
 from foretoken.ops.pinned import ToHost
-from foretoken.ops.steps import DraftRequests, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
 from foretoken.sampling.edits import PackedEdits
 from foretoken.slots.plan import StepInput, StepPlan
 from foretoken.slots.step import StepRequests, StepResult, StepShape
@@ -49,6 +49,7 @@ class OpenStep:
     requests: StepRequests
     asked: DraftRequests
     drafts: DraftBlock
+    tokens: StepTokens
     batch: ForwardBatch
     output: ForwardOutput
     seconds: float = 0.0
@@ -146,31 +147,30 @@ class Runner:
         self._clock.begin()
         asked, drafts = stage("draft", self._propose, requests)
         mark("draft", "draft")
-        batch, output = stage("target", self._forward, requests, drafts)
+        tokens, batch, output = stage("target", self._forward, requests, drafts)
         mark("forward", "forward")
-        return OpenStep(requests, asked, drafts, batch, output)
+        return OpenStep(requests, asked, drafts, tokens, batch, output)
 
     def _finish(self, step: OpenStep, packed: PackedEdits | None) -> StepResult:
-        requests, asked, drafts, batch, output = (
-            step.requests, step.asked, step.drafts, step.batch, step.output,
-        )  # fmt: skip
+        requests, asked, drafts, batch = step.requests, step.asked, step.drafts, step.batch
         stage, mark, edits = self.graphs.stage, self._clock.mark_stage, None
-        decided_NV = batch.deciding(output.logits_NV)
+        logits_NV = batch.deciding(step.output.logits_NV)
         if packed is None:
-            verdict, packet = stage("verify", self._verify, requests, asked, drafts, decided_NV)
+            given = (asked, drafts, step.tokens, logits_NV)
+            verdict, packet = stage("verify", self._verify, requests, *given)
         else:
             edits = packed.unpack(drafts.num_B, drafts.token_BK.shape[1])
-            verdict, packet = self._verify(requests, asked, drafts, decided_NV, edits)
+            verdict, packet = self._verify(requests, asked, drafts, step.tokens, logits_NV, edits)
         mark("verify", "advance")
         result = StepResult(
             requests.step, ToHost([packet]), len(requests.slot_B) - len(requests.step.slot_B),
-            drafts.faults, drafts.source_B, aux=output.aux,
+            drafts.faults, drafts.source_B, aux=step.output.aux,
         )  # fmt: skip
         if self.drafter is not None and self.drafter.observes(requests):
             stage("observe", self._observe, requests, batch, result)
             mark("observe", "observe")
         verified = (asked, drafts, verdict, edits)
-        self.sampler.report(result, requests, batch, output.logits_NV, verified)
+        self.sampler.report(result, requests, batch, step.output.logits_NV, verified)
         mark("read", "read")
         return result
 
@@ -233,29 +233,33 @@ class Runner:
             return asked, no_drafts(len(asked.slot_B), self.slots.device)
         drafts = self.drafter.propose(asked)
         # An id that the target lacks is rejected, but passes through it first: as its last one.
-        self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)
+        last_id = self.model.vocab_size - 1
+        self.slots.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
         return asked, drafts
 
     def _forward(
         self, requests: StepRequests, drafts: DraftBlock
-    ) -> tuple[ForwardBatch, ForwardOutput]:
+    ) -> tuple[StepTokens, ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
-        batch = self.slots.pack(requests, drafts, self.kv.block_size)
+        tokens = StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
+        most = drafts.token_BK.shape[1]
+        batch = self.slots.pack(requests, tokens, most, self.kv.block_size)
         self._clock.mark("batch")
-        return batch, self.model.forward(batch, self.kv)
+        return tokens, batch, self.model.forward(batch, self.kv)
 
     def _verify(
         self,
-        requests: StepRequests,
+        _: StepRequests,
         asked: DraftRequests,
         drafts: DraftBlock,
+        tokens: StepTokens,
         logits_NV: Tensor,
         edits: Edits | None = None,
     ) -> tuple[Verdict, Tensor]:
         """Verify, and let the slots have the outcome; also what the host will ask for."""
         verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
         self._clock.mark("verify")
-        return verdict, self.slots.advance(requests, drafts, verdict)
+        return verdict, self.slots.steps.advance(tokens, verdict)
 
     def _observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Let the drafter see what came of it, once the slots hold it."""

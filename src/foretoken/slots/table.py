@@ -7,7 +7,7 @@ Charter: the one owner of request state that a step reads and writes. The schedu
 request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
 all) they register, so that one `release` reaches all of it and one check finds what is left over.
 What a plan brings is written in one go, when its step begins. Then the runner calls `begin`,
-`count_drafts`, `write_drafts`, `pack` and `advance`, in this order.
+`count_drafts`, `steps.write_drafts`, `pack` and `steps.advance`, in this order.
 
 After the slots of requests stands one more, the spare: padding of a captured step names it. It has
 one token, may have no more, and its blocks are all the cache's last one, which no request is given.
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import DraftBlock, SlotParams, Verdict
+from foretoken.ops import SlotParams
 from foretoken.ops.pinned import Staging, to_device
 from foretoken.ops.steps import (
     DraftRequests,
@@ -295,23 +295,24 @@ class SlotTable:
             requests.drafters,
         )  # fmt: skip
 
-    def write_drafts(self, asked: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
-        """Write drafts after the known tokens, ids past the last as the last."""
-        self.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
-
-    def pack(self, requests: StepRequests, drafts: DraftBlock, block_size: int) -> ForwardBatch:
+    def pack(
+        self, requests: StepRequests, tokens: StepTokens, most: int, block_size: int
+    ) -> ForwardBatch:
         """What the target computes: the requests' next known tokens, then drafts of who decides.
 
         Rows that decide come first, then those of prompts whose log-probabilities are wanted.
+
+        Args:
+            tokens: of each request; most: no request has more drafts.
         """
-        step, most = requests.step, drafts.token_BK.shape[1]
+        step = requests.step
         size_B, size_D = len(requests.slot_B), len(requests.slot_D)
         num_tokens = sum(step.num_tokens_B) + size_B - len(step.slot_B)
         queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
         sizes = PackSizes(
             num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
         )
-        batch = self.steps.pack(_tokens(requests, drafts), sizes, block_size)
+        batch = self.steps.pack(tokens, sizes, block_size)
         prompts = step.reported_prompts_B
         if not prompts:
             return batch
@@ -324,14 +325,6 @@ class SlotTable:
             # As many rows as tokens are all tokens in order, which these are not: one more, unread.
             row_N = torch.cat([row_N, row_N[:1]])
         return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
-
-    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
-        """Take over a step: accepted drafts and the token after them are known now.
-
-        Returns:
-            See `Steps.advance`.
-        """
-        return self.steps.advance(_tokens(requests, drafts), verdict)
 
     def check_integrity(self, live: set[int]) -> None:
         """Raise `IntegrityError` if anything is kept for a slot that no request has."""
@@ -348,7 +341,3 @@ def _padded(numbers: Array) -> Array:
     """Numbers in an even number of columns: then rows lie at multiples of 16 bytes; for others
     kernels are compiled anew."""
     return np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))
-
-
-def _tokens(requests: StepRequests, drafts: DraftBlock) -> StepTokens:
-    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)

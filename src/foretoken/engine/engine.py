@@ -39,7 +39,7 @@ from foretoken.engine.faults import (
 )
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.rounds import Decode, describe, ended_at, no_text, trace_round
-from foretoken.engine.runner import OpenStep, Runner
+from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace
@@ -53,7 +53,7 @@ from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.synthetic import rates_of
 from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
-from foretoken.slots.step import Outcome, StepResult
+from foretoken.slots.step import OpenStep, Outcome, StepResult
 
 
 @dataclass(slots=True)

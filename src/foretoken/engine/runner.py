@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,29 +34,7 @@ from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
 from foretoken.sampling.edits import PackedEdits
 from foretoken.slots.plan import StepInput, StepPlan
-from foretoken.slots.step import StepRequests, StepResult, StepShape
-
-
-@dataclass(slots=True)
-class OpenStep:
-    """A step whose drafts and pass were launched; what is drawn is not decided yet.
-
-    Attributes:
-        seconds: that it took here so far.
-    """
-
-    requests: StepRequests
-    asked: DraftRequests
-    drafts: DraftBlock
-    tokens: StepTokens
-    batch: ForwardBatch
-    output: ForwardOutput
-    seconds: float = 0.0
-
-    def drafted(self) -> list[list[int]]:
-        """Drafts of each deciding request; reading blocks."""
-        columns = zip(self.drafts.token_BK.tolist(), self.drafts.num_B.tolist(), strict=True)
-        return [token_K[:num] for token_K, num in columns]
+from foretoken.slots.step import OpenStep, StepRequests, StepResult, StepShape
 
 
 class Runner:
@@ -152,25 +129,23 @@ class Runner:
         return OpenStep(requests, asked, drafts, tokens, batch, output)
 
     def _finish(self, step: OpenStep, packed: PackedEdits | None) -> StepResult:
-        requests, asked, drafts, batch = step.requests, step.asked, step.drafts, step.batch
-        stage, mark, edits = self.graphs.stage, self._clock.mark_stage, None
-        logits_NV = batch.deciding(step.output.logits_NV)
+        requests, drafts, edits = step.requests, step.drafts, None
+        stage, mark = self.graphs.stage, self._clock.mark_stage
         if packed is None:
-            given = (asked, drafts, step.tokens, logits_NV)
-            verdict, packet = stage("verify", self._verify, requests, *given)
+            verdict, packet = stage("verify", self._verify, requests, step)
         else:
             edits = packed.unpack(drafts.num_B, drafts.token_BK.shape[1])
-            verdict, packet = self._verify(requests, asked, drafts, step.tokens, logits_NV, edits)
+            verdict, packet = self._verify(requests, step, edits)
         mark("verify", "advance")
+        num_padded = len(requests.slot_B) - len(requests.step.slot_B)
         result = StepResult(
-            requests.step, ToHost([packet]), len(requests.slot_B) - len(requests.step.slot_B),
-            drafts.faults, drafts.source_B, aux=step.output.aux,
+            requests.step, ToHost([packet]), num_padded, drafts.faults, drafts.source_B,
+            aux=step.output.aux,
         )  # fmt: skip
         if self.drafter is not None and self.drafter.observes(requests):
-            stage("observe", self._observe, requests, batch, result)
+            stage("observe", self.drafter.observe, requests, step.batch, result)
             mark("observe", "observe")
-        verified = (asked, drafts, verdict, edits)
-        self.sampler.report(result, requests, batch, step.output.logits_NV, verified)
+        self.sampler.report(result, step, verdict, edits)
         mark("read", "read")
         return result
 
@@ -248,20 +223,9 @@ class Runner:
         return tokens, batch, self.model.forward(batch, self.kv)
 
     def _verify(
-        self,
-        _: StepRequests,
-        asked: DraftRequests,
-        drafts: DraftBlock,
-        tokens: StepTokens,
-        logits_NV: Tensor,
-        edits: Edits | None = None,
+        self, _: StepRequests, step: OpenStep, edits: Edits | None = None
     ) -> tuple[Verdict, Tensor]:
         """Verify, and let the slots have the outcome; also what the host will ask for."""
-        verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
+        verdict = self.sampler.verify(step, edits)
         self._clock.mark("verify")
-        return verdict, self.slots.steps.advance(tokens, verdict)
-
-    def _observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """Let the drafter see what came of it, once the slots hold it."""
-        if self.drafter is not None:
-            self.drafter.observe(requests, batch, result)
+        return verdict, self.slots.steps.advance(step.tokens, verdict)

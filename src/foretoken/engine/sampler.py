@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Verdict, VerifyBatch
+from foretoken.ops import Backend, Edits, Verdict, VerifyBatch
 from foretoken.ops.pinned import ToHost, to_device
-from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.plan import NONE
-from foretoken.slots.step import StepRequests, StepResult
+from foretoken.slots.step import OpenStep, StepResult
 from foretoken.slots.table import SlotTable
 
 
@@ -45,64 +44,50 @@ class Sampler:
         rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
         self.synthetic_rate_K = rate_K if synthetic_rates else None
 
-    def verify(
-        self, logits_NV: Tensor, asked: DraftRequests, drafts: DraftBlock, edits: Edits | None
-    ) -> Verdict:
-        """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
-        batch = self._batch(logits_NV, asked, drafts, edits)
+    def verify(self, step: OpenStep, edits: Edits | None) -> Verdict:
+        """Verify a step's drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
+        batch = self._batch(step, edits)
         # What a drafter made is looked at; in a plain step that would be 26 us, 2 % of it.
-        return self.backend.verify(batch._replace(values_fit=drafts.token_BK.shape[1] == 0))
+        return self.backend.verify(batch._replace(values_fit=step.drafts.token_BK.shape[1] == 0))
 
-    def _batch(
-        self, logits_NV: Tensor, asked: DraftRequests, drafts: DraftBlock, edits: Edits | None
-    ) -> VerifyBatch:
+    def _batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
+        asked = step.asked
         return VerifyBatch(
-            logits_NV, asked.params, asked.slot_B, asked.position_B, drafts, edits=edits,
-            synthetic_rate_K=self.synthetic_rate_K, fp64_noise=self.fp64_noise, values_fit=True,
+            step.logits_NV, asked.params, asked.slot_B, asked.position_B, step.drafts, edits,
+            self.synthetic_rate_K, self.fp64_noise, values_fit=True,
         )  # fmt: skip
 
     def report(
-        self,
-        result: StepResult,
-        requests: StepRequests,
-        batch: ForwardBatch,
-        logits_NV: Tensor,
-        verified: tuple[DraftRequests, DraftBlock, Verdict, Edits | None],
+        self, result: StepResult, step: OpenStep, verdict: Verdict, edits: Edits | None
     ) -> None:
-        """Send on their way what a result holds besides tokens: the host waits for nothing.
-
-        Args:
-            logits_NV: all rows of the pass.
-            verified: what was asked for, drafted and decided, and how logits were edited.
-        """
-        step, (asked, drafts, verdict, edits) = requests.step, verified
-        decided_NV = batch.deciding(logits_NV)
-        if step.traced_D:
-            rows = self._batch(decided_NV, asked, drafts, edits)
-            request_R = to_device(np.array(step.traced_D, dtype=np.int64), self.slots.device)
-            result.evidence = ToHost(self.backend.evidence(rows, verdict, request_R))
+        """Send on their way what a result holds besides tokens: the host waits for nothing."""
+        wanted = step.requests.step
+        if wanted.traced_D:
+            request_R = to_device(np.array(wanted.traced_D, dtype=np.int64), self.slots.device)
+            evidence = self.backend.evidence(self._batch(step, edits), verdict, request_R)
+            result.evidence = ToHost(evidence)
         # On a host it costs nothing to see that there is nothing to explain.
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
-            result.is_finite_N = ToHost([decided_NV.amax(dim=1).isfinite()])
-        if step.most_logprobs != NONE:
-            row_R, token_R = self._reported(requests, batch, drafts, verdict)
+            result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
+        if wanted.most_logprobs != NONE:
+            row_R, token_R = self._reported(step, verdict)
             if len(row_R):
-                num_top = min(step.most_logprobs, logits_NV.shape[1])
+                logits_NV = step.output.logits_NV
+                num_top = min(wanted.most_logprobs, logits_NV.shape[1])
                 result.logprobs = ToHost(self.backend.logprobs(logits_NV[row_R], token_R, num_top))
 
-    def _reported(
-        self, requests: StepRequests, batch: ForwardBatch, drafts: DraftBlock, verdict: Verdict
-    ) -> tuple[Tensor, Tensor]:
+    def _reported(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """Rows whose log-probabilities are wanted, and the token after each.
 
         Of each decision as many as the request with most drafts may have; then of prompts: where
         nothing follows in the prompt, some token.
         """
+        requests, batch, num_D = opened.requests, opened.batch, opened.drafts.num_B
         step, device = requests.step, self.slots.device
-        row_R, token_R = [], []
+        row_R, token_R = [num_D[:0]], [num_D[:0]]
         if step.reported_D:
             d_R = to_device(np.array(step.reported_D, dtype=np.int64), device)
-            token_RK1, count_D = verdict.token_BK1[d_R], drafts.num_B + 1
+            token_RK1, count_D = verdict.token_BK1[d_R], num_D + 1
             index_K1 = torch.arange(token_RK1.shape[1], device=device)
             last = len(batch.deciding(batch.logit_row_N)) - 1
             first_R = (count_D.cumsum(0) - count_D)[d_R]
@@ -118,6 +103,4 @@ class Sampler:
             after_P = batch.position_T[at_P] + 1
             token_R.append(self.slots.state.token_SL[requests.slot_B[b_P], after_P].to(torch.int64))
             row_R.append(torch.arange(first, first + count, device=device))
-        if not row_R:
-            return drafts.num_B[:0], drafts.num_B[:0]
         return torch.cat(row_R), torch.cat(token_R).clamp(min=0)

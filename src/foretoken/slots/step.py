@@ -16,8 +16,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from foretoken.ops import Evidence, Logprobs, Rule, SlotParams
+from foretoken.ops import (
+    DraftBlock,
+    Evidence,
+    ForwardOutput,
+    Logprobs,
+    Rule,
+    SlotParams,
+)
 from foretoken.ops.pinned import ToHost
+from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
 from foretoken.slots.plan import NO_STEP, StepInput
 
 
@@ -69,6 +77,34 @@ class StepRequests(NamedTuple):
     samples: bool = True
     shape: StepShape | None = None
     others: bool = False
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A step whose drafts and pass were launched; what is drawn is not decided yet.
+
+    Attributes:
+        tokens: what is computed of each request.
+        seconds: that the step took on the host so far.
+    """
+
+    requests: StepRequests
+    asked: DraftRequests
+    drafts: DraftBlock
+    tokens: StepTokens
+    batch: ForwardBatch
+    output: ForwardOutput
+    seconds: float = 0.0
+
+    @property
+    def logits_NV(self) -> Tensor:
+        """Raw rows of the requests that decide."""
+        return self.batch.deciding(self.output.logits_NV)
+
+    def drafted(self) -> list[list[int]]:
+        """Drafts of each deciding request; reading blocks."""
+        columns = zip(self.drafts.token_BK.tolist(), self.drafts.num_B.tolist(), strict=True)
+        return [token_K[:num] for token_K, num in columns]
 
 
 class Outcome(NamedTuple):

@@ -22,7 +22,7 @@ DRAFTERS = {
 }
 
 ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
-"""Those that are others on a device that nobody waits for."""
+"""Those that are others on an asynchronous device."""
 
 ON_HOST_ALONE = {
     name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."

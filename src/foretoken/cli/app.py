@@ -16,7 +16,7 @@ import typer
 from foretoken import __version__
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
 from foretoken.cli.foreign import ServeCommand, foreign_options
-from foretoken.cli.options import fields_given, with_fields
+from foretoken.cli.options import SPECULATION, fields_given, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
 from foretoken.cli.terminal import (
     Note,
@@ -72,23 +72,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Speculative = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help='How to draft, for example \'{"method": "ngram", "num_speculative_tokens": 4}\'. '
-        "Default: tiny-python drafts with its own draft model, other models decode plainly.",
-    ),
-]
-SuffixCorpus = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Draft by suffix, also from this text. In place of --speculative-config "
-        '\'{"method": "suffix", "suffix_corpus": FILE}\'.',
-    ),
-]
-NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode one token per pass.")]
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object when done (see docs/cli.md).")
 ]
@@ -114,9 +98,6 @@ def root(
 @with_fields(model=_EMBEDDED, max_tokens=128, temperature=0.8)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete; - reads standard input.")],
-    speculative_config: Speculative = None,
-    suffix_corpus: SuffixCorpus = None,
-    no_speculation: NoSpeculation = False,
     as_json: AsJson = False,
     debug: Debug = False,
     **options: Any,
@@ -126,7 +107,7 @@ def generate(
         params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
-        llm = _start(options, speculative_config, no_speculation, suffix_corpus)
+        llm = _load(**_engine_options(options))
         raise SystemExit(exit_code(complete(llm, text, params, as_json, note)))
 
 
@@ -150,9 +131,6 @@ def chat(
             help="A Jinja template, or the name of one of the tokenizer's. Default: its own.",
         ),
     ] = None,
-    speculative_config: Speculative = None,
-    suffix_corpus: SuffixCorpus = None,
-    no_speculation: NoSpeculation = False,
     as_json: AsJson = False,
     debug: Debug = False,
     **options: Any,
@@ -167,7 +145,7 @@ def chat(
         check_shown(params, as_json)
         messages, given = read_messages(message, system), read_template(chat_template)
         typed = Conversation(messages, params, as_json) if message is None else None
-        llm = _start(options, speculative_config, no_speculation, suffix_corpus)
+        llm = _load(**_engine_options(options))
         template = find_template(llm, given)
         if typed:
             typed.run(llm, template, note)
@@ -200,9 +178,6 @@ def demo(
 @app.command()
 @with_fields(BenchOptions, without=SET_BY_BENCH, model=_EMBEDDED, temperature=0.0, **BENCH_DEFAULTS)
 def bench(
-    speculative_config: Speculative = None,
-    suffix_corpus: SuffixCorpus = None,
-    no_speculation: NoSpeculation = False,
     debug: Debug = False,
     **options: Any,
 ) -> None:
@@ -213,7 +188,7 @@ def bench(
     with reporting(debug) as note:
         asked = BenchOptions(**fields_given(BenchOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
-        engine = _engine_options(options, speculative_config, no_speculation, suffix_corpus)
+        engine = _engine_options(options)
         if asked.url is None:
             engine = asked.sized(engine)
         else:
@@ -231,10 +206,8 @@ def bench(
 
 
 @app.command()
-@with_fields(AuditOptions, without=SET_BY_AUDIT, model=None, backend=None)
+@with_fields(AuditOptions, without={*SET_BY_AUDIT, "no_speculation"}, model=None, backend=None)
 def audit(
-    speculative_config: Speculative = None,
-    suffix_corpus: SuffixCorpus = None,
     as_json: AsJson = False,
     debug: Debug = False,
     **options: Any,
@@ -249,12 +222,10 @@ def audit(
         asked = AuditOptions(**fields_given(AuditOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
         parts = asked.parts(options["model"], options["backend"])
-        ways = {"speculative_config": speculative_config, "suffix_corpus": suffix_corpus}
-        every = options | ways
-        taken = TAKEN_BY_AUDIT.get(parts, every.keys()) | {"seed"}  # an audit's own
-        _refuse_others(every, taken, f"left out: of no use to {parts[0]}")
+        taken = TAKEN_BY_AUDIT.get(parts, options.keys()) | {"seed"}  # an audit's own
+        _refuse_others(options, taken, f"left out: of no use to {parts[0]}")
         given = {"model": _EMBEDDED, **{k: v for k, v in options.items() if v is not None}}
-        engine = _engine_options(given, speculative_config, False, suffix_corpus)
+        engine = _engine_options(given)
         note("nothing was audited.")
         with _desk(note, as_json, asked.api_key) as desk:
             with desk.status("Starting"):
@@ -272,12 +243,7 @@ def audit(
     max_num_seqs=None,
 )
 def plan(
-    model_name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
-    speculative_config: Speculative = None,
-    suffix_corpus: SuffixCorpus = None,
-    no_speculation: NoSpeculation = False,
+    model_name: Model = None,
     as_json: AsJson = False,
     debug: Debug = False,
     **options: Any,
@@ -292,10 +258,10 @@ def plan(
         params = SamplingParams(**fields_given(SamplingParams, options))
         engine = fields_given(EngineConfig, options)
         if asked.stored is None:
-            engine = _engine_options(options, speculative_config, no_speculation, suffix_corpus)
+            engine = _engine_options(options)
         else:
-            ways = speculative_config or suffix_corpus or no_speculation or None
-            engine["speculative_config"] = ways
+            given = filter(None, map(options.get, SPECULATION))
+            engine["speculative_config"] = next(given, None)
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
             with desk.status("Starting"):
@@ -308,12 +274,7 @@ def plan(
 @with_fields(ServeOptions, sampling=False, also=OF_SERVERS, model=None)
 def serve(
     ctx: typer.Context,
-    model_name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
-    speculative_config: Speculative = None,
-    suffix_corpus: SuffixCorpus = None,
-    no_speculation: NoSpeculation = False,
+    model_name: Model = None,
     debug: Debug = False,
     **options: Any,
 ) -> None:
@@ -325,8 +286,7 @@ def serve(
             options["api_key"] = None if key is None else [key]
         asked = ServeOptions(**fields_given(ServeOptions, options))
         options["model"] = _one_model(model_name, options["model"])
-        ways = (speculative_config, no_speculation, suffix_corpus)
-        engine = _engine_options(options, *ways, also=OF_SERVERS) | given
+        engine = _engine_options(options, OF_SERVERS) | given
         template = read_template(asked.chat_template)
         note("nothing was served.")
         if inert:
@@ -379,19 +339,11 @@ def _one_model(first: str | None, second: str | None, embedded: bool = True) -> 
     return first or second or (_EMBEDDED if embedded else None)
 
 
-def _start(options: dict[str, Any], given: str | None, off: bool, corpus: str | None) -> LLM:
-    return _load(**_engine_options(options, given, off, corpus))
-
-
-def _engine_options(
-    options: dict[str, Any],
-    given: str | None,
-    off: bool,
-    corpus: str | None,
-    also: Set[str] = frozenset(),
-) -> dict[str, Any]:
+def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> dict[str, Any]:
     engine = fields_given(EngineConfig, options, also)
-    ways = {"no-speculation": off or None, "suffix-corpus": corpus, "speculative-config": given}
+    given, corpus = options.get("speculative_config"), options.get("suffix_corpus")
+    off = options.get("no_speculation") or None
+    ways = {"no-speculation": off, "suffix-corpus": corpus, "speculative-config": given}
     asked = [name for name, value in ways.items() if value is not None]
     if len(asked) > 1:
         bound = f"left out with --{asked[0]}"

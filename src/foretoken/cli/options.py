@@ -27,6 +27,28 @@ NOT_OPTIONS: dict[type, set[str]] = {
     # `--seed` is the request's; nothing ever waits for another; every request has parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
+SPECULATION: dict[str, Any] = {
+    "speculative_config": Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='How to draft, for example \'{"method": "ngram", "num_speculative_tokens": 4}\'. '
+            "Default: tiny-python drafts with its own draft model, other models decode plainly.",
+        ),
+    ],
+    "suffix_corpus": Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draft by suffix, also from this text. In place of --speculative-config "
+            '\'{"method": "suffix", "suffix_corpus": FILE}\'.',
+        ),
+    ],
+    "no_speculation": Annotated[
+        bool, typer.Option("--no-speculation", help="Decode one token per pass.")
+    ],
+}
+"""How an engine drafts: options in the place of its field `speculative_config`."""
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -38,14 +60,14 @@ def with_fields(
     also: Set[str] = frozenset(),
     **defaults: Any,
 ) -> Callable[[_Command], _Command]:
-    """Give a command the options of `EngineConfig` and `SamplingParams`.
+    """Give a command the options of `EngineConfig`, `SPECULATION` and `SamplingParams`.
 
     It receives them in its `**options`, None for what was not given and has no plain default.
 
     Args:
         own: further dataclasses whose fields are its options, before the others.
         engine: False gives it those of `own` alone; sampling: False none of `SamplingParams`.
-        without: fields of those two that are none.
+        without: those of them that are none.
         also: fields of `NOT_OPTIONS` that are some here.
         defaults: those that differ from the dataclasses'.
     """
@@ -60,6 +82,17 @@ def with_fields(
         first = [p for cls in own for p in _parameters(cls, defaults)]
         listed = [*arguments, *first, *others, last]
         if engine:
+            place = len(others) - any(p.name == "as_json" for p in others)
+            others[place:place] = [
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=False if name == "no_speculation" else None,
+                    annotation=annotation,
+                )
+                for name, annotation in SPECULATION.items()
+                if name not in without
+            ]
             model, *rest = _parameters(EngineConfig, defaults, without, also)
             asked = _parameters(SamplingParams, defaults, without) if sampling else []
             listed = [*arguments, model, *first, *others, *asked, *rest, last]

@@ -8,19 +8,19 @@ from foretoken.foreign.table import (
     ANY_FLAG,
     EITHER,
     GENERATES,
-    NO_GRAPHS,
     NO_LORA,
     NO_MEDIA,
     NO_PLUGIN,
     OFF,
     ONE_PROCESS,
     OWN_CONFIG,
-    SPECULATION,
     WHOLE_TEXT,
     Foreign,
     same_for,
 )
 
+_SPECULATION = Foreign((), "Put it into `speculative_config`.")
+_NO_GRAPHS = Foreign((8192,), "Leave it out: decode steps are captured at any length.")
 _ONE_GRAMMAR = "Leave it out: llguidance reads all schemas, expressions and grammars here."
 _OWN_CALL = "Ask for it in each request."
 _METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."
@@ -115,9 +115,9 @@ ENGINE_OPTIONS = {
     ),
     # How steps are made up, and what is told of them.
     "compilation_config": Foreign((0, {}), "Leave it out: nothing is compiled."),
-    **same_for("max_seq_len_to_capture max_context_len_to_capture", NO_GRAPHS),
-    **same_for("cudagraph_capture_sizes cuda_graph_sizes", ([],), NO_GRAPHS.instead),
-    "max_cudagraph_capture_size": Foreign((), NO_GRAPHS.instead),
+    **same_for("max_seq_len_to_capture max_context_len_to_capture", _NO_GRAPHS),
+    **same_for("cudagraph_capture_sizes cuda_graph_sizes", ([],), _NO_GRAPHS.instead),
+    "max_cudagraph_capture_size": Foreign((), _NO_GRAPHS.instead),
     "enable_chunked_prefill": Foreign((True,), "Long prompts are always computed in chunks."),
     **same_for("max_num_partial_prefills max_long_partial_prefills", ANY, ""),
     "long_prefill_token_threshold": Foreign((0,), "`max_step_seconds` bounds a step."),
@@ -213,10 +213,10 @@ ENGINE_OPTIONS = {
         "speculative_max_model_len speculative_draft_tensor_parallel_size "
         "speculative_disable_by_batch_size typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha",
-        SPECULATION,
+        _SPECULATION,
     ),
-    "speculative_disable_mqa_scorer": Foreign(OFF, SPECULATION.instead),
-    "spec_decoding_acceptance_method": Foreign(("rejection_sampler",), SPECULATION.instead),
+    "speculative_disable_mqa_scorer": Foreign(OFF, _SPECULATION.instead),
+    "spec_decoding_acceptance_method": Foreign(("rejection_sampler",), _SPECULATION.instead),
 }  # fmt: skip
 """Options of vLLM's engine that ours lacks."""
 
@@ -236,12 +236,12 @@ SERVER_OPTIONS = {
     "enable_reasoning": Foreign((True,), "Write --reasoning-parser none."),
     "enable_tokenizer_info_endpoint": Foreign((True,), "/tokenizer_info is there, under the key."),
     **same_for("enable_log_deltas disable_frontend_multiprocessing", ANY_FLAG, ""),
-    **same_for("max_log_len cohere_format", ANY, ""),
     **same_for("cohere_is_reasoning_model", ANY_FLAG, ""),
+    **same_for("max_log_len cohere_format", ANY, ""),
     "chat_template_content_format": Foreign(("auto", "string"), "Templates get texts."),
     "response_role": Foreign(("assistant",), "Answers have the role `assistant`."),
     "default_chat_template_kwargs": Foreign(({},), "Send `chat_template_kwargs` with requests."),
-    "return_tokens_as_token_ids": Foreign(OFF, _OWN_CALL),
+    "return_tokens_as_token_ids": Foreign(OFF, "Ask for it in each request."),
     "enable_force_include_usage": Foreign(OFF, "Ask by `stream_options.include_usage`."),
     "enable_per_request_metrics": Foreign(OFF, "Answers have `metrics`; times are in /metrics."),
     "disable_uvicorn_access_log": Foreign(OFF, "Write --log-level warning."),
@@ -270,8 +270,7 @@ SERVER_OPTIONS = {
     ),
     "config": Foreign((), "Write the options themselves."),
     **same_for("grpc headless tokens_only", OFF, "This server speaks HTTP, and texts."),
-    "max_num_queued_reqs": Foreign((), "Write --max-num-waiting."),
-    "max_num_queued_tokens": Foreign((), "Write --max-num-waiting."),
+    **same_for("max_num_queued_reqs max_num_queued_tokens", (), "Write --max-num-waiting."),
     "api_server_count": ONE_PROCESS,
 }  # fmt: skip
 """Options of `vllm serve` that ours lacks, and that are not the engine's."""

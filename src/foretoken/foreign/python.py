@@ -6,41 +6,42 @@ from typing import Any, NoReturn
 
 from foretoken.errors import AbsentError
 from foretoken.foreign.table import (
-    BEAM,
     EITHER,
     GENERATES,
-    IDS,
     NO_LORA,
     NO_MEDIA,
     NO_PLUGIN,
     OFF,
     ONE_PROCESS,
     OWN_CONFIG,
-    REPETITION,
-    STRUCTURED,
     WHOLE_TEXT,
     Foreign,
     same_for,
 )
 
+_STRUCTURED = Foreign((), "Write `SamplingParams(structured_outputs={'json': schema})`.")
+_BEAM = "Beam search is not there: draw `n` samples with logprobs=0 and rank by cumulative_logprob."
 SAMPLING_FIELDS = {
     "best_of": Foreign((1,), "Ask for `n` samples and rank them by cumulative_logprob."),
-    "use_beam_search": Foreign(OFF, BEAM),
-    "length_penalty": Foreign((1.0,), BEAM),
-    "early_stopping": Foreign(OFF, BEAM),
-    "guided_decoding": STRUCTURED,
+    "use_beam_search": Foreign(OFF, _BEAM),
+    "length_penalty": Foreign((1.0,), _BEAM),
+    "early_stopping": Foreign(OFF, _BEAM),
+    "guided_decoding": _STRUCTURED,
     "logits_processors": Foreign(([],), "`logit_bias` and `bad_words` change single tokens."),
     "truncation_side": Foreign(("left",), "Cut the ids: {'prompt_token_ids': ids[:n]}."),
     "spaces_between_special_tokens": Foreign((True,), "Decode `token_ids` as you need them."),
     "output_kind": Foreign(("CUMULATIVE",), WHOLE_TEXT),
     "stream_interval": Foreign((1,), WHOLE_TEXT),
     "flat_logprobs": Foreign(OFF, "Log-probabilities are a list of dicts."),
-    "logprob_token_ids": Foreign((), IDS),
-    "prompt_logprob_token_ids": Foreign((), IDS),
+    **same_for(
+        "logprob_token_ids prompt_logprob_token_ids",
+        (),
+        "Ask for `logprobs` of the likeliest tokens.",
+    ),
     "prompt_logprob_start": Foreign((0,), "Cut the list `prompt_logprobs`."),
     "extra_args": Foreign(({},), NO_PLUGIN),
     "thinking_token_budget": Foreign((-1,), "Bound the answer by `max_tokens`."),
-    "repetition_detection": Foreign((), REPETITION),
+    "repetition_detection": Foreign((), "Use `frequency_penalty` or `repetition_penalty`."),
     "skip_clone": EITHER,
     "skip_reading_prefix_cache": Foreign(OFF, "Give the request a `cache_salt` of its own."),
     "watermarking": Foreign(OFF, "No text is watermarked here."),
@@ -53,38 +54,36 @@ CALL_OPTIONS = {
     "priority": Foreign((0,), "Set `SamplingParams.priority`."),
     "tokenization_kwargs": Foreign(({},), "Encode the text and pass `prompt_token_ids`."),
     "mm_processor_kwargs": NO_MEDIA,
-    "guided_options_request": STRUCTURED,
+    "guided_options_request": _STRUCTURED,
     "prompt_adapter_request": NO_LORA,
     "prompt_token_ids": Foreign((), "Pass them as the prompt: {'prompt_token_ids': ids}."),
     "pooling_params": Foreign((), GENERATES),
-    "reset_running_requests": EITHER,  # they keep what they hold, and nobody finds it
-    "reset_connector": EITHER,
+    # Requests keep what they hold, and no other finds it.
+    **same_for("reset_running_requests reset_connector", EITHER),
 }
 
 PROMPT_KEYS = {
-    "multi_modal_data": NO_MEDIA,
-    "multi_modal_uuids": NO_MEDIA,
-    "mm_processor_kwargs": NO_MEDIA,
+    **same_for("multi_modal_data multi_modal_uuids mm_processor_kwargs", NO_MEDIA),
     "prompt_embeds": Foreign((), "Pass `prompt` or `prompt_token_ids`."),
     "token_type_ids": Foreign((), "No model that is served here reads them."),
     **same_for("encoder_prompt decoder_prompt", Foreign((), "Decoders are served alone.")),
 }
 
 SPECULATIVE_FIELDS = {
-    "draft_tensor_parallel_size": ONE_PROCESS,
+    **same_for("draft_tensor_parallel_size tensor_parallel_size", ONE_PROCESS),
     "disable_by_batch_size": Foreign((), "Set `num_speculative_tokens` to `auto`."),
     "disable_padded_drafter_batch": EITHER,
-    "quantization": Foreign((), "Weights are read as they are stored."),
+    **same_for(
+        "quantization draft_load_config load_config", (), "Weights are read as they are stored."
+    ),
     "max_model_len": Foreign((), "The draft's context is that of its checkpoint."),
-    "tensor_parallel_size": ONE_PROCESS,
     "enforce_eager": Foreign((), "Drafts are launched as the target is: `enforce_eager`."),
-    "attention_backend": Foreign((), "`backend` chooses the kernels of both models."),
-    "moe_backend": Foreign((), "`backend` chooses the kernels of both models."),
+    **same_for(
+        "attention_backend moe_backend", (), "`backend` chooses the kernels of both models."
+    ),
     "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
     "code_revision": Foreign((), "Code from a checkpoint is never run: docs/models.md."),
     "hf_overrides": Foreign(({},), OWN_CONFIG),
-    "draft_load_config": Foreign((), "Weights are read as they are stored."),
-    "load_config": Foreign((), "Weights are read as they are stored."),
     "parallel_drafting": Foreign(OFF, "Drafts are made one after the other."),
     "use_local_argmax_reduction": Foreign(OFF, ONE_PROCESS.instead),
     "use_heterogeneous_vocab": Foreign(OFF, "`draft_text` drafts with another tokenizer."),
@@ -107,8 +106,7 @@ SPECULATIVE_METHODS = {
     "medusa": _NO_HEADS.format("Heads of Medusa"),
     "mlp_speculator": _NO_HEADS.format("MLP speculators"),
     "mtp": _NO_HEADS.format("Layers of multi-token prediction"),
-    "dflash": _NO_HEADS.format("Block-diffusion drafters"),
-    "dspark": _NO_HEADS.format("Block-diffusion drafters"),
+    **dict.fromkeys(("dflash", "dspark"), _NO_HEADS.format("Block-diffusion drafters")),
     "extract_hidden_states": "It drafts nothing: this version has no such side output.",
     "custom_class": "A drafter of your own is one file: ARCHITECTURE.md, Four recipes.",
     "ngram_gpu": "Write `ngram`: it runs on the device where there is one.",
@@ -120,10 +118,9 @@ NAMES = {
     "EngineArgs": "Pass its options to `LLM`.",
     "AsyncEngineArgs": "Pass its options to `AsyncEngine`.",
     "LLMEngine": "Use `LLM.generate` or `LLM.stream`; `AsyncEngine` takes requests at any time.",
-    "AsyncLLMEngine": "Write `AsyncEngine(model, **options)`.",
-    "AsyncLLM": "Write `AsyncEngine(model, **options)`.",
+    **dict.fromkeys(("AsyncLLMEngine", "AsyncLLM"), "Write `AsyncEngine(model, **options)`."),
     "GuidedDecodingParams": "Write `SamplingParams(structured_outputs={'json': schema})`.",
-    "BeamSearchParams": BEAM,
+    "BeamSearchParams": _BEAM,
     "LoRARequest": NO_LORA.instead,
     "ModelRegistry": "Models come from Transformers: docs/models.md says which are served.",
     "initialize_ray_cluster": ONE_PROCESS.instead,
@@ -141,27 +138,26 @@ NAMES = {
 _PROFILE = "`foretoken bench` shows where the time goes; any profiler of Python or CUDA works."
 _SLEEP = "`close()` releases models and caches; make a new one to go on."
 _NO_WORKERS = "There are no workers: the engine computes in this process."
+_ANY_TIME = "Use `AsyncEngine`: it takes requests at any time."
+_KEPT = "Weights are those of the checkpoint: make a new `LLM`."
 METHODS = {
     **dict.fromkeys("embed encode classify score reward token_classify plugin".split(), GENERATES),
     **dict.fromkeys("start_profile stop_profile".split(), _PROFILE),
     **dict.fromkeys("sleep wake_up is_sleeping".split(), _SLEEP),
     **dict.fromkeys("collective_rpc apply_model get_world_size".split(), _NO_WORKERS),
     **dict.fromkeys("add_lora remove_lora list_loras pin_lora".split(), NO_LORA.instead),
-    "beam_search": BEAM,
+    "beam_search": _BEAM,
     "get_metrics": "Read `metrics`, or the `metrics` of an output.",
     "set_tokenizer": "Pass `tokenizer` when it is built.",
     "from_engine_args": "Pass the options when it is built.",
     "llm_engine": "The engine is `engine`; its methods are other ones.",
-    "model_config": "Options are in `config`, limits in `engine.limits`.",
-    "vllm_config": "Options are in `config`, limits in `engine.limits`.",
+    **dict.fromkeys(
+        ("model_config", "vllm_config"), "Options are in `config`, limits in `engine.limits`."
+    ),
     "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation.",
-    "enqueue": "Use `AsyncEngine`: it takes requests at any time.",
-    "enqueue_chat": "Use `AsyncEngine`: it takes requests at any time.",
-    "wait_for_completion": "Use `AsyncEngine`: it takes requests at any time.",
-    "add_request": "Use `AsyncEngine`: it takes requests at any time.",
+    **dict.fromkeys("enqueue enqueue_chat wait_for_completion add_request".split(), _ANY_TIME),
     "reset_mm_cache": NO_MEDIA.instead,
-    "init_weight_transfer_engine": "Weights are those of the checkpoint: make a new `LLM`.",
-    "update_weights": "Weights are those of the checkpoint: make a new `LLM`.",
+    **dict.fromkeys("init_weight_transfer_engine update_weights".split(), _KEPT),
     "pause_generation": "`abort` ends a request.",
     "check_health": "`status.failure` says why nothing is served, if so.",
     "do_log_stats": "Read `metrics` and `status`.",

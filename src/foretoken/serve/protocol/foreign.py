@@ -6,11 +6,10 @@ Charter: the tables of the bodies, of the kind of `foretoken/foreign/`. null is 
 from __future__ import annotations
 
 from foretoken.foreign.python import SAMPLING_FIELDS
-from foretoken.foreign.table import EITHER, NO_PLUGIN, OFF, Foreign
+from foretoken.foreign.table import EITHER, NO_PLUGIN, OFF, Foreign, same_for
 
 _EMPTY: tuple[dict[str, object], ...] = ({},)
 _TEXT_ALONE = "This server reads and writes text alone."
-_ONE_SERVER = "This server computes prompts and answers by itself."
 _KEEPS_NOTHING = "Nothing is kept here: send the whole conversation as `input`."
 _FUNCTIONS = "Write `tools` and `tool_choice`."
 _MODERATION = "Have another service look at the texts."
@@ -26,19 +25,20 @@ GENERATION = {
         )
     },
     "stream_interval": Foreign((1,), "A step's tokens come as one chunk."),
-    "max_repetition_pattern_size": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
-    "min_repetition_pattern_size": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
-    "repetition_min_count": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
+    **same_for(
+        "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count",
+        (0,), SAMPLING_FIELDS["repetition_detection"].instead,
+    ),
     "documents": Foreign(([],), "Write `chat_template_kwargs`: {\"documents\": [...]}."),
-    "mm_processor_kwargs": Foreign(_EMPTY, _TEXT_ALONE),
-    "media_io_kwargs": Foreign(_EMPTY, _TEXT_ALONE),
-    "kv_transfer_params": Foreign(_EMPTY, _ONE_SERVER),
-    "ec_transfer_params": Foreign(_EMPTY, _ONE_SERVER),
+    **same_for("mm_processor_kwargs media_io_kwargs", _EMPTY, _TEXT_ALONE),
+    **same_for(
+        "kv_transfer_params ec_transfer_params",
+        _EMPTY, "This server computes prompts and answers by itself.",
+    ),
     "vllm_xargs": Foreign(_EMPTY, NO_PLUGIN),
     "return_prompt_text": Foreign(OFF, "`/tokenize` and `/detokenize` show a prompt."),
     "return_token_offsets": Foreign(OFF, "`logprobs` of a completion have `text_offset`."),
-    "return_mm_kwargs": EITHER,
-    "disable_log_stats": EITHER,
+    **same_for("return_mm_kwargs disable_log_stats", EITHER),
     "guided_decoding_backend": Foreign(("auto", "guidance"), "llguidance reads all of them here."),
     "guided_whitespace_pattern": Foreign((), "Write `structured_outputs`."),
     "structural_tag": Foreign((), "Write `structured_outputs`, or `tools`."),
@@ -66,10 +66,8 @@ RESPONSES = GENERATION | {
     "truncation": Foreign(
         ("disabled",), "Write `truncate_prompt_tokens`: -1, and `max_output_tokens`."
     ),
-    "previous_response_id": Foreign((), _KEEPS_NOTHING),
-    "previous_response": Foreign((), _KEEPS_NOTHING),
+    **same_for("previous_response_id previous_response conversation", (), _KEEPS_NOTHING),
     "previous_input_messages": Foreign(([],), _KEEPS_NOTHING),
-    "conversation": Foreign((), _KEEPS_NOTHING),
     "prompt": Foreign((), "Send `instructions` and `input`."),
     "top_logprobs": Foreign((0,), "/v1/chat/completions has log-probabilities."),
     "enable_response_messages": Foreign(OFF, "/v1/completions with `echo` shows a prompt."),
@@ -103,10 +101,10 @@ TOOL = {
 
 CACHE = {"prewarm": Foreign(OFF, "Send it with `max_tokens`: 1.")}
 TEXT = {"verbosity": Foreign(("medium",), "Say it in the instructions.")}
-_SUMMARY = Foreign(("auto",), "The reasoning itself is in the item's `content`.")
 REASONING = {
-    "summary": _SUMMARY,
-    "generate_summary": _SUMMARY,
+    **same_for(
+        "summary generate_summary", ("auto",), "The reasoning itself is in the item's `content`."
+    ),
     "context": Foreign(("auto",), "The template says which reasoning the model sees again."),
     "mode": Foreign(("standard",), "There is one way to reason."),
 }

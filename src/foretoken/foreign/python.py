@@ -33,11 +33,8 @@ SAMPLING_FIELDS = {
     "output_kind": Foreign(("CUMULATIVE",), WHOLE_TEXT),
     "stream_interval": Foreign((1,), WHOLE_TEXT),
     "flat_logprobs": Foreign(OFF, "Log-probabilities are a list of dicts."),
-    **same_for(
-        "logprob_token_ids prompt_logprob_token_ids",
-        (),
-        "Ask for `logprobs` of the likeliest tokens.",
-    ),
+    "logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
+    "prompt_logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
     "prompt_logprob_start": Foreign((0,), "Cut the list `prompt_logprobs`."),
     "extra_args": Foreign(({},), NO_PLUGIN),
     "thinking_token_budget": Foreign((-1,), "Bound the answer by `max_tokens`."),
@@ -78,9 +75,8 @@ SPECULATIVE_FIELDS = {
     ),
     "max_model_len": Foreign((), "The draft's context is that of its checkpoint."),
     "enforce_eager": Foreign((), "Drafts are launched as the target is: `enforce_eager`."),
-    **same_for(
-        "attention_backend moe_backend", (), "`backend` chooses the kernels of both models."
-    ),
+    "attention_backend": Foreign((), "`backend` chooses the kernels of both models."),
+    "moe_backend": Foreign((), "`backend` chooses the kernels of both models."),
     "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
     "code_revision": Foreign((), "Code from a checkpoint is never run: docs/models.md."),
     "hf_overrides": Foreign(({},), OWN_CONFIG),
@@ -151,9 +147,8 @@ METHODS = {
     "set_tokenizer": "Pass `tokenizer` when it is built.",
     "from_engine_args": "Pass the options when it is built.",
     "llm_engine": "The engine is `engine`; its methods are other ones.",
-    **dict.fromkeys(
-        ("model_config", "vllm_config"), "Options are in `config`, limits in `engine.limits`."
-    ),
+    "model_config": "Options are in `config`, limits in `engine.limits`.",
+    "vllm_config": "Options are in `config`, limits in `engine.limits`.",
     "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation.",
     **dict.fromkeys("enqueue enqueue_chat wait_for_completion add_request".split(), _ANY_TIME),
     "reset_mm_cache": NO_MEDIA.instead,

@@ -10,6 +10,7 @@ from foretoken.foreign.table import EITHER, NO_PLUGIN, OFF, Foreign, same_for
 
 _EMPTY: tuple[dict[str, object], ...] = ({},)
 _TEXT_ALONE = "This server reads and writes text alone."
+_ONE_SERVER = "This server computes prompts and answers by itself."
 _KEEPS_NOTHING = "Nothing is kept here: send the whole conversation as `input`."
 _FUNCTIONS = "Write `tools` and `tool_choice`."
 _MODERATION = "Have another service look at the texts."
@@ -25,16 +26,12 @@ GENERATION = {
         )
     },
     "stream_interval": Foreign((1,), "A step's tokens come as one chunk."),
-    **same_for(
-        "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count",
-        (0,), SAMPLING_FIELDS["repetition_detection"].instead,
-    ),
+    "max_repetition_pattern_size": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
+    "min_repetition_pattern_size": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
+    "repetition_min_count": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
     "documents": Foreign(([],), "Write `chat_template_kwargs`: {\"documents\": [...]}."),
     **same_for("mm_processor_kwargs media_io_kwargs", _EMPTY, _TEXT_ALONE),
-    **same_for(
-        "kv_transfer_params ec_transfer_params",
-        _EMPTY, "This server computes prompts and answers by itself.",
-    ),
+    **same_for("kv_transfer_params ec_transfer_params", _EMPTY, _ONE_SERVER),
     "vllm_xargs": Foreign(_EMPTY, NO_PLUGIN),
     "return_prompt_text": Foreign(OFF, "`/tokenize` and `/detokenize` show a prompt."),
     "return_token_offsets": Foreign(OFF, "`logprobs` of a completion have `text_offset`."),

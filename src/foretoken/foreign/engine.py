@@ -22,7 +22,6 @@ from foretoken.foreign.table import (
 _SPECULATION = Foreign((), "Put it into `speculative_config`.")
 _NO_GRAPHS = Foreign((8192,), "Leave it out: decode steps are captured at any length.")
 _ONE_GRAMMAR = "Leave it out: llguidance reads all schemas, expressions and grammars here."
-_OWN_CALL = "Ask for it in each request."
 _METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."
 
 ENGINE_OPTIONS = {

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.slots.parameters import SlotRequest
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafting.base import DrafterSetup, one_hot_block
@@ -22,8 +21,8 @@ from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.step import NONE, Outcome, StepInput, StepRequests, StepResult
-from foretoken.slots.table import SlotTable
+from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
+from foretoken.slots.step import Outcome, StepRequests, StepResult
 from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of
 
@@ -63,18 +62,21 @@ def decide(llm: LLM, order: list[int], change: Change | None = None) -> list[dic
     drafter: Any = runner.drafter
     if change is not None:
         drafter.propose = change(drafter.propose)
-    for slot, (params, rule, _) in enumerate(ASKED):
-        prompt = PROMPTS[slot]
-        request = SlotRequest(slot + 5, params, rule, prompt, limit=len(prompt) + 40)
-        runner.slots.admit(slot, request)
-        runner.slots.write_blocks([(slot, 0, range(16 * slot, 16 * slot + 16))])
+    admissions = [
+        Admission(slot, slot + 5, params, rule, prompt, len(prompt), limit=len(prompt) + 40)
+        for slot, ((params, rule, _), prompt) in enumerate(zip(ASKED, PROMPTS, strict=True))
+    ]
+    blocks = [(slot, 0, range(16 * slot, 16 * slot + 16)) for slot in range(4)]
     decided = []
     for step in range(6):
         tokens = [len(PROMPTS[slot]) if step == 0 else 1 for slot in order]
         drafts = [0 if step == 0 else ASKED[slot][2] for slot in order]
         none = [NONE] * 4
-        result = runner.run(StepInput(order, tokens, drafts, [True] * 4, none, none, [False] * 4))
-        decided.append(dict(sorted(result.decisions.items())))
+        asked = StepInput(order, tokens, drafts, [True] * 4, none, none, [False] * 4)
+        plan = StepPlan(step=asked)
+        if step == 0:
+            plan = plan._replace(admissions=admissions, new_blocks=blocks)
+        decided.append(dict(sorted(runner.run(plan).decisions.items())))
     return decided
 
 

@@ -191,7 +191,9 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
         # A block of each slot holds what `draft_text` may draft behind half of it.
-        model = TableModel(own, (num_slots + 1) * BLOCK, BLOCK // 2 if name == "draft_text" else 4096)
+        model = TableModel(
+            own, (num_slots + 1) * BLOCK, BLOCK // 2 if name == "draft_text" else 4096
+        )
         setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
         with pytest.MonkeyPatch.context() as patch:

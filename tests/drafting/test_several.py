@@ -295,7 +295,7 @@ def test_a_toy_drafter_takes_a_class_and_a_line(
     llm = LLM(str(target), {"drafters": drafters, "method": "draft_model"}, **OPTIONS)
     run(llm, PROMPTS, temperature=0.0)
     drafter: Any = llm.engine.runner.drafter
-    decided = [o for _, result in drafter.members[0].seen for o in result.decisions.values()]
+    decided = [o for *_, result in drafter.members[0].seen for o in result.decisions.values()]
     assert decided
     assert not any(o.num_drafts for o in decided)
     run(llm, PROMPTS, temperature=0.0, drafter="Watching")

@@ -63,7 +63,9 @@ def build(
     columns = -(-(MAX_LEN + MOST) // block_size)
     # One request may be longer than the draft model's context.
     sizes = {"max_tokens": MAX_LEN + MOST, "max_drafts": MOST, "blocks": columns}
-    built.allocate(GivenSlots(params, **sizes), 1 + SLOTS * columns)
+    spare = SLOTS * columns
+    slots = GivenSlots(params, **sizes, spare_block=spare, backend=setup.backend)
+    built.allocate(slots, spare + 1)
     return built
 
 
@@ -236,7 +238,7 @@ def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
     cache = asked(drafter, [request]).cache
     assert cache is not None
     held = (cache.logits_SKV, cache.threshold_SK, cache.lse_SK)
-    assert SLOTS * drafter.bytes_per_slot == sum(t.nbytes for t in held)
+    assert (SLOTS + 1) * drafter.bytes_per_slot == sum(t.nbytes for t in held)
     assert cache.logits_SKV.dtype is drafter.model.dtype
     held_kv = sum(t.nbytes for t in (*drafter.kv.keys, *drafter.kv.values))
     assert len(drafter.kv.keys[0]) * drafter.kv_bytes_per_block == held_kv

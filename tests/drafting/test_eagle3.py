@@ -30,21 +30,22 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
-from foretoken.ops.steps import DraftRequests, ForwardBatch, SlotState
-from foretoken.slots.device import DeviceSlotTable
+from foretoken.ops.steps import ForwardBatch
+from foretoken.slots.plan import StepPlan
 from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint
+from tests.support.slots import GivenSlots
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, MOST, COLUMNS = 32, 60, 4, 4, 12
 SLOTS = 3  # and the spare
-PAD = 1  # requests of nobody, and two rows of nobody for each
+PAD = 1  # requests of nobody, and two rows of nobody for each; none on a host
 PARAMS = make_params(
-    SLOTS + 1,
-    temperature=[0.0, 0.8, 1.2, 1.0],
-    top_k=[0, 7, 0, 0],
-    rule=[Rule.STANDARD, Rule.BLOCK, Rule.COUPLED, 0],
+    SLOTS,
+    temperature=[0.0, 0.8, 1.2],
+    top_k=[0, 7, 0],
+    rule=[Rule.STANDARD, Rule.BLOCK, Rule.COUPLED],
 )
 EMBEDDING = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
 
@@ -87,23 +88,14 @@ class Target:
             return forward(batch, *args)
 
         self.drafter.head.forward = looking  # type: ignore[method-assign]
-        width, trash = BLOCK * COLUMNS + 1, SLOTS * COLUMNS
+        trash, self.on_host = SLOTS * COLUMNS, backend == "native"
+        sizes = {"max_tokens": BLOCK * COLUMNS - MOST, "max_drafts": MOST, "blocks": COLUMNS}
+        self.slots = GivenSlots(
+            PARAMS, **sizes, spare_block=trash, backend=self.drafter.backend, on_host=self.on_host
+        )
         ids = random.Random(4).sample(range(trash), trash)
-        ones = torch.ones(SLOTS + 1, dtype=torch.int64)
-        self.state = SlotState(
-            torch.full((SLOTS + 1, width), -1, dtype=torch.int32),
-            torch.tensor([*ids, *[trash] * COLUMNS]).view(SLOTS + 1, COLUMNS),
-            length_S=ones,
-            computed_S=ones,  # nobody reads it
-            limit_S=1000 * ones,
-        )
-        self.slots: Any = SimpleNamespace(
-            state=self.state, params=PARAMS, length_S=self.state.length_S, histories={}
-        )
-        if backend == "triton":  # as on a GPU: a round's places come from a kernel
-            self.slots = mock.create_autospec(DeviceSlotTable, instance=True)
-            self.slots.state, self.slots.params = self.state, PARAMS
-            self.slots.steps = self.drafter.backend.steps
+        blocks = [(s, 0, ids[s * COLUMNS : (s + 1) * COLUMNS]) for s in range(SLOTS)]
+        self.slots.apply(StepPlan(new_blocks=blocks))
         self.drafter.allocate(self.slots, trash + 1)
         self.texts: list[list[int]] = [[] for _ in range(SLOTS)]
         self.computed = [0] * SLOTS
@@ -111,13 +103,7 @@ class Target:
     def admit(self, slot: int, text: list[int]) -> None:
         self.texts[slot] = text
         self.computed[slot] = 0
-        self.write(slot)
-
-    def write(self, slot: int) -> None:
-        """Known tokens; behind them stays what stood there."""
-        text = self.texts[slot]
-        self.state.token_SL[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
-        self.state.length_S[slot] = len(text)
+        self.slots.put(slot, text)
 
     def step(self, passes: dict[int, list[int]], grown: dict[int, list[int]], pad: int) -> None:
         """The target computes tokens of slots, drafts among them; then they have new ones."""
@@ -136,35 +122,36 @@ class Target:
             # The last token is never computed, nor is a rejected draft.
             end = min(self.computed[slot] + len(computed), len(self.texts[slot]) - 1)
             self.computed[slot] = end
-            self.write(slot)
+            self.slots.put(slot, self.texts[slot])
+        pad = 0 if self.on_host else pad
         for _ in range(pad):  # requests of the spare slot, then rows of nobody
             slots, starts = [*slots, SLOTS], [*starts, starts[-1] + 1]
             lengths, positions = [*lengths, 1], [*positions, 0]
-        behind = 0 if self.drafter.backend.name == "native" else pad  # hosts have no such rows
-        positions += [0] * behind
-        aux.append(torch.full((3, pad + behind, HIDDEN), 1e3))
+        positions += [0] * pad
+        aux.append(torch.full((3, 2 * pad, HIDDEN), 1e3))
         slot_B = torch.tensor(slots)
         attention = AttentionBatch(
             torch.tensor(starts),
             torch.tensor(lengths),
-            self.state.block_SL[slot_B],
+            self.slots.state.block_SL[slot_B],
             BLOCK,
             values_fit=True,  # rows of nobody are for devices, where nobody looks
         )
-        token_T = torch.tensor([*tokens, *[0] * (pad + behind)])
+        token_T = torch.tensor([*tokens, *[0] * (2 * pad)])
         batch = ForwardBatch(token_T, torch.tensor(positions), token_T[:0], attention)
         result: Any = SimpleNamespace(aux=torch.cat(aux, dim=1).unbind())
-        rows: Any = SimpleNamespace(slot_B=slot_B)
+        rows: Any = SimpleNamespace(slot_B=slot_B, step=SimpleNamespace(slot_B=slots))
         self.drafter.observe(rows, batch, result)
 
     def propose(self, num_drafts: dict[int, int], pad: int) -> DraftBlock:
-        slot_B = torch.tensor([*num_drafts, *[SLOTS] * pad])
-        num_B = torch.tensor([*num_drafts.values(), *[0] * pad])
-        return self.drafter.propose(DraftRequests(slot_B, num_B, self.state.length_S[slot_B], MOST))
+        pad = 0 if self.on_host else pad
+        asked = self.slots.asking([*num_drafts, *[SLOTS] * pad], [*num_drafts.values(), *[0] * pad])
+        return self.drafter.propose(asked._replace(most=MOST))
 
     def write_drafts(self, slot: int, drafts: list[int]) -> None:
-        at = len(self.texts[slot])
-        self.state.token_SL[slot, at : at + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+        known = self.texts[slot]
+        self.slots.put(slot, [*known, *drafts])
+        self.slots.put(slot, known)
 
 
 def expected_drafts(

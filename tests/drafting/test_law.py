@@ -42,6 +42,7 @@ from foretoken.ops import (
     unavailable,
 )
 from foretoken.ops.steps import ForwardBatch, PackSizes, StepTokens
+from foretoken.slots.plan import StepPlan
 from tests.support.slots import GivenSlots
 from tests.support.slots import observe as observe_outcome
 from tests.support.table_model import TableModel
@@ -105,10 +106,8 @@ def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> Forwa
     state = state._replace(computed_S=state.computed_S.index_copy(0, slot_B, start_B))
     num_B = torch.full_like(slot_B, NUM_DRAFTS)
     sizes = PackSizes(*2 * [len(asked) * (1 + NUM_DRAFTS)], 1 + NUM_DRAFTS)
-    packed = TORCH.steps.pack(
-        state, StepTokens(slot_B, torch.ones_like(slot_B), None, num_B), sizes, BLOCK
-    )
-    return ForwardBatch(*packed)
+    tokens = StepTokens(slot_B, torch.ones_like(slot_B), None, num_B)
+    return TORCH.steps(state).pack(tokens, sizes, BLOCK)
 
 
 # Hidden states by token and position, of three layers; a token that is not known has the last.
@@ -192,7 +191,9 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
         # A block of each slot holds what `draft_text` may draft behind half of it.
-        model = TableModel(own, num_slots * BLOCK, BLOCK // 2 if name == "draft_text" else 4096)
+        model = TableModel(
+            own, (num_slots + 1) * BLOCK, BLOCK // 2 if name == "draft_text" else 4096
+        )
         setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
         with pytest.MonkeyPatch.context() as patch:
@@ -204,16 +205,22 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         if name == "eagle3":
             assert (built.head.fused is not None) == (backend.name == "native")
         # A slot owns one block; no text is longer.
-        slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
-        slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
-        asked = replace(slots.requests[0].params, **REQUESTS.get(name, {}))
-        slots.requests = {i: r._replace(params=asked) for i, r in slots.requests.items()}
-        slots.prompt_S = [1] * num_slots
-        built.allocate(slots, num_slots)
+        slots = GivenSlots(
+            params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1, spare_block=num_slots,
+            backend=backend,
+        )  # fmt: skip
+        built.allocate(slots, num_slots + 1)
+        asked = replace(slots.admitted[0].params, **REQUESTS.get(name, {}))
         seeded = [replace(asked, seed=i if i % 2 else None) for i in range(2)]
-        for slot, request in slots.requests.items() if members else ():
-            number = slot % len(built.names) if name == "each" else len(members)
-            slots.requests[slot] = request._replace(drafter=number, params=seeded[slot // 4 % 2])
+        admissions = []
+        for slot, request in slots.admitted.items():
+            number, its = 0, asked
+            if members:
+                number = slot % len(built.names) if name == "each" else len(members)
+                its = seeded[slot // 4 % 2]
+            admissions.append(request._replace(num_prompt=1, drafter=number, params=its))
+        blocks = [(slot, 0, [slot]) for slot in range(num_slots)]
+        slots.apply(StepPlan(admissions=admissions, new_blocks=blocks))
         return driven(built, slots, 0 if texts else model.bos)
 
     return make

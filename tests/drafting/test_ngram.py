@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.ngram import NGram
-from foretoken.ops import get_backend
+from foretoken.ops import get_backend, unavailable
 from tests.support.cases import make_params
 from tests.support.slots import GivenSlots
 
 CPU = torch.device("cpu")
+
+
+BACKEND = get_backend("torch" if unavailable("native") else "native")
 
 
 def make_drafter(shortest: int, longest: int) -> NGram:
@@ -21,9 +24,9 @@ def make_drafter(shortest: int, longest: int) -> NGram:
         method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=longest
     )
     config = EngineConfig(model="none", speculative_config=speculation)
-    setup = DrafterSetup(config, speculation, get_backend("torch"), CPU, 400, 4096)
-    drafter = NGram(setup)
-    drafter.allocate(GivenSlots(make_params(4), max_tokens=60, max_drafts=6, blocks=0), 0)
+    drafter = NGram(DrafterSetup(config, speculation, BACKEND, CPU, 400, 4096))
+    sizes = {"max_tokens": 60, "max_drafts": 6, "blocks": 0}
+    drafter.allocate(GivenSlots(make_params(4), **sizes, backend=BACKEND), 0)
     return drafter
 
 

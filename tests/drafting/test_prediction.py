@@ -198,7 +198,7 @@ def test_what_is_kept_is_in_the_plan_and_leaves_with_the_request(target: Path) -
     llm = build(target)
     plan, drafter = llm.memory_plan, llm.engine.runner.drafter
     assert plan is not None
-    assert plan.parts["drafts of slots"] == 4 * 4 * 256
+    assert plan.parts["drafts of slots"] == 5 * 4 * 256, "with the spare slot's"
     group = llm.engine.add("one", ids_of("abc"), SamplingParams(prediction=CODE, max_tokens=9))
     held = []
     while not group.finished:

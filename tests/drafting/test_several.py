@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.drafting.choice import Choice, Found
+from foretoken.drafting.choice import Choice
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.drafting.several import _keepers
 from foretoken.errors import ConfigError, RequestError
@@ -21,7 +21,7 @@ from foretoken.lab.laws.chain import Chain, Setting, random_chain
 from foretoken.lab.laws.emission import MakePropose, Propose, emit, first_row, joint_p_value
 from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
-from foretoken.slots.parameters import SlotRequest
+from foretoken.slots.plan import Admission
 from foretoken.slots.step import Outcome
 from tests.drafting import test_law as laws
 from tests.models.heads import head_of
@@ -138,22 +138,27 @@ def outcome(*token_ids: int, num_accepted: int) -> Outcome:
     return Outcome(list(token_ids), 4, num_accepted)
 
 
-def slot_request(**params: Any) -> SlotRequest:
-    return SlotRequest(1, SamplingParams(**params), Rule.STANDARD, [1], 99)
+def admission(slot: int, rule: Rule = Rule.STANDARD, **params: Any) -> Admission:
+    return Admission(slot, 1, SamplingParams(**params), rule, [1], num_prompt=1, limit=99)
 
 
-FREE = slot_request()
-FOUR, MODEL = Found(0, [5, 6, 7, 8], 4.0), (1, 4)
+FREE = admission(1)
+FOUND, MODEL = [5, 6, 7, 8], (1, 4)
+
+
+def takes(choice: Choice, request: Admission = FREE, expected: float = 4.0) -> bool:
+    """Whether it has four drafts that drafter 0 found, and not those of drafter 1, a model."""
+    return choice.takes(request, 0, FOUND, expected, MODEL)
 
 
 def teach(choice: Choice, accepted: int, rounds: int = 60) -> None:
     """Rounds of slot 1 in which so many of four drafts that were looked up were accepted, and,
     in others, two of a model's."""
     for _ in range(rounds):
-        taken = choice.takes(1, FREE, FOUR, MODEL)
+        taken = takes(choice)
         if not taken:
-            choice.leave_to_model(1, FREE, *MODEL)
-        tokens = [*FOUR.token_ids[:accepted], 9]
+            choice.leave_to_model(FREE, *MODEL)
+        tokens = [*FOUND[:accepted], 9]
         choice.learn(1, outcome(*tokens, num_accepted=accepted if taken else 2))
 
 
@@ -165,15 +170,15 @@ def timed() -> Choice:
 
 
 def test_hybrid_weighs_what_past_rounds_accepted_by_what_they_cost() -> None:
-    fixed = slot_request(seed=3)
+    fixed, other = admission(2, seed=3), FREE._replace(slot=2)
     for accepted, taken in ((0, False), (1, True), (4, True)):  # (1 + a) / 1 or (1 + 2) / 2
         choice = timed()
         teach(choice, accepted)
-        assert choice.takes(2, FREE, FOUR, MODEL) == taken, "of others, before it has any"
-        assert choice.takes(2, fixed, FOUR, MODEL), "whatever was measured"
-        greedy = slot_request(seed=3, temperature=0.0)
-        assert choice.takes(2, greedy, FOUR, MODEL), "what those that draw have shown says nothing"
-    assert not choice.takes(2, fixed, FOUR._replace(expected=3.0), MODEL)
+        assert takes(choice, other) == taken, "of others, before it has any"
+        assert takes(choice, fixed), "whatever was measured"
+        greedy = admission(2, seed=3, temperature=0.0)
+        assert takes(choice, greedy), "what those that draw have shown says nothing"
+    assert not takes(choice, fixed, 3.0)
     choice.forget(1)
     choice.forget(2)
     assert not choice.held_slots()
@@ -183,20 +188,20 @@ def test_a_model_is_judged_by_places_like_this_one() -> None:
     """Where four drafts are promised it had none accepted; elsewhere that says nothing."""
     choice = timed()
     for _ in range(60):
-        choice.takes(1, FREE, FOUR, MODEL)
-        choice.leave_to_model(1, FREE, *MODEL)
+        takes(choice)
+        choice.leave_to_model(FREE, *MODEL)
         choice.learn(1, outcome(9, num_accepted=0))
-    assert choice.takes(1, FREE, FOUR, MODEL), "either fails, and this one is cheaper"
-    assert not choice.takes(1, FREE, FOUR._replace(expected=0.4), MODEL)
+    assert takes(choice), "either fails, and this one is cheaper"
+    assert not takes(choice, expected=0.4)
 
 
 def test_drafts_that_were_passed_over_teach_what_they_would_have_been() -> None:
     choice = timed()
     teach(choice, 0)
-    assert not choice.takes(1, FREE, FOUR, MODEL)
+    assert not takes(choice)
     choice.forget(1)
     teach(choice, 4)
-    assert choice.takes(1, FREE, FOUR, MODEL)
+    assert takes(choice)
 
 
 def test_memory_is_that_of_all_with_one_cache_of_q(target: Path, draft: Path) -> None:
@@ -290,7 +295,7 @@ def test_a_toy_drafter_takes_a_class_and_a_line(
     llm = LLM(str(target), {"drafters": drafters, "method": "draft_model"}, **OPTIONS)
     run(llm, PROMPTS, temperature=0.0)
     drafter: Any = llm.engine.runner.drafter
-    decided = [o for _, result in drafter.members[0].seen for o in result.decisions.values()]
+    decided = [o for *_, result in drafter.members[0].seen for o in result.decisions.values()]
     assert decided
     assert not any(o.num_drafts for o in decided)
     run(llm, PROMPTS, temperature=0.0, drafter="Watching")
@@ -328,7 +333,7 @@ def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
     """The same path without foresight is `hybrid` in `test_law.py`."""
     target, draft = random_chain(laws.VOCABULARY, seed=3)
     seen: set[int] = set()
-    monkeypatch.setattr(Choice, "takes", lambda _, slot, *__: slot in seen)
+    monkeypatch.setattr(Choice, "takes", lambda _, request, *__: request.slot in seen)
     make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
     setting = Setting(1.0)
     backend, trials = laws.one_later(laws.BACKEND), laws.QUICK
@@ -393,5 +398,4 @@ def test_what_is_measured_at_start_is_the_default(target: Path, draft: Path) -> 
     ],
 )
 def test_which_texts_depend_on_what_is_drafted(rule: Rule, temperature: float, shows: bool) -> None:
-    request = SlotRequest(0, SamplingParams(temperature=temperature, seed=1), rule, [1], 9)
-    assert request.shows_drafts is shows
+    assert admission(0, rule, temperature=temperature, seed=1).shows_drafts is shows

@@ -65,7 +65,7 @@ def asked(drafter: Suffix, tokens: list[int], k: int = 6, slot: int = 0) -> list
 def finish(drafter: Suffix, prompt: list[int], output: list[int], slot: int = 1) -> None:
     """A request that is drafted for once, and then ends."""
     slots: Any = drafter.slots
-    slots.prompt_S[slot] = len(prompt)
+    slots.change(slot, num_prompt=len(prompt))
     asked(drafter, [*prompt, output[0]], slot=slot)
     slots.put(slot, [*prompt, *output])
     drafter.release(slot)
@@ -75,19 +75,21 @@ def test_a_request_with_a_salt_is_kept_apart() -> None:
     """It sees no other's output, with the same salt or without one, and no other sees its own."""
     drafter = make_drafter()
     slots: Any = drafter.slots
-    plain, text = slots.requests[0], [1, 2, 3, 4, 5, 6]
-    salted = plain._replace(params=replace(plain.params, cache_salt="a"))
-    slots.requests |= {0: salted, 1: salted}
+    plain, text = slots.admitted[0].params, [1, 2, 3, 4, 5, 6]
+    salted = replace(plain, cache_salt="a")
+    slots.change(0, params=salted)
+    slots.change(1, params=salted)
     finish(drafter, [9], text)
     assert asked(drafter, [7, 1, 2, 3]) == []
     drafter.release(0)
-    slots.requests |= {0: plain, 1: plain}
+    slots.change(0, params=plain)
+    slots.change(1, params=plain)
     assert asked(drafter, [7, 1, 2, 3]) == []
     drafter.release(0)
     finish(drafter, [9], text)
     assert asked(drafter, [7, 1, 2, 3])[:3] == [4, 5, 6]
     drafter.release(0)
-    slots.requests[0] = salted
+    slots.change(0, params=salted)
     assert asked(drafter, [7, 1, 2, 3]) == []
 
 
@@ -160,7 +162,8 @@ def test_equals_counting_also_as_texts_grow_and_old_ones_make_room(
         if len(held) < len(texts):
             held.append(texts[len(held)])
             assert others.append(0, np.array(held[-1])) == min(len(held[-1]) + 1, capacity)
-        rows = DraftRequests(*torch.tensor([[0], [k], [end]]).unbind(), most=k)
+        columns = torch.tensor([[0], [k], [end]]).unbind()
+        rows = DraftRequests(*columns, most=k, params=make_params(1))
         for number in (0, 1):
             drafts, num_B, expected_B = propose(
                 index, others, torch.tensor([number]), rows, options
@@ -232,11 +235,11 @@ def test_many_long_outputs_take_the_memory_of_a_few() -> None:
 def test_a_preempted_request_is_kept_once() -> None:
     drafter = make_drafter()
     slots: Any = drafter.slots
-    slots.prompt_S[1] = 1
+    slots.change(1, num_prompt=1)
     asked(drafter, [1, 20], slot=1)
     slots.put(1, [1, 20, 21, 22])
     drafter.release(1)  # its next slot has what it put out before
-    slots.prompt_S[2] = 1
+    slots.change(2, num_prompt=1)
     asked(drafter, [1, 20, 21, 22, 23], slot=2)
     slots.put(2, [1, 20, 21, 22, 23, 24])
     drafter.release(2)
@@ -262,8 +265,7 @@ def test_seeded_text_does_not_depend_on_others(
     slots: Any = drafter.slots
     finish(drafter, [1], [20, 21])
     for slot in (0, 2):
-        request = slots.requests[slot]
-        slots.requests[slot] = request._replace(params=SamplingParams(**params), rule=rule)
+        slots.change(slot, params=SamplingParams(**params), rule=rule)
     assert asked(drafter, [9, 20]) == ([21] if looks else [])
     assert asked(drafter, [9, 5], slot=2) == [6], "a corpus is always the same"
 

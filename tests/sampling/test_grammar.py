@@ -27,7 +27,7 @@ from foretoken.sampling.grammar import (
     fill_masks,
 )
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.history import Array
+from foretoken.sampling.history import Array
 from tests.support.asynchronous import PATIENCE
 
 WORDS = ["a", "b", "ab", "ba", "aab", "é", "c"]

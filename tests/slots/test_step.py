@@ -4,79 +4,92 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.ops.steps import SlotSpan
-from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, some_rows
+from foretoken.ops import Evidence, Logprobs
+from foretoken.ops.pinned import ToHost
+from foretoken.slots.plan import NONE, StepInput
+from foretoken.slots.step import Outcome, StepResult
 
 STEP = StepInput(
-    slot_B=[3, 0, 5],
-    num_tokens_B=[1, 7, 1],
-    max_drafts_B=[2, 0, 4],
-    decides_B=[True, False, True],
-    num_logprobs_B=[NONE, NONE, 2],
-    num_prompt_logprobs_B=[NONE, 4, NONE],
-    traces_B=[False, True, True],
+    slot_B=[5, 0, 3, 1],
+    num_tokens_B=[1, 4, 1, 2],
+    max_drafts_B=[2, 0, 1, 0],
+    decides_B=[True, False, True, True],
+    num_logprobs_B=[2, NONE, 0, NONE],
+    num_prompt_logprobs_B=[NONE, 4, NONE, 1],
+    traces_B=[False, True, True, False],
 )
+# Slot 5 accepts one draft of two, slot 3 all of one, slot 1 has none and no token.
+DECIDED = [[2, 1, 1, 7, 2, -1], [1, 1, 1, 4, 9, -1], [0, 0, 0, -1, -1, -1]]
+EXPECTED = {
+    5: Outcome([7, 2], num_drafts=2, num_accepted=1),
+    3: Outcome([4, 9], num_drafts=1, num_accepted=1),
+    1: Outcome([], num_drafts=0, num_accepted=0, is_finite=False),
+}
 
 
-def make_result(**others: Any) -> StepResult:
-    """Slot 5 accepts one draft of two, slot 3 all of one, slot 1 has none and no token."""
-    drafts = DraftBlock(
-        token_BK=torch.tensor([[7, 8], [4, -1], [-1, -1]]),
-        num_B=torch.tensor([2, 1, 0]),
-        cache=None,
-        real_q_B=torch.zeros(3, dtype=torch.bool),
-    )
-    verdict = Verdict(
-        token_BK1=torch.tensor([[7, 2, -1], [4, 9, -1], [-1, -1, -1]]),
-        n_accept_B=torch.tensor([1, 1, 0]),
-        finite_B=torch.tensor([True, True, False]),
-    )
-    spans = [SlotSpan(5, 6, 3, 3), SlotSpan(0, 0, 4, 0), SlotSpan(3, 2, 2, 2), SlotSpan(1, 1, 1, 1)]
-    return StepResult(spans, [5, 3, 1], drafts, verdict, **others)
+def make_result(pad: int = 0, **others: Any) -> StepResult:
+    """A result whose step ran beside so many requests of nobody."""
+    computed, nobody = [6, 0, 2, 1, *[0] * pad], [0, 0, 1, 8, -1, -1]
+    rows = [number for row in (*DECIDED, *[nobody] * pad) for number in row]
+    packet = ToHost([torch.tensor(computed + rows)])
+    return StepResult(STEP, packet, num_padded=pad, **others)
 
 
 def test_some_of_the_requests_of_a_step() -> None:
-    some = STEP.at([2, 0])
-    assert some.slot_B == [5, 3]
-    assert some.max_drafts_B == [4, 2]
-    assert some.decides_B == [True, True]
-    assert (STEP.most_logprobs, some.most_logprobs) == (4, 2)
-    assert STEP.at([0]).most_logprobs == NONE
+    assert STEP.slot_D == [5, 3, 1]
+    assert STEP.of_B == [0, -1, 1, 2]
+    assert STEP.traced_D == [1], "a prompt that goes on has no evidence yet"
+    assert STEP.reported_D == [0, 1]
+    assert STEP.reported_prompts_B == [1, 3]
+    assert STEP.most_logprobs == 4
+    nothing = StepInput([1], [1], [0], [True], [NONE], [NONE], [False])
+    assert nothing.most_logprobs == NONE
+    assert nothing.traced_D == nothing.reported_D == nothing.reported_prompts_B == []
 
 
-def test_outcomes_are_read_by_slot_accepted_drafts_and_the_token_after_them() -> None:
-    result = make_result()
-    expected = {
-        5: Outcome([7, 2], num_drafts=2, num_accepted=1),
-        3: Outcome([4, 9], num_drafts=1, num_accepted=1),
-        1: Outcome([], num_drafts=0, num_accepted=0, is_finite=False),
-    }
-    assert result.decisions == expected
-    assert result.read() == {**expected, 0: Outcome([])}, "a prompt that goes on"
+@pytest.mark.parametrize("pad", [0, 1, 4])
+def test_outcomes_are_read_by_slot_accepted_drafts_and_the_token_after_them(pad: int) -> None:
+    result = make_result(pad)
+    assert result.decisions == EXPECTED
+    assert result.read() == {**EXPECTED, 0: Outcome([])}, "a prompt that goes on"
     assert result.decisions is result.decisions, "the device is waited for once"
+
+
+def test_where_each_token_came_from() -> None:
+    origins = [outcome.origins for outcome in make_result().decisions.values()]
+    assert origins == [["accepted", "resampled"], ["accepted", "bonus"], ["plain"]]
 
 
 def test_what_is_wrong_with_one_request_is_said_of_it_alone() -> None:
     fault = ZeroDivisionError("injected")
-    outcomes = make_result(faults={3: fault}, banned_all={1}).read()
-    assert outcomes[3].fault is fault
-    assert outcomes[1].bans_all
+    outcomes = make_result(faults={3: fault}).read()
     assert [slot for slot, outcome in outcomes.items() if outcome.fault] == [3]
-    assert [slot for slot, outcome in outcomes.items() if outcome.bans_all] == [1]
+    assert outcomes[3].fault is fault
+    for raw, banned in (([True] * 6, [1]), ([True] * 5 + [False], [])):
+        outcomes = make_result(is_finite_N=ToHost([torch.tensor(raw)])).read()
+        assert [slot for slot, outcome in outcomes.items() if outcome.bans_all] == banned
 
 
-def test_log_probabilities_are_cut_into_prompts_and_decisions() -> None:
-    values = torch.arange(7.0)
+def test_who_drafted_and_the_evidence_are_those_of_the_request() -> None:
+    evidence = ToHost([torch.tensor([[i, i]]) for i in range(len(Evidence._fields))])
+    outcomes = make_result(source_D=torch.tensor([1, 0, 2]), evidence=evidence).read()
+    drafters = {slot: outcome.drafter for slot, outcome in outcomes.items()}
+    assert drafters == {5: 1, 0: None, 3: 0, 1: 2}
+    assert [slot for slot, outcome in outcomes.items() if outcome.evidence] == [3]
+    assert outcomes[3].evidence is not None
+    assert [part.tolist() for part in outcomes[3].evidence] == [
+        [i, i] for i in range(len(Evidence._fields))
+    ]
+
+
+def test_log_probabilities_are_cut_into_decisions_and_prompts() -> None:
+    """As many rows for each decision as the one with most drafts has; then those of prompts."""
+    values = torch.arange(12.0)
     found = Logprobs(values, values.long(), values[:, None], values.long()[:, None])
-    borders = {0: (0, 3, 3), 5: (3, 3, 5), 3: (5, 6, 7)}
-    parts = {
-        slot: (some_rows(found, begin, middle), some_rows(found, middle, end))
-        for slot, (begin, middle, end) in borders.items()
-    }
-    outcomes = make_result(logprobs=parts).read()
+    outcomes = make_result(logprobs=ToHost([*found])).read()
 
     def logprobs(part: Logprobs | None) -> list[float] | None:
         return None if part is None else part.logprob_N.tolist()
@@ -84,9 +97,12 @@ def test_log_probabilities_are_cut_into_prompts_and_decisions() -> None:
     assert {
         slot: (logprobs(outcome.prompt_logprobs), logprobs(outcome.logprobs))
         for slot, outcome in outcomes.items()
-    } == {0: ([0, 1, 2], None), 5: (None, [3, 4]), 3: ([5], [6]), 1: (None, None)}
+    } == {
+        5: (None, [0, 1]), 3: (None, [3, 4]), 0: ([6, 7, 8, 9], None),
+        1: ([10], None),  # what follows the prompt's last token is no part of it
+    }  # fmt: skip
 
 
 def test_a_step_whose_requests_had_all_ended_says_nothing() -> None:
-    nothing = StepResult.empty()
+    nothing = StepResult()
     assert nothing.read() == nothing.decisions == {}

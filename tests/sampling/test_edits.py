@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafting.base import one_hot_block
 from foretoken.ops import Edits
+from foretoken.sampling.edits import pack_edits
+from foretoken.sampling.history import EditHistory, HistoryRows
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.edits import build_edits
-from foretoken.slots.history import HistoryRows, SlotHistory
 
 VOCABULARY = 40
 BAN = -math.inf
@@ -24,23 +23,24 @@ BAN = -math.inf
 
 def history_of(
     params: SamplingParams, prompt: list[int], output: list[int], **kwargs: Any
-) -> SlotHistory:
-    history = SlotHistory(params, prompt, **kwargs)
+) -> EditHistory:
+    history = EditHistory(params, prompt, **kwargs)
     for token in output:
         history.append([token])
     return history
 
 
 def edits_of_batch(
-    batch: Sequence[tuple[SlotHistory | None, list[int]]], vocab_size: int = VOCABULARY
+    batch: Sequence[tuple[EditHistory | None, list[int]]], vocab_size: int = VOCABULARY
 ) -> tuple[Edits | None, dict[int, Exception]]:
-    """Each request in the slot of its index."""
-    histories = {slot: history for slot, (history, _) in enumerate(batch) if history}
-    drafts = one_hot_block([drafts for _, drafts in batch], torch.device("cpu"))
-    return build_edits(histories, range(len(batch)), drafts, vocab_size)
+    """Every request decides, some with a history."""
+    histories = {d: history for d, (history, _) in enumerate(batch) if history}
+    packed, faults = pack_edits(histories, {d: batch[d][1] for d in histories}, vocab_size)
+    num_D = torch.tensor([len(drafts) for _, drafts in batch])
+    return packed and packed.unpack(num_D, int(num_D.max())), faults
 
 
-def edits_of(history: SlotHistory, drafts: list[int], vocab_size: int = VOCABULARY) -> Edits:
+def edits_of(history: EditHistory, drafts: list[int], vocab_size: int = VOCABULARY) -> Edits:
     edits, faults = edits_of_batch([(history, drafts)], vocab_size)
     assert edits is not None
     assert not faults
@@ -171,7 +171,7 @@ def test_placeholders_and_ids_past_the_vocabulary_are_left_out() -> None:
     assert changes(edits) == [tail, tail, {**tail, 3: (0, 1, 1)}]
 
 
-class Unreadable(SlotHistory):
+class Unreadable(EditHistory):
     def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
         raise ZeroDivisionError("injected")
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from foretoken.slots.parameters import SlotRequest
 from torch import Tensor
 
 from foretoken.drafting.base import Drafter
-from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
-from foretoken.ops.steps import DraftRequests, SlotSpan
+from foretoken.ops import Backend, DraftBlock, Rule, SlotParams, get_backend
+from foretoken.ops.steps import DraftRequests
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.step import NONE, StepInput, StepRequests, StepResult
-from foretoken.slots.table import NO_TOKEN, SlotTable
+from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
+from foretoken.slots.step import Outcome, StepResult
+from foretoken.slots.table import SlotSizes, SlotTable
 
 CPU = torch.device("cpu")
 
@@ -24,36 +24,48 @@ class GivenSlots(SlotTable):
     """A table with these parameters; every slot is in use, and may have any number of tokens."""
 
     def __init__(
-        self, params: SlotParams, *, max_tokens: int, max_drafts: int, blocks: int
+        self,
+        params: SlotParams,
+        *,
+        max_tokens: int,
+        max_drafts: int,
+        blocks: int,
+        spare_block: int = 0,
+        backend: Backend | None = None,
     ) -> None:
-        num_slots = len(params.key_S)
-        sizes = {"max_tokens": max_tokens, "max_drafts": max_drafts, "blocks": blocks}
-        super().__init__(num_slots, CPU, **sizes)
-        self.given = params
-        asked = zip(params.temperature_S.tolist(), params.rule_S.tolist(), strict=True)
-        request = functools.cache(  # equal ones are one: thousands of slots ask for the same
-            lambda t, rule: SlotRequest(0, SamplingParams(temperature=t), Rule(rule), [], 2**31)
+        sizes = SlotSizes(len(params.key_S), max_tokens, max_drafts, blocks, spare_block)
+        super().__init__(sizes, CPU, (backend or get_backend("torch")).steps, on_host=True)
+        asked = functools.cache(  # equal ones are one: thousands of slots ask for the same
+            lambda t, k, p, m: SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
         )
-        self.requests.update(enumerate(request(*its) for its in asked))
-        self.limit_S = [2**31] * num_slots
+        columns = (
+            params.key_S, params.rule_S, params.temperature_S, params.top_k_S, params.top_p_S,
+            params.min_p_S,
+        )  # fmt: skip
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        admissions = [
+            Admission(slot, key, asked(*numbers), Rule(rule), [0], num_prompt=0, limit=2**31)
+            for slot, (key, rule, *numbers) in enumerate(rows)
+        ]
+        self.apply(StepPlan(admissions=admissions))
+
+    def change(self, slot: int, **fields: Any) -> None:
+        """Admit a request to the slot that is the last one but for these fields of `Admission`."""
+        self.apply(StepPlan(admissions=[self.admitted[slot]._replace(**fields)]))
 
     def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRequests:
         """Whom to draft for, as a drafter is told."""
-        positions = [self.length_S[slot] for slot in slots]
+        positions = [int(self.length_S[slot]) for slot in slots]
         columns = torch.tensor([list(slots), list(num_drafts), positions]).unbind()
-        return DraftRequests(*columns, most=max(num_drafts, default=0))
-
-    @property
-    def params(self) -> SlotParams:
-        return self.given
+        params = self.params
+        return DraftRequests(*columns, max(num_drafts, default=0), params, drafters=self.drafters)
 
     def put(self, slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> None:
         """Known tokens of a request, and its cache blocks unless it has them."""
         self.token_SL[slot, : len(tokens)] = tokens
-        self.token_SL[slot, len(tokens) :] = NO_TOKEN
         self.length_S[slot] = len(tokens)
         if blocks:
-            self.write_blocks([(slot, 0, blocks)])
+            self.apply(StepPlan(new_blocks=[(slot, 0, blocks)]))
 
 
 def observe(
@@ -69,21 +81,11 @@ def observe(
     Args:
         batch, aux: the `ForwardBatch` of what the target computed, and its hidden states.
     """
-    nums = drafts.num_B.tolist()
-    tokens = [
-        [*row[:kept], 0, *[-1] * (len(row) - kept)]
-        for row, kept in zip(drafts.token_BK.tolist(), accepted, strict=True)
-    ]
-    size = len(slots)
-    step = StepInput(
-        slots, [1] * size, nums, [True] * size, [NONE] * size, [NONE] * size, [False] * size
-    )
-    spans = [SlotSpan(slot, 0, 1 + num, 1 + num) for slot, num in zip(slots, nums, strict=True)]
-    verdict = Verdict(
-        torch.tensor(tokens), torch.tensor(accepted), torch.ones(size, dtype=torch.bool)
-    )
-    slot_B = torch.tensor(slots)
-    rows = StepRequests(
-        step, slot_B, torch.ones_like(slot_B), slot_B, drafts.num_B, None, max(nums)
-    )
-    drafter.observe(rows, batch, StepResult(spans, slots, drafts, verdict, aux=aux))
+    nums, size = drafts.num_B.tolist(), len(slots)
+    none = [NONE] * size
+    step = StepInput(slots, [1] * size, nums, [True] * size, none, none, [False] * size)
+    result = StepResult(step, aux=aux)
+    rows = zip(slots, drafts.token_BK.tolist(), nums, accepted, strict=True)
+    result.decisions = {slot: Outcome([*row[:kept], 0], num, kept) for slot, row, num, kept in rows}
+    table: SlotTable = drafter.slots  # type: ignore[attr-defined]
+    drafter.observe(table.begin(step), batch, result)

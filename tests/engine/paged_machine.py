@@ -105,7 +105,9 @@ class NaiveModel:
         """The tokens up to each new position, as far as the cache knows."""
         end = start + len(tokens)
         owners = Counter(b for r in self.scheduler.running for b in r.block_ids)
-        (request,) = (r for r in self.scheduler.running if kv.at(blocks, end - 1)[0] in r.block_ids)
+        last = kv.at(blocks, end - 1)[0]
+        request = next((r for r in self.scheduler.running if last in r.block_ids), None)
+        assert request is not None, "no block for these tokens"
         known = self.slots.length_S[request.slot]
         text = truth_of(request).upto(known)
         for position in range(start):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.batch import gather_batch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError, RequestError

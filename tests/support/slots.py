@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 
 
 class GivenSlots(SlotTable):
-    """A table with these parameters; every slot is in use, and may have any number of tokens."""
+    """A table with these parameters; every slot is in use, and may have any number of tokens.
+
+    Args:
+        on_host: False: what a drafter on a GPU is given, on a CPU.
+    """
 
     def __init__(
         self,
@@ -32,9 +36,11 @@ class GivenSlots(SlotTable):
         blocks: int,
         spare_block: int = 0,
         backend: Backend | None = None,
+        on_host: bool = True,
     ) -> None:
         sizes = SlotSizes(len(params.key_S), max_tokens, max_drafts, blocks, spare_block)
-        super().__init__(sizes, CPU, (backend or get_backend("torch")).steps, on_host=True)
+        super().__init__(sizes, CPU, (backend or get_backend("torch")).steps, on_host=on_host)
+        self._rows, self._lengths = self.state.token_SL.numpy(), self.state.length_S.numpy()
         asked = functools.cache(  # equal ones are one: thousands of slots ask for the same
             lambda t, k, p, m: SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
         )
@@ -55,15 +61,14 @@ class GivenSlots(SlotTable):
 
     def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRequests:
         """Whom to draft for, as a drafter is told."""
-        positions = [int(self.length_S[slot]) for slot in slots]
-        columns = torch.tensor([list(slots), list(num_drafts), positions]).unbind()
-        params = self.params
-        return DraftRequests(*columns, max(num_drafts, default=0), params, drafters=self.drafters)
+        slot_B, most = torch.tensor(list(slots)), max(num_drafts, default=0)
+        columns = (slot_B, torch.tensor(list(num_drafts)), self.state.length_S[slot_B])
+        return DraftRequests(*columns, most, self.params, drafters=self.drafters)
 
     def put(self, slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> None:
         """Known tokens of a request, and its cache blocks unless it has them."""
-        self.token_SL[slot, : len(tokens)] = tokens
-        self.length_S[slot] = len(tokens)
+        self._rows[slot, : len(tokens)] = tokens
+        self._lengths[slot] = len(tokens)
         if blocks:
             self.apply(StepPlan(new_blocks=[(slot, 0, blocks)]))
 

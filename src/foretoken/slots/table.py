@@ -260,7 +260,7 @@ class SlotTable:
         slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
             chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
-            chosen = chosen[:, list(step.decides_B)]
+            chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # numpy gives columns
             slot_D, max_drafts_D = self._sent(_padded(chosen))[:, : chosen.shape[1]].unbind()
             of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRequests(

@@ -294,9 +294,9 @@ def evidence_of(token: list[int], q: list[float]) -> Evidence:
 )
 @pytest.mark.parametrize("rule", RULES)
 def test_what_counts_as_no_draft(rule: str, token: int, q: float, reason: str) -> None:
-    outcome = Outcome([7, 4], num_drafts=3, num_accepted=1)
-    request: Any = Asked(rule)
     evidence = evidence_of([7, token, 5], [0.25, q, 0.25])
+    outcome = Outcome([7, 4], num_drafts=3, num_accepted=1, evidence=evidence)
+    request: Any = Asked(rule)
     records = trace_round(request, outcome, "mine", [0.75] * 3, str)
     assert [record.origin for record in records] == ["accepted", "resampled"]
     assert records[1].q is None, "no draft stood there"

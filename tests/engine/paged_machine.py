@@ -35,7 +35,7 @@ from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import StepRequests, StepResult
-from foretoken.slots.table import NO_TOKEN, SlotTable
+from foretoken.slots.table import SlotSizes, SlotTable
 from tests.engine.naive import (
     MOST_DRAFTS,
     VOCABULARY,
@@ -85,9 +85,9 @@ class NaiveModel:
         self.scheduler, self.slots = scheduler, slots
 
     def forward(self, batch: ForwardBatch, kv: Cells) -> ForwardOutput:
-        asked, attention = set(batch.logit_row_N.tolist()), batch.attention
+        attention = batch.attention
         first = attention.query_start_B1.tolist()
-        rows = []
+        upto_T: list[tuple[int, ...]] = []
         for b, (length, blocks) in enumerate(
             zip(attention.length_B.tolist(), attention.block_BL.tolist(), strict=True)
         ):
@@ -95,9 +95,9 @@ class NaiveModel:
             start = length - len(tokens)
             positions = batch.position_T[first[b] : first[b + 1]].tolist()
             assert positions == list(range(start, length))
-            for i, upto in enumerate(self.compute(kv, blocks, start, tokens)):
-                if first[b] + i in asked:
-                    rows.append(naive_logits(upto))
+            is_spare = blocks[0] == self.scheduler.pool.num_blocks
+            upto_T += [()] * len(tokens) if is_spare else self.compute(kv, blocks, start, tokens)
+        rows = [naive_logits(upto_T[row]) for row in batch.logit_row_N.tolist()]
         return ForwardOutput(torch.from_numpy(np.array(rows, np.float32).reshape(-1, VOCABULARY)))
 
     def compute(
@@ -106,7 +106,9 @@ class NaiveModel:
         """The tokens up to each new position, as far as the cache knows."""
         end = start + len(tokens)
         owners = Counter(b for r in self.scheduler.running for b in r.block_ids)
-        (request,) = (r for r in self.scheduler.running if kv.at(blocks, end - 1)[0] in r.block_ids)
+        last = kv.at(blocks, end - 1)[0]
+        request = next((r for r in self.scheduler.running if last in r.block_ids), None)
+        assert request is not None, "no block for these tokens"
         known = self.slots.length_S[request.slot]
         text = truth_of(request).upto(known)
         for position in range(start):
@@ -147,18 +149,24 @@ class NaiveDrafter(Drafter):
         return one_hot_block(drafts, CPU)
 
     def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        slots, step = self.slots, rows.step
+        slots, step, table = self.slots, rows.step, batch.attention.block_BL
+        start_B = (batch.attention.length_B - batch.attention.query_start_B1.diff()).tolist()
+        # In the place of a request that has all its tokens stands the spare.
+        going_on = {s for s, blocks in zip(step.slot_B, table.tolist(), strict=True)
+                    if blocks[0] != self.scheduler.pool.num_blocks}  # fmt: skip
         for slot, outcome in result.decisions.items():
+            if slot not in going_on:
+                continue
             known = slots.length_S[slot] - len(outcome.token_ids)
             self.decisions.setdefault(self.of(slot), []).append((known, outcome.num_drafts))
         for b, slot in enumerate(step.slot_B):
             self.seen.add(slot)
+            if slot not in going_on:
+                continue
             length, text = slots.length_S[slot], truth_of(self.of(slot))
-            tokens = slots.token_SL[slot]
-            assert tuple(tokens[:length].tolist()) == text.upto(length), "other tokens in the slot"
-            assert (tokens[length:] == NO_TOKEN).all(), "drafts that were not accepted stay"
+            assert tuple(slots.text(slot).tolist()) == text.upto(length), "other tokens in the slot"
             assert slots.computed_S[slot] < length, "more is computed than known"
-            assert slots.computed_S[slot] >= result.spans[b].start + step.num_tokens_B[b]
+            assert slots.computed_S[slot] >= start_B[b] + step.num_tokens_B[b]
 
     def release(self, slot: int) -> None:
         self.seen.discard(slot)
@@ -271,18 +279,14 @@ class PagedMachine:
         self.scheduler = pool.scheduler = parts.scheduler(pool, **options)
         kv: Any = Cells(block_size)
         pool.cells = kv
-        slots = parts.slots(
-            self.scheduler.max_num_seqs,
-            CPU,
-            max_tokens=tokens,
-            max_drafts=MOST_DRAFTS,
-            blocks=num_blocks,
-        )
+        backend = get_backend("torch" if unavailable("native") else "native")
+        count = self.scheduler.max_num_seqs
+        sizes = SlotSizes(count, tokens, MOST_DRAFTS, num_blocks, spare_block=num_blocks)
+        slots = parts.slots(sizes, CPU, backend.steps, on_host=True)
         self.drafter = NaiveDrafter(self.scheduler)
         self.drafter.allocate(slots, num_blocks)
         slots.register("drafts", self.drafter)
         model: Any = NaiveModel(self.scheduler, slots)
-        backend = get_backend("torch" if unavailable("native") else "native")
         runner = Runner(model, kv, Sampler(backend, slots), self.drafter)
         speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
         config = EngineConfig(model="naive", speculative_config=speculation)

@@ -229,7 +229,7 @@ def test_what_was_measured_is_plausible(target: Path, auto: dict[str, Any]) -> N
     assert (np.diff(costs.rest_JK1, axis=1) >= 0).all()
     assert costs.context_K1.shape == (7,)
     assert min(*costs.context_K1, costs.missed) >= 0
-    assert llm.engine.runner.slots.requests == {}
+    assert llm.engine.runner.slots.admitted == {}
     assert build(target, {**auto, "num_speculative_tokens": 2, "max_speculative_tokens": None}
                  ).engine.scheduler.control is None  # fmt: skip
 

@@ -19,13 +19,13 @@ from foretoken import LLM, AsyncEngine, SamplingParams
 from foretoken.cli.app import app
 from foretoken.engine import faults
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.pending import ToHost
 from foretoken.errors import (
     EngineBrokenError,
     EngineMemoryError,
     ForetokenError,
     NonFiniteLogitsError,
 )
+from foretoken.ops.pinned import ToHost
 from foretoken.slots.step import StepShape
 from tests.support.asynchronous import PATIENCE
 from tests.support.steps import break_call
@@ -287,7 +287,7 @@ def test_the_command_exits_with_2(target: Path, monkeypatch: pytest.MonkeyPatch)
 
     from foretoken.engine.runner import Runner
 
-    monkeypatch.setattr(Runner, "run", break_call(2, ILLEGAL, Runner.run))
+    monkeypatch.setattr(Runner, "begin", break_call(2, ILLEGAL, Runner.begin))
     result = CliRunner().invoke(
         app, ["generate", "abc", "--model", str(target), "--max-tokens", "9", "--backend", "torch"]
     )

@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.slots.device import DeviceSlotTable
+from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
-from foretoken.ops import get_backend
+from foretoken.ops import DraftBlock, Rule, Verdict, get_backend
 from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput
-from foretoken.slots.step import StepInput, StepRequests, StepResult, StepShape
+from foretoken.slots.plan import Admission, StepInput, StepPlan
+from foretoken.slots.step import StepRequests, StepShape
+from foretoken.slots.table import SlotSizes, SlotTable
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 
@@ -56,8 +58,8 @@ class Padding(Graphs):
     def __contains__(self, shape: object) -> bool:
         return True
 
-    def stage(self, name: str, run: Callable[..., Any], rows: StepRequests, *given: Any) -> Any:
-        return run(rows, *given)
+    def stage(self, name: str, run: Callable[..., Any], requests: StepRequests, *given: Any) -> Any:
+        return run(requests, *given)
 
 
 def params_of(kind: str, number: int) -> list[SamplingParams]:
@@ -158,43 +160,44 @@ def test_slots_on_a_device_emit_what_slots_on_the_host_do(
         assert sum(output.metrics.num_cached_tokens for output in outputs) > 0
 
 
-class ForgetsLimits(DeviceSlotTable):
+class ForgetsLimits(SlotTable):
     """Drafts that could never be emitted are made."""
 
-    def asked(self, rows: StepRequests) -> DraftRequests:
-        return super().asked(rows)._replace(num_B=rows.max_drafts_D)
+    def count_drafts(self, requests: StepRequests) -> DraftRequests:
+        return super().count_drafts(requests)._replace(num_B=requests.max_drafts_D)
 
 
-class KeepsRejected(DeviceSlotTable):
+class KeepsRejected(SlotTable):
     """K/V of rejected drafts count as computed."""
 
-    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
-        super().advance_step(rows, result)
-        self.state.computed_S[rows.slot_D] += result.drafts.num_B - result.verdict.n_accept_B
+    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
+        packet = super().advance(requests, drafts, verdict)
+        self.state.computed_S[requests.slot_D] += drafts.num_B - verdict.n_accept_B
+        return packet
 
 
-class SlipsByOne(DeviceSlotTable):
+class SlipsByOne(SlotTable):
     """Drafts are drawn with the noise of the position behind."""
 
-    def asked(self, rows: StepRequests) -> DraftRequests:
-        asked = super().asked(rows)
+    def count_drafts(self, requests: StepRequests) -> DraftRequests:
+        asked = super().count_drafts(requests)
         return asked._replace(position_B=asked.position_B + 1)
 
 
-class GoesOn(DeviceSlotTable):
+class GoesOn(SlotTable):
     """A request that has all its tokens gets more from a step that was launched meanwhile."""
 
-    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
+    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
         self.state.limit_S.add_(1)
-        super().advance_step(rows, result)
+        return super().advance(requests, drafts, verdict)
 
 
 @pytest.mark.parametrize("mutant", [ForgetsLimits, KeepsRejected, SlipsByOne, GoesOn])
 def test_mutants_of_the_device_slots_are_noticed(
-    target: Path, draft: Path, mutant: type[DeviceSlotTable], monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, mutant: type[SlotTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = on_the_host(target, draft, "draft_model")
-    monkeypatch.setattr("foretoken.engine.assembly.DeviceSlotTable", mutant)
+    monkeypatch.setattr("foretoken.engine.assembly.SlotTable", mutant)
     with pytest.raises((AssertionError, ForetokenError)):
         check_equal(serve(target, draft, "draft_model", on_host=False), expected)
 
@@ -222,8 +225,11 @@ def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
 def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_anew() -> None:
     """At multiples of 16 bytes, and of a captured step where they lay when it was captured."""
     steps = get_backend("torch").steps
-    sizes: dict[str, Any] = {"max_tokens": 8, "max_drafts": 2, "blocks": 2, "trash_block": 0}
-    table = DeviceSlotTable(6, torch.device("cpu"), steps, **sizes)
+    table = SlotTable(SlotSizes(6, 8, 2, 2, 0), torch.device("cpu"), steps, on_host=False)
+    rule = Rule.STANDARD
+    table.apply(
+        StepPlan(admissions=[Admission(s, 0, SamplingParams(), rule, [1], 1, 8) for s in range(6)])
+    )
     for size in (1, 2, 3, 5):
         for deciding in {size, size - 1} - {0}:
             decides = [True] * deciding + [False] * (size - deciding)

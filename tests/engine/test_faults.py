@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.slots.history import SlotHistory
-from foretoken.slots.parameters import SlotRequest
 
 from foretoken import LLM, SamplingParams
 from foretoken.config.machine import machine_bytes
 from foretoken.engine import assembly, build, memory_plan
+from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine
+from foretoken.engine.rounds import describe
 from foretoken.errors import (
     ConfigError,
     EngineMemoryError,
@@ -23,6 +23,7 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
+from foretoken.sampling.history import EditHistory
 from tests.support.steps import OneLate, break_call
 
 FAULTY = "bad prompt"
@@ -77,14 +78,13 @@ Inject = Callable[[LLM, list[list[int]], pytest.MonkeyPatch], None]
 """Breaks something for the request of `FAULTY` alone; these would be everybody's tokens."""
 
 
-def is_faulty(llm: LLM, request: SlotRequest) -> bool:
-    return request.prompt_ids == llm.tokenizer.encode(FAULTY)  # type: ignore[union-attr]
+def is_faulty(llm: LLM, prompt_ids: list[int]) -> bool:
+    return prompt_ids == llm.tokenizer.encode(FAULTY)  # type: ignore[union-attr]
 
 
 def inject_admit(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
-    slots = llm.engine.runner.slots
-    broken = failing(slots.admit, lambda slot, request: is_faulty(llm, request))
-    patch.setattr(slots, "admit", broken)
+    its_own = lambda tokenizer, prompt_ids, *given, **options: is_faulty(llm, prompt_ids)  # noqa: E731
+    patch.setattr("foretoken.engine.engine.Detokenizer", failing(Detokenizer, its_own))
 
 
 def inject_encode(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def inject_decode(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch
     patch.setattr(tokenizer, "decode", failing(tokenizer.decode, its_seventh))  # type: ignore[union-attr]
 
 
-class FaultyHistory(SlotHistory):
+class FaultyHistory(EditHistory):
     """Takes or gives four tokens, then no more."""
 
     def __init__(self, part: str, *args: Any) -> None:
@@ -119,28 +119,25 @@ class FaultyHistory(SlotHistory):
 
 def inject_history(part: str) -> Inject:
     def inject(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
-        slots = llm.engine.runner.slots
-        admit = slots.admit
+        def made(params: SamplingParams, prompt_ids: list[int], *given: Any) -> EditHistory:
+            if is_faulty(llm, prompt_ids):
+                return FaultyHistory(part, params, prompt_ids, *given)
+            return EditHistory(params, prompt_ids, *given)
 
-        def handing_in(slot: int, request: SlotRequest) -> None:
-            admit(slot, request)
-            if is_faulty(llm, request):
-                slots.histories[slot] = FaultyHistory(part, request.params, request.prompt_ids)
-
-        patch.setattr(slots, "admit", handing_in)
+        patch.setattr("foretoken.engine.engine.EditHistory", made)
 
     inject.__name__ = f"inject_history_{part}"
     return inject
 
 
 def inject_logprobs(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
-    sampler, (one, mine, other) = llm.engine.runner.sampler, expected
+    one, mine, other = expected
     late = set(mine[6:]) - {*mine[:6], *one, *other}
 
     def its_own(found: Any, tokens: list[int], *others: Any) -> bool:
         return not late.isdisjoint(tokens)
 
-    patch.setattr(sampler, "describe", failing(sampler.describe, its_own))
+    patch.setattr("foretoken.engine.engine.describe", failing(describe, its_own))
 
 
 INJECTIONS: list[Inject] = [
@@ -244,12 +241,15 @@ def test_a_drafter_that_cannot_release_gives_the_slot_back(
             raise Broken("injected")
 
     monkeypatch.setattr(drafter, "release", first_time)
-    outputs = llm.generate(PROMPTS, PARAMS)
-    assert [o.outputs[0].token_ids for o in outputs] == expected
-    (bad,) = [o for o in outputs if o.error is not None]
-    assert isinstance(bad.error, ProcessingError)
-    assert bad.outputs[0].finish_reason == "error"
+    short = replace(PARAMS, max_tokens=5)
+    first, *others = llm.generate(PROMPTS, [short, PARAMS, PARAMS])
+    assert (first.error, first.outputs[0].token_ids) == (None, expected[0][:5])
+    assert broken_slots
+    for output in others:  # what is kept by slot is the batch's: nobody knows what it is worth now
+        assert isinstance(output.error, StepError)
+        assert isinstance(output.error.__cause__, Broken)
     assert_clean(llm)
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
 
 
 BATCH_PARTS = {

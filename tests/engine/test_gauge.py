@@ -23,7 +23,7 @@ from foretoken.engine.gauge import Gauge, gauge_of
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Backend
-from foretoken.slots.step import StepInput
+from foretoken.slots.plan import StepPlan
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -56,9 +56,11 @@ class Device:
     def reset(self, device: Any) -> None:
         self.most = self.reserved + self.cached
 
-    def run(self, real: Callable[..., Any], runner: Runner, step: StepInput) -> Any:
+    def run(self, real: Callable[..., Any], runner: Runner, plan: StepPlan) -> Any:
         """A step, of which it is known what it takes."""
-        result = real(runner, step)
+        result, step = real(runner, plan), plan.step
+        if not step.slot_B:
+            return result
         drafts = sum(step.max_drafts_B)
         tokens, rows = sum(step.num_tokens_B) + drafts, len(step.slot_B) + drafts
         self.steps.append((tokens, rows))
@@ -79,7 +81,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
             "synchronize": lambda _: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(Runner, "run", lambda runner, step: device.run(real, runner, step))
+        monkeypatch.setattr(Runner, "run", lambda runner, plan: device.run(real, runner, plan))
         monkeypatch.setattr(build, "gauge_of", Gauge)
         monkeypatch.setattr(build, "is_on_host", lambda device: False)
 
@@ -135,9 +137,10 @@ def test_what_is_compiled_ahead_is_every_kind_of_step(
     device = make(total=4096 * MIB)
     filters, real = [], Runner.run
 
-    def run(runner: Runner, step: StepInput) -> Any:
-        filters.append(runner.slots.in_use.has_filters)
-        return real(runner, step)
+    def run(runner: Runner, plan: StepPlan) -> Any:
+        if plan.step.slot_B:
+            filters.append(runner.slots.params.has_filters)
+        return real(runner, plan)
 
     monkeypatch.setattr(Runner, "run", run)
     monkeypatch.setattr(Backend, "compile_ahead", lambda backend, run: run())

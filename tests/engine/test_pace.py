@@ -74,7 +74,7 @@ def test_what_is_measured_is_plausible(
     assert (np.diff(costs.seconds) >= 0).all()
     assert min(*costs.seconds, costs.pair) >= 0
     assert pace.room([0], 10).decoding > 0
-    assert llm.engine.runner.slots.requests == {}
+    assert llm.engine.runner.slots.admitted == {}
     (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=length - 1))
     assert len(output.outputs[0].token_ids) == length - 1
 

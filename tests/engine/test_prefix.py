@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.batch import gather_batch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError, RequestError
@@ -242,16 +241,17 @@ def check_all_accepted(group: RequestGroup) -> None:
     assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 0
 
 
-def draft_tokens_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Known tokens in each of the draft model's passes, as they come."""
-    counts: list[int] = []
+def draft_tokens_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Known tokens in each of the draft model's passes that compute some, as they come."""
+    drafter: Any = llm.engine.runner.drafter
+    counts, pack = list[int](), drafter._steps.pack
 
-    def counted(*args: Any, **options: Any) -> Any:
-        batch = gather_batch(*args, **options)
+    def counted(*args: Any) -> Any:
+        batch = pack(*args)
         counts.append(len(batch.token_T))
         return batch
 
-    monkeypatch.setattr("foretoken.drafting.draft_model.gather_batch", counted)
+    monkeypatch.setattr(drafter._steps, "pack", counted)
     return counts
 
 
@@ -278,7 +278,7 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
 
     reused, seen = watched(caching=True)
     fresh, expected = watched(caching=False)
-    counts = draft_tokens_computed(monkeypatch)
+    counts = draft_tokens_computed(reused, monkeypatch)
     for i, prompt in enumerate((TEXT, [*TEXT, 9], TEXT[:50])):
         for log in (seen, expected, counts):
             log.clear()
@@ -297,10 +297,7 @@ def test_the_half_that_a_request_without_drafts_left_empty_is_filled(
     selfish: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A skipped stretch costs the draft model each of its tokens once, whoever needs them."""
-    engine, counts = selfish.engine, draft_tokens_computed(monkeypatch)
-    # A round of drafting is one native call, or a pass per draft; the first brings what is missing.
-    drafter: Any = engine.runner.drafter
-    own_passes = 0 if drafter.model.fused else SELF_K - 1
+    engine, counts = selfish.engine, draft_tokens_computed(selfish, monkeypatch)
     finish(engine, engine.add("K=0", TEXT, params(num_speculative_tokens=0)))
     assert counts == []
     for seed, skipped in ((6, 0), (7, 60)):
@@ -309,7 +306,7 @@ def test_the_half_that_a_request_without_drafts_left_empty_is_filled(
         engine.step()
         assert counts == [], "drafts are made at the beginning of the step that verifies them"
         engine.step()
-        assert sum(counts) == len(TEXT) - skipped + 1 + own_passes  # with its first token
+        assert sum(counts) == len(TEXT) - skipped + 1  # with its first token
         finish(engine, group)
         assert group.metrics.num_cached_tokens == 60
         check_all_accepted(group)

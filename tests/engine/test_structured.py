@@ -29,7 +29,7 @@ from foretoken.ops import DraftBlock, DraftCache, Noise, Rows
 from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput
 from foretoken.sampling.grammar import fill_masks
-from foretoken.slots.history import Array
+from foretoken.sampling.history import Array
 from tests.models.heads import head_of
 from tests.support.checkpoints import save_checkpoint
 
@@ -153,20 +153,22 @@ def shifted(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     def shifted(*given: Any) -> list[Array]:
         return [mask_RW[[0, *range(len(mask_RW) - 1)]] for mask_RW in fill_masks(*given)]
 
-    patch.setattr("foretoken.slots.edits.fill_masks", shifted)
+    patch.setattr("foretoken.sampling.edits.fill_masks", shifted)
 
 
 def ends_at_invalid(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Drafts end before the first one that was sampled and is not allowed."""
     drafter: Any = llm.engine.runner.drafter
     patch.setattr(drafter, "mask", lambda logits, *given: logits)  # that draws no such draft
-    propose, slots = drafter.propose, llm.engine.runner.slots
+    propose, running = drafter.propose, llm.engine.scheduler.running
 
     def cut(rows: DraftRequests) -> DraftBlock:
         block = propose(rows)
         for row, slot in enumerate(rows.slot_B.tolist()):
             drafts = block.token_BK[row, : block.num_B[row]].tolist()
-            matcher = slots.histories[slot].matcher
+            (history,) = [request.history for request in running if request.slot == slot]
+            assert history is not None
+            matcher = history.matcher
             assert matcher is not None
             size = matcher.state.validate_tokens(drafts)
             block.num_B[row], block.token_BK[row, size:] = size, -1

@@ -18,7 +18,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.boundary import build_output
-from foretoken.engine.rounds import Round, trace_round
+from foretoken.engine.rounds import trace_round
 from foretoken.ops import Backend, Evidence, Stream
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.outputs import REASONS, CompletionOutput, RequestOutput, TokenTrace
@@ -294,10 +294,10 @@ def evidence_of(token: list[int], q: list[float]) -> Evidence:
 )
 @pytest.mark.parametrize("rule", RULES)
 def test_what_counts_as_no_draft(rule: str, token: int, q: float, reason: str) -> None:
-    outcome = Outcome([7, 4], num_drafts=3, num_accepted=1)
-    request: Any = Asked(rule)
     evidence = evidence_of([7, token, 5], [0.25, q, 0.25])
-    records = trace_round(request, outcome, evidence, Round("mine", [0.75] * 3, str))
+    outcome = Outcome([7, 4], num_drafts=3, num_accepted=1, evidence=evidence)
+    request: Any = Asked(rule)
+    records = trace_round(request, outcome, "mine", [0.75] * 3, str)
     assert [record.origin for record in records] == ["accepted", "resampled"]
     assert records[1].q is None, "no draft stood there"
     rejected, unread = records[1].dropped
@@ -310,13 +310,15 @@ def test_what_counts_as_no_draft(rule: str, token: int, q: float, reason: str) -
 def test_a_rule_that_is_not_stated_fails() -> None:
     request: Any = Asked("another")
     with pytest.raises(NotImplementedError, match="another"):
-        trace_round(request, Outcome([5], 1, 0), evidence_of([7], [0.5]), Round("a", (), str))
+        outcome = Outcome([5], 1, 0, evidence=evidence_of([7], [0.5]))
+        trace_round(request, outcome, "a", (), str)
 
 
 def test_accepted_drafts_of_a_request_that_cannot_go_on() -> None:
-    outcome = Outcome([7], num_drafts=2, num_accepted=1, is_finite=False)
+    evidence = evidence_of([7, 5], [0.5, 0.5])
+    outcome = Outcome([7], num_drafts=2, num_accepted=1, is_finite=False, evidence=evidence)
     request: Any = Asked("standard")
-    (record,) = trace_round(request, outcome, evidence_of([7, 5], [0.5, 0.5]), Round("a", (), str))
+    (record,) = trace_round(request, outcome, "a", (), str)
     assert (record.origin, [d.origin for d in record.dropped]) == ("accepted", ["unread"])
 
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from foretoken.cache.batch import gather_batch
-from foretoken.ops.steps import ForwardBatch, SlotSpan
-from foretoken.slots.table import SlotTable
+from foretoken.ops import get_backend
+from foretoken.ops.steps import ForwardBatch, PackSizes, SlotState, StepTokens
 
 
 class Span(NamedTuple):
@@ -28,17 +27,28 @@ class Span(NamedTuple):
 
 def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> ForwardBatch:
     """Pack spans in order, one slot for each; ops look at every number of it."""
-    table = SlotTable(
-        len(spans),
-        device,
-        max_tokens=max(span.start + len(span.tokens) for span in spans),
-        max_drafts=0,
-        blocks=max(len(span.block_ids) for span in spans),
+    longest = max(span.start + len(span.tokens) for span in spans)
+    start_S, count_S, wanted_S = (
+        torch.tensor([*numbers, 1])  # and the spare's
+        for numbers in (
+            [span.start for span in spans],
+            [len(span.tokens) for span in spans],
+            [span.num_logits for span in spans],
+        )
     )
-    asked = []
-    for slot, (block_ids, start, tokens, num_logits) in enumerate(spans):
-        table.token_SL[slot, start : start + len(tokens)] = tokens
-        table.write_blocks([(slot, 0, block_ids)])
-        asked.append(SlotSpan(slot, start, len(tokens), num_logits))
-    batch = gather_batch(table, asked, block_size)
+    token_SL = torch.zeros(len(spans) + 1, longest + 1, dtype=torch.int32)
+    block_SL = torch.zeros(len(spans) + 1, max(len(s.block_ids) for s in spans), dtype=torch.int64)
+    for slot, (block_ids, start, tokens, _) in enumerate(spans):
+        token_SL[slot, start : start + len(tokens)] = torch.tensor(tokens)
+        block_SL[slot, : len(block_ids)] = torch.tensor(block_ids)
+    length_S = start_S + 1
+    columns = (token_SL, block_SL, length_S, start_S, length_S + 1)
+    state = SlotState(*(column.to(device) for column in columns))
+    # Of a request that decides the rows are the last known token's and those of drafts after it.
+    decides_B, drafts_B = wanted_S[:-1] > 0, (wanted_S[:-1] - 1).clamp(min=0)
+    of_B = torch.where(decides_B, decides_B.cumsum(0) - 1, -1)
+    numbers = (torch.arange(len(spans)), count_S[:-1] - drafts_B, of_B, drafts_B[decides_B])
+    sizes = PackSizes(int(count_S[:-1].sum()), int(wanted_S[:-1].sum()), int(count_S[:-1].max()))
+    steps = get_backend("torch").steps(state)
+    batch = steps.pack(StepTokens(*(n.to(device) for n in numbers)), sizes, block_size)
     return batch._replace(attention=replace(batch.attention, values_fit=False))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.engine.pending import ToHost
 from foretoken.ops import pinned
-from foretoken.ops.pinned import Staging, to_device
+from foretoken.ops.pinned import Staging, ToHost, to_device
 
 GPU = torch.device("cuda")
 

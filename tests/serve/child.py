@@ -82,7 +82,7 @@ def main() -> None:
     if asked["breaks"] == "thread":
         fail_later(engine.engine, "step", "the step is broken")
     elif asked["breaks"]:
-        fail_later(engine.engine.runner, "run", "CUDA error: an illegal memory access")
+        fail_later(engine.engine.runner, "begin", "CUDA error: an illegal memory access")
     step = engine.engine.step
 
     def later() -> Any:

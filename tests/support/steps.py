@@ -46,6 +46,7 @@ class OneLate:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        engine.runs_ahead = True  # who edits logits waits for the tokens before
         self.launched: Launched | None = None
         self.meanwhile: Callable[[], Any] = lambda: None
 

@@ -26,8 +26,8 @@ from foretoken.sampling.grammar import (
     fill_ahead,
     fill_masks,
 )
-from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.history import Array
+from foretoken.sampling.params import SamplingParams
 from tests.support.asynchronous import PATIENCE
 
 WORDS = ["a", "b", "ab", "ba", "aab", "é", "c"]

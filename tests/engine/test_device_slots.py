@@ -21,8 +21,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
-from foretoken.ops import DraftBlock, Rule, Verdict, get_backend
-from foretoken.ops.steps import DraftRequests
+from foretoken.ops import Rule, Verdict, get_backend
+from foretoken.ops.steps import DraftRequests, StepTokens
 from foretoken.outputs import RequestOutput
 from foretoken.slots.plan import Admission, StepInput, StepPlan
 from foretoken.slots.step import StepRequests, StepShape
@@ -170,9 +170,10 @@ class ForgetsLimits(SlotTable):
 class KeepsRejected(SlotTable):
     """K/V of rejected drafts count as computed."""
 
-    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
-        packet = super().advance(requests, drafts, verdict)
-        self.state.computed_S[requests.slot_D] += drafts.num_B - verdict.n_accept_B
+    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
+        packet, slot_B = super().advance(tokens, verdict), tokens.slot_B
+        slot_D = slot_B if tokens.of_B is None else slot_B[tokens.of_B >= 0]
+        self.state.computed_S[slot_D] += tokens.num_D - verdict.n_accept_B
         return packet
 
 
@@ -187,9 +188,9 @@ class SlipsByOne(SlotTable):
 class GoesOn(SlotTable):
     """A request that has all its tokens gets more from a step that was launched meanwhile."""
 
-    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
+    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         self.state.limit_S.add_(1)
-        return super().advance(requests, drafts, verdict)
+        return super().advance(tokens, verdict)
 
 
 @pytest.mark.parametrize("mutant", [ForgetsLimits, KeepsRejected, SlipsByOne, GoesOn])

@@ -23,9 +23,9 @@ from foretoken.engine.engine import Engine, Launched
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.scheduler import Plan
 from foretoken.errors import ForetokenError
-from foretoken.ops import DraftBlock, Verdict, unavailable
+from foretoken.ops import Verdict, unavailable
+from foretoken.ops.steps import StepTokens
 from foretoken.outputs import RequestOutput
-from foretoken.slots.step import StepRequests
 from foretoken.slots.table import SlotTable
 from tests.engine.naive import MOST_DRAFTS
 from tests.engine.paged_machine import PagedMachine, Parts, WatchedScheduler
@@ -150,9 +150,10 @@ def test_results_that_arrive_a_step_late_change_nothing(
 class KeepsRejected(SlotTable):
     """K/V of drafts that were not accepted count as computed."""
 
-    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
-        packet = super().advance(requests, drafts, verdict)
-        self.state.computed_S[requests.slot_D] += drafts.num_B - verdict.n_accept_B
+    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
+        packet, slot_B = super().advance(tokens, verdict), tokens.slot_B
+        slot_D = slot_B if tokens.of_B is None else slot_B[tokens.of_B >= 0]
+        self.state.computed_S[slot_D] += tokens.num_D - verdict.n_accept_B
         return packet
 
 

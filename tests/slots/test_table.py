@@ -21,7 +21,7 @@ from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, Rule, Verdict, get_backend, unavailable
 from foretoken.ops.pass_checks import check_attention_batch
 from foretoken.ops.pinned import ToHost
-from foretoken.ops.steps import ForwardBatch
+from foretoken.ops.steps import ForwardBatch, StepTokens
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
 from foretoken.slots.step import Outcome, StepRequests, StepResult, StepShape
@@ -87,6 +87,17 @@ def begin(table: SlotTable, parts: Sequence[Part]) -> tuple[StepRequests, DraftB
     return requests, drafts
 
 
+def tokens_of(requests: StepRequests, drafts: DraftBlock) -> StepTokens:
+    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
+
+
+def pack(
+    table: SlotTable, requests: StepRequests, drafts: DraftBlock, block_size: int = BLOCK_SIZE
+) -> ForwardBatch:
+    most = drafts.token_BK.shape[1]
+    return table.pack(requests, tokens_of(requests, drafts), most, block_size)
+
+
 def step(table: SlotTable, *parts: Part) -> dict[int, Outcome]:
     """A step with these verdicts: what is decided, by slot."""
     requests, drafts = begin(table, parts)
@@ -104,7 +115,7 @@ def step(table: SlotTable, *parts: Part) -> dict[int, Outcome]:
         torch.tensor(accepted, dtype=torch.int64),
         finite,
     )
-    packet = table.advance(requests, drafts, verdict)
+    packet = table.advance(tokens_of(requests, drafts), verdict)
     return StepResult(requests.step, ToHost([packet])).decisions
 
 
@@ -227,7 +238,7 @@ def test_drafts_leave_room_for_the_token_after_them_and_none_follow_a_stop(
         assert table.count_drafts(requests).position_B.tolist() == [4, 7]
     step(table, Part(1, token=3), Part(0, token=2))
     requests, drafts = begin(table, [Part(0, [6]), Part(1, [7])])
-    batch = table.pack(requests, drafts, BLOCK_SIZE)
+    batch = pack(table, requests, drafts)
     assert batch.token_T.tolist() == [2, 6, 0]
     assert batch.position_T.tolist() == [4, 5, 0]
     assert batch.attention.block_BL[1].tolist() == [SPARE_BLOCK] * 2
@@ -238,7 +249,7 @@ def test_drafts_leave_room_for_the_token_after_them_and_none_follow_a_stop(
 def test_ids_past_the_last_one_are_written_as_the_last(table: SlotTable) -> None:
     admit(table, 0, [4], num_computed=0)
     requests, drafts = begin(table, [Part(0, [200, 7])])
-    assert table.pack(requests, drafts, BLOCK_SIZE).token_T.tolist() == [4, 99, 7]
+    assert pack(table, requests, drafts).token_T.tolist() == [4, 99, 7]
 
 
 def test_blocks_are_written_in_order_the_last_word_counts() -> None:
@@ -276,15 +287,15 @@ def test_rows_that_decide_come_first_then_those_of_prompts(table: SlotTable) -> 
         Part(1, [7, 8]),
         Part(2, count=3, prompt_logprobs=0),
     ]
-    batch = table.pack(*begin(table, parts), BLOCK_SIZE)
+    batch = pack(table, *begin(table, parts))
     assert batch.token_T.tolist() == [1, 2, 3, 5, 7, 8, 21, 22, 23]
     assert batch.num_deciding == 4
     assert batch.logit_row_N.tolist() == [3, 4, 5, 8, 0, 1, 2, 6, 7, 8]
-    batch = table.pack(*begin(table, parts[:2]), BLOCK_SIZE)
+    batch = pack(table, *begin(table, parts[:2]))
     assert len(batch.token_T) == 6
     assert batch.logit_row_N.tolist() == [3, 4, 5, 0, 1, 2, 3]
     assert batch.deciding(torch.arange(7)).tolist() == [0, 1, 2]
-    plain = table.pack(*begin(table, [Part(1)]), BLOCK_SIZE)
+    plain = pack(table, *begin(table, [Part(1)]))
     assert (plain.num_deciding, plain.logit_row_N.tolist()) == (None, [0])
 
 
@@ -323,7 +334,7 @@ def test_a_batch_is_the_next_tokens_of_its_slots(
         rows += range(len(tokens) - (1 + len(drafts)) * decides, len(tokens))
         lengths.append(end)
         starts.append(len(tokens))
-    batch: ForwardBatch = table.pack(*begin(table, [p for p, *_ in given_parts]), block_size)
+    batch = pack(table, *begin(table, [p for p, *_ in given_parts]), block_size)
     assert batch.token_T.tolist() == tokens
     assert batch.position_T.tolist() == positions
     assert batch.logit_row_N.tolist() == rows

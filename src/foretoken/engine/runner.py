@@ -208,8 +208,7 @@ class Runner:
             return asked, no_drafts(len(asked.slot_B), self.slots.device)
         drafts = self.drafter.propose(asked)
         # An id that the target lacks is rejected, but passes through it first: as its last one.
-        last_id = self.model.vocab_size - 1
-        self.slots.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
+        self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)
         return asked, drafts
 
     def _forward(
@@ -228,4 +227,4 @@ class Runner:
         """Verify, and let the slots have the outcome; also what the host will ask for."""
         verdict = self.sampler.verify(step, edits)
         self._clock.mark("verify")
-        return verdict, self.slots.steps.advance(step.tokens, verdict)
+        return verdict, self.slots.advance(step.tokens, verdict)

@@ -7,7 +7,7 @@ Charter: the one owner of request state that a step reads and writes. The schedu
 request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
 all) they register, so that one `release` reaches all of it and one check finds what is left over.
 What a plan brings is written in one go, when its step begins. Then the runner calls `begin`,
-`count_drafts`, `steps.write_drafts`, `pack` and `steps.advance`, in this order.
+`count_drafts`, `write_drafts`, `pack` and `advance`, in this order.
 
 After the slots of requests stands one more, the spare: padding of a captured step names it. It has
 one token, may have no more, and its blocks are all the cache's last one, which no request is given.
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import SlotParams
+from foretoken.ops import DraftBlock, SlotParams, Verdict
 from foretoken.ops.pinned import Staging, to_device
 from foretoken.ops.steps import (
     DraftRequests,
@@ -102,6 +102,7 @@ class SlotTable:
     ) -> None:
         self.device, self.on_host = device, on_host
         self.num_slots = self.spare = sizes.num_slots
+        self._spare_block = sizes.spare_block
         count, width = sizes.num_slots + 1, sizes.max_tokens + sizes.max_drafts + 1
 
         def column(fill: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -203,6 +204,7 @@ class SlotTable:
         for row, ids in zip(tokens, known, strict=True):
             row[: len(ids)] = ids
         state.token_SL[slot_A, : tokens.shape[1]] = self._sent(tokens)
+        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # none of the last request's
 
     def _write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         width = self.state.block_SL.shape[1]
@@ -295,6 +297,10 @@ class SlotTable:
             requests.drafters,
         )  # fmt: skip
 
+    def write_drafts(self, asked: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
+        """Write drafts after the known tokens, ids past the last as the last."""
+        self.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
+
     def pack(
         self, requests: StepRequests, tokens: StepTokens, most: int, block_size: int
     ) -> ForwardBatch:
@@ -325,6 +331,10 @@ class SlotTable:
             # As many rows as tokens are all tokens in order, which these are not: one more, unread.
             row_N = torch.cat([row_N, row_N[:1]])
         return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
+
+    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
+        """Take over a step: see `Steps.advance`."""
+        return self.steps.advance(tokens, verdict)
 
     def check_integrity(self, live: set[int]) -> None:
         """Raise `IntegrityError` if anything is kept for a slot that no request has."""

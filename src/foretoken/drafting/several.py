@@ -103,21 +103,23 @@ class Several(Drafter):
         chooses = len(self.members) in asked.drafters  # that is the number of `hybrid`
         if len(asked.drafters) == 1 and not chooses:
             return self.members[min(asked.drafters)].propose(asked)
-        drafter_B = self.slots.drafter_S[asked.slot_B]
-        merged, source_B = None, torch.zeros_like(drafter_B)
-        open_B = (drafter_B == len(self.members)) & (asked.num_B > 0)
+        drafter_B, merged = self.slots.drafter_S[asked.slot_B], None
+        source_B = torch.zeros_like(drafter_B)
+        open_B = drafter_B == len(self.members)  # under `hybrid`, and without drafts so far
+        if chooses:
+            open_B &= asked.num_B > 0
         for number in self._order:
-            mine_B = drafter_B == number
-            may_choose = chooses and number in self._of_hybrid
+            mine_B, may_choose = drafter_B == number, chooses and number in self._of_hybrid
             if may_choose:
-                mine_B = mine_B | open_B
+                mine_B |= open_B
             block = self._propose_for(mine_B, number, asked)
             if block is None:
                 continue
             if may_choose:
-                open_B = open_B & ~self._takes(open_B, number, block, asked)
-                mine_B = mine_B & ~open_B
-            source_B = torch.where(mine_B, number, source_B)
+                open_B &= ~self._takes(open_B, number, block, asked)
+                mine_B &= ~open_B
+            if chooses:
+                source_B[mine_B] = number
             merged = block if merged is None else _where(mine_B, block, merged)
         if merged is None:
             merged = no_drafts(len(source_B), self.slots.device)

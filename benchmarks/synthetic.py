@@ -22,10 +22,9 @@ from benchmarks.common import goal
 from benchmarks.start import TARGET
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.lab.bench.cases import engine_cases, parse_sweep
 from foretoken.lab.bench.figures import UNITS
 from foretoken.lab.bench.offline import Engines
-from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.bench.options import BenchOptions, engine_cases, parse_sweep
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.results import Row, Spread, collect, write
 

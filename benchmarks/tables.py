@@ -23,7 +23,7 @@ from benchmarks.serve_tables import server_bears, server_clients, server_costs, 
 from benchmarks.speed_tables import speed, summary
 from foretoken.lab.bench import report
 from foretoken.lab.bench.report import charts
-from foretoken.lab.plan import report as plan_report
+from foretoken.lab.plan import command as plan_report
 from foretoken.lab.plot import Axes, Series, line_chart, page
 from foretoken.lab.results import Results, Spread, read
 

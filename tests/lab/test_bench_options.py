@@ -13,9 +13,14 @@ import torch
 
 from foretoken import LLM
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.cases import Load, engine_cases, parse_sweep, speculation_of
 from foretoken.lab.bench.floor import Floor, Reads
-from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.bench.options import (
+    BenchOptions,
+    Load,
+    engine_cases,
+    parse_sweep,
+    speculation_of,
+)
 from foretoken.lab.bench.workload import Item, Source, Workload, read_dataset, read_text
 from tests.lab.small import NGRAM
 from tests.project.source import ROOT

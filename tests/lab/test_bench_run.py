@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.cases import Case, Load, engine_cases
 from foretoken.lab.bench.figures import UNITS, figures
 from foretoken.lab.bench.floor import Floor
 from foretoken.lab.bench.load import (
@@ -24,7 +23,7 @@ from foretoken.lab.bench.load import (
     ServerGoneError,
     drive,
 )
-from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.bench.options import BenchOptions, Case, Load, engine_cases
 from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import as_text

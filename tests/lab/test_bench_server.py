@@ -12,10 +12,9 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.cases import Case, Load, server_cases
 from foretoken.lab.bench.command import make_bench
 from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Run, ServerGoneError, drive
-from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.bench.options import BenchOptions, Case, Load, server_cases
 from foretoken.lab.bench.server import Server
 
 COUNTS = """# HELP vllm:spec_decode_num_drafts_total Verifications.

@@ -14,8 +14,7 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.options import PlanOptions
-from foretoken.lab.plan.profile import Profile
-from foretoken.lab.plan.shape import Shape, estimate
+from foretoken.lab.plan.profile import Profile, Shape, estimate
 from foretoken.lab.plan.simulate import Outlook
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES

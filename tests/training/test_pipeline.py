@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foretoken.lab.train_eagle3.optim import learning_rate
+from foretoken.lab.train_eagle3.trainer import learning_rate
 from training.tiny_python.data import Windows
 from training.tiny_python.decode import StaticDecoder
 from training.tiny_python.distill import DistillConfig, distill, kl_loss, tv_loss

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from foretoken.lab.train_eagle3.optim import adamw, learning_rate, set_learning_rate
+from foretoken.lab.train_eagle3.trainer import adamw, learning_rate, set_learning_rate
 from training.tiny_python.data import Windows, load_stream
 from training.tiny_python.generate import sample_corpus
 from training.tiny_python.models import build, logits_of

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from foretoken.lab.train_eagle3.optim import adamw, learning_rate, set_learning_rate
+from foretoken.lab.train_eagle3.trainer import adamw, learning_rate, set_learning_rate
 from training.tiny_python.data import Windows, load_stream
 from training.tiny_python.models import build, logits_of
 

@@ -1,10 +1,10 @@
-"""A live engine against probabilities that are computed beside it, token by token.
+"""A live engine against probabilities that are computed next to it, token by token.
 
 Every token has a known distribution, so there is no second sample: its rank in that distribution is
 uniform if the engine is lossless (`reference.ranks`), whatever the text before it (but not of a
 token that is known to end a round: it may have replaced a draft). With a draft model at hand, so is
 q: how many drafts `standard` or `block` accepts, and what replaces a rejected one. At temperature 0
-each token must be the likeliest, but for ties of arithmetic; `coupled` must repeat itself without
+each token must be the likeliest, except at ties of arithmetic; `coupled` must repeat itself without
 drafts; and every sampling parameter must act as it says.
 """
 
@@ -25,7 +25,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.audit.evidence import ALPHA, Model, Shown
 from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
-from foretoken.lab.audit.subjects import Checks, Subject
+from foretoken.lab.audit.subjects import Checks, Subject, checked
 from foretoken.lab.workloads import heldout
 from foretoken.sampling.params import SamplingParams
 
@@ -49,35 +49,26 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": ()},  # half of all
 }
 RANK = "A token's rank is where it fell in the distribution that the target's module computes there"
-QUARTERS = "two quarters: of the first, of the second"
-PAIRS = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
+UNRELATED = "all pairs are as frequent, if the two know nothing of each other."
+WITHIN = "among outcomes with one first digit all are as frequent."
+
+
+def _in_pairs(about: str) -> Shown:
+    names = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
+    return Shown("two quarters: of the first, of the second", about, names)
+
+
 SHOWN = {
     "tokens": Shown(
         "rank, in sixteenths", f"{RANK}: as often in each sixteenth, if tokens are drawn from it."
     ),
-    "neighbours": Shown(
-        QUARTERS,
-        f"Ranks of a token and the next one. {RANK}: all pairs are as frequent, if the two know "
-        "nothing of each other.",
-        PAIRS,
+    "neighbours": _in_pairs(f"Ranks of a token and the next one. {RANK}: {UNRELATED}"),
+    "requests": _in_pairs(f"Ranks of tokens of two requests that run side by side: {UNRELATED}"),
+    "uniforms after ranks": _in_pairs(
+        f"A token's rank, then the random number that tests the next draft: {WITHIN}"
     ),
-    "requests": Shown(
-        QUARTERS,
-        "Ranks of tokens of two requests that run side by side: all pairs are as frequent, if the "
-        "two know nothing of each other.",
-        PAIRS,
-    ),
-    "uniforms after ranks": Shown(
-        QUARTERS,
-        "A token's rank, then the random number that tests the next draft: among outcomes with one "
-        "first digit all are as frequent.",
-        PAIRS,
-    ),
-    "uniforms in turn": Shown(
-        QUARTERS,
-        "Random numbers that tested drafts of two rounds in turn: among outcomes with one first "
-        "digit all are as frequent.",
-        PAIRS,
+    "uniforms in turn": _in_pairs(
+        f"Random numbers that tested drafts of two rounds in turn: {WITHIN}"
     ),
     "two or three outcomes": Shown(
         "rank, in sixteenths",
@@ -201,7 +192,7 @@ class EngineAudit:
     def _rounds(self) -> tuple[Any, Any]:
         """Accepted drafts and `block`'s expectation of them, with the last token of each round.
 
-        p and q are computed along all of its drafts, also those behind a rejected one. Where q is
+        p and q are computed along all of its drafts, also those after a rejected one. Where q is
         neither one-hot nor at hand, the chances are the engine's own.
         """
         seen, paths = np.zeros((len(self._texts), LENGTH), dtype=int), []
@@ -286,12 +277,7 @@ class EngineAudit:
 
     def checks(self) -> Checks:
         """Temperature 0, `coupled` again without drafts, every sampling parameter."""
-        broken, lines = [], []
-        for check in (self.greedy, self._coupled, self._parameters):
-            bug, line = check()
-            broken += [bug] if bug else []
-            lines.append(line)
-        return broken, lines
+        return checked(self.greedy, self._coupled, self._parameters)
 
     def greedy(self) -> tuple[str | None, str]:
         """Tokens at temperature 0; see `classify`."""
@@ -314,7 +300,7 @@ class EngineAudit:
         return ("replay_differs" if apart > BATCH // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
-        """Each probed beside the audited ones; refuted only if tokens tell that it is ignored.
+        """Each probed next to the audited ones; refuted only if tokens tell that it is ignored.
 
         If one of n acts, exp(-gain) is a supermartingale of mean 1: it is above n/alpha *ever* with
         probability alpha/n at most.

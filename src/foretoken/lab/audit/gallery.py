@@ -217,102 +217,55 @@ def _plain(p: Any, q: Any, x: int) -> Any:
     return p
 
 
+def _standard(**ways: Callable[..., Any]) -> Any:
+    """`standard` with these of its `Ways`."""
+    return partial(standard, ways=Ways(**ways))
+
+
 BUGS = (
-    Bug(
-        "shared_noise",
-        "draft and residual are drawn with the same noise",
-        partial(standard, ways=Ways(rest=after_the_same_race)),
-    ),
-    Bug(
-        "block_early_stop",
-        "the block rule stops at its first failure",
-        partial(block, flaw="early_stop"),
-    ),
-    Bug(
-        "block_residual",
-        "the block rule's residual lacks its weight",
-        partial(block, flaw="unweighted"),
-    ),
-    Bug(
-        "uncapped_ratio",
-        "the last draft is tested against the uncapped joint ratio",
-        partial(block, flaw="uncapped"),
-    ),
-    Bug(
-        "one_uniform",
-        "one uniform decides every draft of a round",
-        partial(standard, ways=Ways(deal=lambda u: ([u[0]] * len(u), [u[-1]] * len(u)))),
-    ),
-    Bug(
-        "one_uniform_block",
-        "one uniform decides every draft of a block",
-        partial(block, flaw="one_uniform"),
-    ),
-    Bug(
-        "reused_uniform",
-        "the uniform that rejects a draft also draws its replacement",
-        partial(standard, ways=Ways(deal=lambda u: (u[:-1], u))),
-    ),
-    Bug(
-        "reused_across_rounds",
+    Bug("shared_noise", "draft and residual are drawn with the same noise",
+        _standard(rest=after_the_same_race)),
+    Bug("block_early_stop", "the block rule stops at its first failure",
+        partial(block, flaw="early_stop")),
+    Bug("block_residual", "the block rule's residual lacks its weight",
+        partial(block, flaw="unweighted")),
+    Bug("uncapped_ratio", "the last draft is tested against the uncapped joint ratio",
+        partial(block, flaw="uncapped")),
+    Bug("one_uniform", "one uniform decides every draft of a round",
+        _standard(deal=lambda u: ([u[0]] * len(u), [u[-1]] * len(u)))),
+    Bug("one_uniform_block", "one uniform decides every draft of a block",
+        partial(block, flaw="one_uniform")),
+    Bug("reused_uniform", "the uniform that rejects a draft also draws its replacement",
+        _standard(deal=lambda u: (u[:-1], u))),
+    Bug("reused_across_rounds",
         "the uniform that rejects a draft also tests the first one of the next round",
-        ReusedAcrossRounds,
-    ),
-    Bug(
-        "own_token_truncation",
-        "a draft ends where its own token is unlikely",
-        partial(standard, ways=Ways(drops=lambda q, x: q[x] < LOW_Q)),
-    ),
-    Bug(
-        "placeholders",
-        "sampled drafts become placeholders for what they are",  # here the last token
-        partial(standard, ways=Ways(drops=lambda q, x: x == len(q) - 1)),
-    ),
-    Bug(
-        "nucleus_after_test",
-        "drafts are tested before top-k and top-p are applied",
-        partial(filtered_after_test, late={"top_k": 0}),
-    ),
-    Bug(
-        "temperature_after_test",
-        "drafts are tested before temperature is applied",
-        partial(filtered_after_test, late={"temperature": 1.0}),
-    ),
-    Bug(
-        "residual_is_p",
-        "a rejected draft is replaced by a token of p, not of the residual",
-        partial(standard, ways=Ways(rest=_plain)),
-    ),
-    Bug(
-        "bonus_from_draft",
-        "the token after the last draft is drawn from q, not from p",
-        partial(standard, ways=Ways(bonus=lambda p, q: q)),
-    ),
-    Bug(  # no bug, but a lossy rule
-        "lossy_threshold",
-        "drafts are accepted whenever the target finds them likely",
-        partial(standard, ways=Ways(chance=lambda p, q, x: p[x] > 0.15, rest=_plain)),
-    ),
-    Bug(
-        "accept_at_zero",
-        "u = 0 accepts a draft of probability 0",
-        partial(standard, ways=Ways(below=operator.le)),
-        True,
-    ),
-    Bug(
-        "float32_tail",
-        "uniforms of 24 bits can never draw a token of probability 2^-27",
-        partial(standard, ways=Ways(deal=of_24_bits)),
-        True,
-    ),
-)
+        ReusedAcrossRounds),
+    Bug("own_token_truncation", "a draft ends where its own token is unlikely",
+        _standard(drops=lambda q, x: q[x] < LOW_Q)),
+    Bug("placeholders", "sampled drafts become placeholders for what they are",
+        _standard(drops=lambda q, x: x == len(q) - 1)),  # here the last token
+    Bug("nucleus_after_test", "drafts are tested before top-k and top-p are applied",
+        partial(filtered_after_test, late={"top_k": 0})),
+    Bug("temperature_after_test", "drafts are tested before temperature is applied",
+        partial(filtered_after_test, late={"temperature": 1.0})),
+    Bug("residual_is_p", "a rejected draft is replaced by a token of p, not of the residual",
+        _standard(rest=_plain)),
+    Bug("bonus_from_draft", "the token after the last draft is drawn from q, not from p",
+        _standard(bonus=lambda p, q: q)),
+    # No bug, but a lossy rule:
+    Bug("lossy_threshold", "drafts are accepted whenever the target finds them likely",
+        _standard(chance=lambda p, q, x: p[x] > 0.15, rest=_plain)),
+    Bug("accept_at_zero", "u = 0 accepts a draft of probability 0",
+        _standard(below=operator.le), True),
+    Bug("float32_tail", "uniforms of 24 bits can never draw a token of probability 2^-27",
+        _standard(deal=of_24_bits), True),
+)  # fmt: skip
 LOSSLESS = {
     "standard": standard,
     "block": block,
     # Sampled drafts verified as one-hot, accepted with probability p(x).
-    "dropped_q": partial(
-        standard,
-        ways=Ways(chance=lambda p, q, x: p[x], rest=lambda p, q, x: p * (np.arange(len(p)) != x)),
+    "dropped_q": _standard(
+        chance=lambda p, q, x: p[x], rest=lambda p, q, x: p * (np.arange(len(p)) != x)
     ),
 }
 

@@ -27,7 +27,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.audit.engine import classify
 from foretoken.lab.audit.evidence import Model, Shown
 from foretoken.lab.audit.reference import Reference, Text, check_known, filtered
-from foretoken.lab.audit.subjects import Checks, StoppedError, Subject
+from foretoken.lab.audit.subjects import Checks, StoppedError, Subject, checked
 from foretoken.lab.bench.load import RequestFailedError, ServerGoneError
 from foretoken.lab.bench.server import Server
 from foretoken.lab.workloads import heldout
@@ -264,12 +264,8 @@ class ServerAudit:
 
     def checks(self) -> Checks:
         """Temperature 0, and texts by seed again without drafts."""
-        broken, lines = [], ["Not testable against a server: u = 0, tails beyond 24 bits."]
-        for check in (self._greedy, self._replay):
-            bug, line = check()
-            broken += [bug] if bug else []
-            lines.append(line)
-        return broken, lines
+        broken, lines = checked(self._greedy, self._replay)
+        return broken, ["Not testable against a server: u = 0, tails beyond 24 bits.", *lines]
 
     def _greedy(self) -> tuple[str | None, str]:
         """Texts are read as their tokens; those that look wrong token by token, for the words of a

@@ -71,6 +71,12 @@ class Subject(NamedTuple):
     of_tokens: str = ""
 
 
+def checked(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
+    """What checks without draws find, each a bug or None, and a line."""
+    found = [check() for check in checks]
+    return [bug for bug, _ in found if bug], [line for _, line in found]
+
+
 class StoppedError(Exception):
     """A subject gives no more outcomes: the audit ends with what there is, and says so."""
 
@@ -254,7 +260,5 @@ def of_backend(
         worst = ", ".join(broken) or "both ends are right"
         return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {worst}."]
 
-    of_tokens = up_to(TOYS)
-    if rule is Rule.STANDARD:
-        return Subject(name, models(), draw, ends, batch=4000, drawn=0.5, of_tokens=of_tokens)
-    return Subject(name, models(), draw, batch=4000, of_tokens=of_tokens)
+    subject = Subject(name, models(), draw, batch=4000, of_tokens=up_to(TOYS))
+    return subject._replace(exact=ends, drawn=0.5) if rule is Rule.STANDARD else subject

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from foretoken.lab.bench.cases import engine_cases, parse_sweep, server_cases
 from foretoken.lab.bench.offline import Engines
-from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.bench.options import BenchOptions, engine_cases, parse_sweep, server_cases
 from foretoken.lab.bench.report import charts, remarks, results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.bench.server import Server

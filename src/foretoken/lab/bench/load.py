@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import UsageError
-from foretoken.lab.bench.cases import Case, Load
 from foretoken.lab.bench.floor import Floor
+from foretoken.lab.bench.options import Case, Load
 from foretoken.outputs import SpeculationMetrics
 
 MOST_FAILURES = 10

@@ -14,9 +14,9 @@ from foretoken.async_engine import AsyncEngine
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import RequestError
-from foretoken.lab.bench.cases import Case, speculation_of
 from foretoken.lab.bench.floor import Floor
 from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Step
+from foretoken.lab.bench.options import Case, speculation_of
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
-from foretoken.lab.bench.cases import Case, Load
 from foretoken.lab.bench.figures import percentiles, unit_of
+from foretoken.lab.bench.options import Case, Load
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Table
 from foretoken.lab.plot import COLOURS, INK, Axes, Bar, Series, bar_chart, line_chart

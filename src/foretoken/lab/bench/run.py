@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.cases import Case, Load
 from foretoken.lab.bench.figures import figures, latencies
 from foretoken.lab.bench.load import Client, Run, drive
-from foretoken.lab.bench.options import DATASETS, BenchOptions
+from foretoken.lab.bench.options import DATASETS, BenchOptions, Case, Load
 from foretoken.lab.bench.workload import Source, Workload, read_dataset, read_text
 
 Report = Callable[[int, str], None]
@@ -114,13 +113,11 @@ class Bench:
         return turns * sum(map(options.requests_of, others)) + repeat * options.requests_of(load)
 
     def _failure(self, why: str) -> ConfigError:
-        """What ends a command whose requests failed."""
+        """What ends a command once its requests failed."""
+        name, bound = "url", "a server that answers every request"
         if self.options.url is None:
-            return ConfigError(
-                "prompts", self.options.prompts, "requests that fit", f"{why.rstrip('.')}."
-            )
-        bound = "a server that answers every request"
-        return ConfigError("url", self.options.url, bound, f"{why.rstrip('.')}.")
+            name, bound = "prompts", "requests that fit"
+        return ConfigError(name, getattr(self.options, name), bound, f"{why.rstrip('.')}.")
 
     async def _prepare(self) -> Workload:
         """The workload, made with the first client's tokens."""

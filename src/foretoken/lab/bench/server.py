@@ -17,10 +17,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.cases import Case
 from foretoken.lab.bench.floor import Floor
 from foretoken.lab.bench.load import Asked, Record, RequestFailedError, ServerGoneError, Step
 from foretoken.lab.bench.offline import set_fields
+from foretoken.lab.bench.options import Case
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 

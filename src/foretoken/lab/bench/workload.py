@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.cases import Load
 from foretoken.lab.bench.load import Asked
+from foretoken.lab.bench.options import Load
 from foretoken.lab.workloads import heldout
 
 _ROLES = {role: role for role in ("system", "user", "assistant")}

@@ -89,13 +89,8 @@ class Training:
         folder = resolve_checkpoint(options.model)
         with quiet_transformers():
             target = parse_config(folder, read_config(folder)["model_type"])
-        described = describe_head(
-            target,
-            draft_vocab_size=options.draft_vocab_size,
-            intermediate_size=options.intermediate_size,
-            fc_norm=options.fc_norm,
-            norm_output=options.norm_output,
-        )
+        names = ("draft_vocab_size", "intermediate_size", "fc_norm", "norm_output")
+        described = describe_head(target, **{name: getattr(options, name) for name in names})
         self._texts.parent.mkdir(parents=True, exist_ok=True)
         self._begun.write_text(json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8")
         (self.folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -96,10 +96,9 @@ def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | 
         known = json.loads((folder / "config.json").read_text())["vocab_size"]
         stored["d2t"] = ids - torch.arange(len(ids))
         stored["t2d"] = torch.zeros(known, dtype=torch.bool).index_fill_(0, ids, True)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors").chmod(
-        0o644
-    )  # as the files beside it: written for its owner alone
+    path = folder / "model.safetensors"
+    save_file(stored, path, {"format": "pt"})
+    path.chmod(0o644)  # as the files next to it: it was written for its owner alone
 
 
 def write_card(folder: Path, facts: dict[str, Any], history: list[dict[str, float]]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import write_index
 from foretoken.errors import IntegrityError
-from foretoken.ops.pass_checks import check_attention_batch
+from foretoken.ops.checks import check_attention_batch
 from foretoken.ops.steps import SlotSpan
 from foretoken.slots.table import NO_TOKEN
 from tests.models.batches import Span, build_batch

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops.checks import (
+    check_attention,
     check_draft,
     check_draft_cache,
     check_evidence,
@@ -24,7 +25,6 @@ from foretoken.ops.checks import (
     check_verify,
 )
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
-from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.steps import SlotState, Steps
 from foretoken.ops.types import (
     DRAFT,

@@ -20,7 +20,7 @@ def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.native import decoder, head, library, sampling, steps
     from foretoken.ops.backends.torch.attention import attention
-    from foretoken.ops.backends.torch.evidence import evidence_by
+    from foretoken.ops.backends.torch.verify import evidence_by
 
     return Kernels(
         process_logits=sampling.process_logits,

@@ -28,6 +28,7 @@ from foretoken.ops.backends.native.arguments import (
     native_params,
     struct,
 )
+from foretoken.ops.checks import check_attention_batch, check_draft_round
 from foretoken.ops.decoder import (
     AttentionCall,
     DraftRound,
@@ -37,7 +38,6 @@ from foretoken.ops.decoder import (
     UnfitError,
     check_common_block,
 )
-from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
 from foretoken.ops.passes import pass_begins
 from foretoken.ops.types import AttentionBatch
 

@@ -22,8 +22,8 @@ from foretoken.ops.backends.native.decoder import (
     native_batch,
     native_round,
 )
+from foretoken.ops.checks import check_aux, check_block_table, check_draft_round, check_hidden
 from foretoken.ops.decoder import DraftRound, HeadModel, LayerKV, UnfitError
-from foretoken.ops.pass_checks import check_aux, check_block_table, check_draft_round, check_hidden
 from foretoken.ops.passes import pass_begins
 
 

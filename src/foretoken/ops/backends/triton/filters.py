@@ -16,7 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import queue_row, search_for
 from foretoken.ops.backends.triton.records import Batch, RawRows
 from foretoken.ops.backends.triton.rows import (
     CAPACITY,
@@ -33,6 +32,7 @@ from foretoken.ops.backends.triton.rows import (
     value_of,
     wait_for_writes,
 )
+from foretoken.ops.backends.triton.sweep import queue_row, search_for
 
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)

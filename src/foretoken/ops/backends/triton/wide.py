@@ -23,25 +23,6 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
-from foretoken.ops.backends.triton.guess import (
-    GUESSES,
-    LIST,
-    LOWEST,
-    SAMPLE,
-    Bracket,
-    Guess,
-    Search,
-    Weighting,
-    bisect,
-    guess_from,
-    list_of,
-    load_guess,
-    needed,
-    room_for_list,
-    sample_of,
-    search_for,
-    weight_of,
-)
 from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
 from foretoken.ops.backends.triton.records import Batch, RawRows
 from foretoken.ops.backends.triton.rows import (
@@ -59,7 +40,30 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import token_address
-from foretoken.ops.backends.triton.sweep import Swept, load_sweep, packed, sweeps_of, unpacked
+from foretoken.ops.backends.triton.sweep import (
+    GUESSES,
+    LIST,
+    LOWEST,
+    SAMPLE,
+    Bracket,
+    Guess,
+    Search,
+    Swept,
+    Weighting,
+    bisect,
+    guess_from,
+    list_of,
+    load_guess,
+    load_sweep,
+    needed,
+    packed,
+    room_for_list,
+    sample_of,
+    search_for,
+    sweeps_of,
+    unpacked,
+    weight_of,
+)
 
 WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor

@@ -28,7 +28,7 @@ from foretoken.ops.backends.triton.attention.plan import (
 )
 from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
 from foretoken.ops.backends.triton.attention.records import HeadInputs
-from foretoken.ops.backends.triton.attention.write import write_new_kernel
+from foretoken.ops.backends.triton.attention.rows import write_new_kernel
 from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions

@@ -30,8 +30,14 @@ from foretoken.ops.backends.triton.attention.records import (
     Scores,
     Work,
 )
-from foretoken.ops.backends.triton.attention.rows import load_angles, load_heads, turned_heads
-from foretoken.ops.backends.triton.attention.softmax import UNSEEN, score, settled
+from foretoken.ops.backends.triton.attention.rows import (
+    UNSEEN,
+    load_angles,
+    load_heads,
+    score,
+    settled,
+    turned_heads,
+)
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 

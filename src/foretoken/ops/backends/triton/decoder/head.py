@@ -18,8 +18,7 @@ from torch import Tensor
 from foretoken.ops.backends.triton.attention import HeadInputs
 from foretoken.ops.backends.triton.attention.attend import prepare
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
-from foretoken.ops.backends.triton.decoder.decoder import attend
-from foretoken.ops.backends.triton.decoder.layers import Layer, check_weight, rotary_angles
+from foretoken.ops.backends.triton.decoder.decoder import Layer, attend, check_weight, rotary_angles
 from foretoken.ops.backends.triton.decoder.products import Linear, Products, ResidualStream
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.decoder import HeadModel, LayerKV, UnfitError

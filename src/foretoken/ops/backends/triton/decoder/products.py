@@ -1,7 +1,7 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
 Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
-layer is (`layers.py`).
+layer is (`decoder.py`).
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -16,16 +16,16 @@ import triton
 from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch
-from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
-from foretoken.ops.backends.triton.decoder.gemv import gemv_kernel
 from foretoken.ops.backends.triton.decoder.rowwise import (
     embed_kernel,
+    gemv_kernel,
     norm_kernel,
     scale_kernel,
     silu_kernel,
 )
 from foretoken.ops.backends.triton.decoder.tiles import (
     MOST_ROWS,
+    Epilogue,
     GemvTile,
     Shape,
     StreamTile,
@@ -95,7 +95,7 @@ class Products:
     def launch(
         self, tile: GemvTile | StreamTile, shape: Shape, linear: Linear, given: Operands
     ) -> None:
-        """Launch what `tile` names; see `epilogue.py`."""
+        """Launch what `tile` names; see `tiles.py`."""
         parts = 0 if given.squares_PT is None else given.squares_PT.shape[0]
         tensors = (
             given.y_TN, linear.bias_N, given.residual_TN, given.gain_N, given.scaled_TN,
@@ -129,7 +129,7 @@ class Products:
 
 
 class Operands(NamedTuple):
-    """What a fused product reads and writes, in the words of `epilogue.py`."""
+    """What a fused product reads and writes, in the words of `tiles.py`."""
 
     x_TK: Tensor
     y_TN: Tensor

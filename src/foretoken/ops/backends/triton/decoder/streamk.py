@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foretoken.ops.backends.triton.decoder.epilogue import RESIDUAL, SILU
+from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU
 
 WARPS = 4  # that multiply
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed by Triton 3.7
@@ -179,7 +179,7 @@ def streamk_kernel(
     EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `epilogue.py` says; with SILU the N rows of `up` lie behind the N of `gate`.
+    """As `tiles.py` says; with SILU the N rows of `up` lie behind the N of `gate`.
 
     Args:
         weight, x: tensor maps with blocks [BN, BK] of [N or 2 N, K] and [MP, BK] of [M, K]; bf16.

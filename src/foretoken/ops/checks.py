@@ -21,22 +21,11 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops.decoder import DraftRound
-from foretoken.ops.types import (
-    DRAFT,
-    RESIDUAL,
-    TARGET,
-    AttentionBatch,
-    AttentionOptions,
-    DraftBlock,
-    DraftCache,
-    Edits,
-    Noise,
-    Rows,
-    Rule,
-    SlotParams,
-    Verdict,
-    VerifyBatch,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    DRAFT, RESIDUAL, TARGET, AttentionBatch, AttentionOptions, DraftBlock, DraftCache, Edits, Noise,
+    Rows, Rule, SlotParams, Verdict, VerifyBatch,
+)  # fmt: skip
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BOOL, INT32, INT64 = (torch.bool,), (torch.int32,), (torch.int64,)

@@ -14,31 +14,14 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.checks import (
-    check_attention,
-    check_draft,
-    check_draft_cache,
-    check_evidence,
-    check_logprobs,
-    check_rows,
-    check_sample,
-    check_verify,
-)
+from foretoken.ops import checks
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
 from foretoken.ops.steps import SlotState, Steps
-from foretoken.ops.types import (
-    DRAFT,
-    AttentionBatch,
-    AttentionOptions,
-    DraftCache,
-    Evidence,
-    Logprobs,
-    Noise,
-    Rows,
-    SlotParams,
-    Verdict,
-    VerifyBatch,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    DRAFT, AttentionBatch, AttentionOptions, DraftCache, Evidence, Logprobs, Noise, Rows,
+    SlotParams, Verdict, VerifyBatch,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +73,7 @@ class Backend:
             the largest threshold whose mass inside the top-k set reaches p; min-p keeps
             p >= min_p * p_max.
         """
-        check_rows(rows)
+        checks.check_rows(rows)
         return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
@@ -107,7 +90,7 @@ class Backend:
         Returns:
             int64 [N] token ids.
         """
-        check_sample(rows, noise)
+        checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
@@ -128,7 +111,7 @@ class Backend:
         Returns:
             int64 [N] token ids.
         """
-        check_draft(rows, noise, cache)
+        checks.check_draft(rows, noise, cache)
         return self._kernels.draft(rows, noise, cache)
 
     def verify(self, batch: VerifyBatch) -> Verdict:
@@ -155,7 +138,7 @@ class Backend:
           would have to wait for a device to see it gives such a request no token: `n_accept_B` is
           0, `finite_B` False, its row of `token_BK1` -1.
         """
-        check_verify(batch)
+        checks.check_verify(batch)
         return self._kernels.verify(batch)
 
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
@@ -171,7 +154,7 @@ class Backend:
             verdict: what `verify` said of it.
             request_R: int64, which requests, in 0..B-1.
         """
-        check_evidence(batch, verdict, request_R)
+        checks.check_evidence(batch, verdict, request_R)
         return self._kernels.evidence(batch, verdict, request_R)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
@@ -184,7 +167,7 @@ class Backend:
             token_N: int64 or int32, in [0, V).
             num_top: 0 <= num_top <= 64, and <= V.
         """
-        check_logprobs(rows, token_N, num_top)
+        checks.check_logprobs(rows, token_N, num_top)
         return self._kernels.logprobs(rows, token_N, num_top)
 
     def attention(
@@ -207,7 +190,7 @@ class Backend:
         Returns:
             [T, H, D_v].
         """
-        check_attention(query_THD, key_cache, value_cache, batch, options)
+        checks.check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def decoder(
@@ -311,7 +294,7 @@ def draft_cache(
     """
     if not hasattr(backend, "draft"):
         raise ConfigError("backend", backend, "what `get_backend` returns")
-    check_draft_cache(logits_BKV, params, slot_B)
+    checks.check_draft_cache(logits_BKV, params, slot_B)
     slots, (_, most, vocabulary) = params.key_S.shape[0], logits_BKV.shape
     cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)

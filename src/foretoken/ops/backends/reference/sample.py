@@ -19,17 +19,10 @@ from torch import Tensor
 
 from foretoken.ops.backends.reference.noise import gumbels
 from foretoken.ops.backends.reference.process import Row, is_finite, log_sum_exp, process_logits
-from foretoken.ops.types import (
-    DRAFT,
-    TARGET,
-    DraftBlock,
-    DraftCache,
-    Noise,
-    Rows,
-    Rule,
-    SlotParams,
-    Stream,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    DRAFT, TARGET, DraftBlock, DraftCache, Noise, Rows, Rule, SlotParams, Stream,
+)  # fmt: skip
 
 BLOCK = 1024
 

@@ -21,17 +21,10 @@ from foretoken.ops.backends.reference._rules import RULES, at, residual
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits, softmax
 from foretoken.ops.backends.reference.sample import Draft, Slot, draft_of, draw, one_hot
-from foretoken.ops.types import (
-    RESIDUAL,
-    TARGET,
-    DraftBlock,
-    Evidence,
-    Rows,
-    Rule,
-    Stream,
-    Verdict,
-    VerifyBatch,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    RESIDUAL, TARGET, DraftBlock, Evidence, Rows, Rule, Stream, Verdict, VerifyBatch,
+)  # fmt: skip
 
 
 def verify(batch: VerifyBatch) -> Verdict:

@@ -28,18 +28,10 @@ from foretoken.ops.backends.torch.noise import RowNoise, first_uniform
 from foretoken.ops.backends.torch.process import chunks, distribution, draws_flat, temperatures
 from foretoken.ops.backends.torch.sample import draw, draw_rows
 from foretoken.ops.rules import RuleInputs, accept, block_weights, rules_of, weights
-from foretoken.ops.types import (
-    RESIDUAL,
-    TARGET,
-    Edits,
-    Evidence,
-    Logprobs,
-    Rows,
-    Rule,
-    Stream,
-    Verdict,
-    VerifyBatch,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    RESIDUAL, TARGET, Edits, Evidence, Logprobs, Rows, Rule, Stream, Verdict, VerifyBatch,
+)  # fmt: skip
 
 
 class Batch(NamedTuple):

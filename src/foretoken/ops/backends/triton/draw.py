@@ -13,18 +13,10 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.noise import (
-    RESIDUAL_TOKEN,
-    TARGET_TOKEN,
-    Address,
-    argmax_with,
-    block_address,
-    gumbel_at,
-    gumbel_span,
-    log2,
-    noise_at,
-    noise_span,
-)
+from foretoken.ops.backends.triton.noise import (  # isort: skip
+    RESIDUAL_TOKEN, TARGET_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, log2,
+    noise_at, noise_span,
+)  # fmt: skip
 from foretoken.ops.backends.triton.records import Batch, Filtered, Q
 from foretoken.ops.backends.triton.rows import (
     BLOCK,

@@ -17,21 +17,11 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.records import Batch, RawRows
-from foretoken.ops.backends.triton.rows import (
-    CAPACITY,
-    GROUP,
-    GROUPS,
-    Settings,
-    first_row,
-    key_of,
-    let_next_start,
-    load_at,
-    load_blocks,
-    log2_sum_exactly,
-    read_settings,
-    value_of,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    CAPACITY, GROUP, GROUPS, Settings, first_row, key_of, let_next_start, load_at, load_blocks,
+    log2_sum_exactly, read_settings, value_of, wait_for_writes,
+)  # fmt: skip
 from foretoken.ops.backends.triton.sweep import queue_row, search_for
 
 DENSE = tl.constexpr(-1)

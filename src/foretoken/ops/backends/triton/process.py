@@ -27,17 +27,10 @@ from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import Call, requests_of
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
 from foretoken.ops.backends.triton.records import Batch
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    GROUP,
-    GROUPS,
-    key_of,
-    let_next_start,
-    load_at,
-    load_span,
-    value_of,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, GROUP, GROUPS, key_of, let_next_start, load_at, load_span, value_of, wait_for_writes,
+)  # fmt: skip
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
 from foretoken.ops.types import Logprobs, Rows

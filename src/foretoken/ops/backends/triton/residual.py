@@ -18,39 +18,15 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.decide import (
-    ALL_ROWS,
-    DONE,
-    DRAW,
-    ONE_ROW,
-    Request,
-    RequestPlan,
-    accept_uniforms,
-    all_finite,
-    decision,
-    draw_at_once,
-    is_finite,
-    load_masses,
-    load_planned,
-    log2_of,
-    plan_of,
-    read_request,
-    shifted,
-    store_accepted,
-    store_token,
-    value_at,
-)
-from foretoken.ops.backends.triton.draw import (
-    FROM_P,
-    Softmax,
-    Target,
-    block_masses,
-    draw_verified,
-    in_mode,
-    load_list,
-    q_offset,
-    weigh,
-)
+
+from foretoken.ops.backends.triton.decide import (  # isort: skip
+    ALL_ROWS, DONE, DRAW, ONE_ROW, Request, RequestPlan, accept_uniforms, all_finite, decision,
+    draw_at_once, is_finite, load_masses, load_planned, log2_of, plan_of, read_request, shifted,
+    store_accepted, store_token, value_at,
+)  # fmt: skip
+from foretoken.ops.backends.triton.draw import (  # isort: skip
+    FROM_P, Softmax, Target, block_masses, draw_verified, in_mode, load_list, q_offset, weigh,
+)  # fmt: skip
 from foretoken.ops.backends.triton.noise import (
     RESIDUAL_TOKEN,
     Address,

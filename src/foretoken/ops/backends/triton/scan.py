@@ -11,18 +11,11 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.noise import TARGET_TOKEN, Address, gumbel_span
 from foretoken.ops.backends.triton.records import Batch, Q, Requests
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    GROUP,
-    GROUPS,
-    Settings,
-    first_row,
-    let_next_start,
-    load_span,
-    log2_sum,
-    read_settings,
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, GROUP, GROUPS, Settings, first_row, let_next_start, load_span, log2_sum, read_settings,
     wait_for_writes,
-)
+)  # fmt: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2

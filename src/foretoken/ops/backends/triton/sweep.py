@@ -35,19 +35,11 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    CAPACITY,
-    FIXED,
-    key_of,
-    let_next_start,
-    load_at,
-    load_blocks,
-    load_span,
-    log2_sum,
-    value_of,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, CAPACITY, FIXED, key_of, let_next_start, load_at, load_blocks, load_span, log2_sum,
+    value_of, wait_for_writes,
+)  # fmt: skip
 
 GUESS_PROGRAMS = 132 * 2  # at most; they loop. An H200 has 132 multiprocessors
 SAMPLE = tl.constexpr(4096)

@@ -25,45 +25,18 @@ import triton.language as tl
 from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
 from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
 from foretoken.ops.backends.triton.records import Batch, RawRows
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    FIXED,
-    first_row,
-    key_of,
-    let_next_start,
-    load_blocks,
-    load_span,
-    log2_sum,
-    log2_sum_rows,
-    read_settings,
-    value_of,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, FIXED, first_row, key_of, let_next_start, load_blocks, load_span, log2_sum,
+    log2_sum_rows, read_settings, value_of, wait_for_writes,
+)  # fmt: skip
 from foretoken.ops.backends.triton.scan import token_address
-from foretoken.ops.backends.triton.sweep import (
-    GUESSES,
-    LIST,
-    LOWEST,
-    SAMPLE,
-    Bracket,
-    Guess,
-    Search,
-    Swept,
-    Weighting,
-    bisect,
-    guess_from,
-    list_of,
-    load_guess,
-    load_sweep,
-    needed,
-    packed,
-    room_for_list,
-    sample_of,
-    search_for,
-    sweeps_of,
-    unpacked,
-    weight_of,
-)
+
+from foretoken.ops.backends.triton.sweep import (  # isort: skip
+    GUESSES, LIST, LOWEST, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect, guess_from,
+    list_of, load_guess, load_sweep, needed, packed, room_for_list, sample_of, search_for,
+    sweeps_of, unpacked, weight_of,
+)  # fmt: skip
 
 WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor

@@ -23,16 +23,10 @@ from foretoken.ops.backends.triton.decoder.rowwise import (
     scale_kernel,
     silu_kernel,
 )
-from foretoken.ops.backends.triton.decoder.tiles import (
-    MOST_ROWS,
-    Epilogue,
-    GemvTile,
-    Shape,
-    StreamTile,
-    bucket,
-    gemv_tile,
-    stream_tile,
-)
+
+from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
+    MOST_ROWS, Epilogue, GemvTile, Shape, StreamTile, bucket, gemv_tile, stream_tile,
+)  # fmt: skip
 from foretoken.ops.backends.triton.launch import overlaps
 
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64

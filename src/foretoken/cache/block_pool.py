@@ -16,14 +16,14 @@ from foretoken.errors import IntegrityError
 class BlockPool:
     """Reference-counted blocks 0..num_blocks-1 of `block_size` tokens each.
 
-    A block that nobody holds is either *empty* or *cached*: its content is in the prefix index and
-    may be taken again until the block is handed out anew. Empty blocks are handed out first (last
-    in first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
+    A block that no request holds is either *empty* or *cached*: its content is in the prefix index
+    and may be taken again until the block is handed out anew. Empty blocks come first (last in
+    first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
     2, ... so that one request's blocks are adjacent in memory), then the least recently used
     cached ones.
 
     Args:
-        lookahead: tokens behind a block that what it holds depends on, too, and that it is found
+        lookahead: tokens after a block that what it holds depends on, too, and that it is found
             by; a block can be cached and found only once they are known.
     """
 
@@ -38,11 +38,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, cached ones too."""
+        """Blocks that no request holds, cached ones too."""
         return len(self._empty) + len(self._cached)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks no request holds."""
         return sum(not self._refs[block] for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -109,14 +109,14 @@ class BlockPool:
 
         Args:
             before: the serial of the request's block before it, or its root.
-            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those behind.
+            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those after.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
             raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
         return self._index.add(before, tokens, block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make sure that these held blocks are found by nobody any more."""
+        """Make sure that these held blocks are not found any more."""
         for block in blocks:
             if block in self._index:
                 self._index.remove(block)

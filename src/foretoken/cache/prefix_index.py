@@ -38,7 +38,7 @@ class PrefixIndex:
         return block in self._keys
 
     def find(self, before: Before, tokens: Sequence[int]) -> Entry | None:
-        """The block of these tokens behind what stands `before`, if it is cached."""
+        """The block of these tokens after what stands `before`, if it is cached."""
         return self._entries.get((before, tuple(tokens)))
 
     def add(self, before: Before, tokens: Sequence[int], block: int) -> int:

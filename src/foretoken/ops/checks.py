@@ -446,11 +446,6 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
         _check_values(batch, tokens, blocks)
 
 
-def check_block_table(block_SL: Tensor, slots: int) -> None:
-    """A row for every slot, on the host."""
-    check_tensor("block_SL", block_SL, (slots, block_SL.shape[1]), INT64, contiguous=True)
-
-
 def check_draft_round(
     drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, least: int = 1
 ) -> list[int]:

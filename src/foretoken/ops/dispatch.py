@@ -146,7 +146,7 @@ class Backend:
 
         Both are of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which compares
         draws, it is the probability of these. In neither case is anything of q read: it is one-hot.
-        Of a target row that is not finite p is 0. Drafts behind a rejected one have their numbers,
+        Of a target row that is not finite p is 0. Drafts after a rejected one have their numbers,
         too.
 
         Args:
@@ -184,8 +184,8 @@ class Backend:
             query_THD: [T, H, D].
             key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v], contiguous,
                 in the dtype of the query; H % H_kv == 0.
-            batch: which queries are whose. Backends keep what they derive from it for the next
-                layer: it must not be written to afterwards.
+            batch: which queries are which request's. Backends keep what they derive from it for the
+                next layer: it must not be written to afterwards.
 
         Returns:
             [T, H, D_v].
@@ -229,7 +229,7 @@ class Backend:
 
         It is called once: in this thread, functions of this backend, its decoders and its heads
         launch no kernel then, and return zeros; PyTorch's operators do run. A step on memory that
-        nobody needs saves most of its first run's time. With other backends nothing is called.
+        is not needed saves most of its first run's time. With other backends nothing is called.
         """
         self._kernels.compile_ahead(run)
 
@@ -256,7 +256,7 @@ def draft_cache(
     Args:
         backend: the one that will verify; thresholds and LSEs are to the bit those of its `draft`.
         logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; row (b, i) is
-            what draft i of request b was drawn from. Rows behind a request's last draft may hold
+            what draft i of request b was drawn from. Rows after a request's last draft may hold
             anything, and a row that is not finite counts as no draft.
         params: the parameters of all slots; the cache has a row for each.
         slot_B: int64, the slot of each request, no two alike.

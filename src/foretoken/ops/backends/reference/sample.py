@@ -67,7 +67,7 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
     if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest index on ties
     if is_finite(row):
-        row = row - row.max()  # beside 1e30 noise would be rounded away
+        row = row - row.max()  # next to 1e30 noise would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
         """first + argmax of score + noise, named by first + index; -inf is never drawn."""

@@ -99,7 +99,7 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
 def distribution(rows: Rows, index_R: Tensor) -> Distribution:
     """Edits -> temperature -> min_p -> top_k -> top_p of a few rows.
 
-    In float64: how an operator rounds may depend on the rows beside a row, but 1e-16 decides no
+    In float64: how an operator rounds may depend on the rows next to a row, but 1e-16 decides no
     draw, and p / q of equal logits is as near to 1 as no uniform comes.
     """
     x_RW, slot_R = load(rows, index_R), rows.slot_N[index_R]

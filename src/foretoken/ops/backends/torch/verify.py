@@ -30,7 +30,8 @@ from foretoken.ops.backends.torch.sample import draw, draw_rows
 from foretoken.ops.rules import RuleInputs, accept, block_weights, rules_of, weights
 
 from foretoken.ops.types import (  # isort: skip
-    RESIDUAL, TARGET, Edits, Evidence, Logprobs, Rows, Rule, Stream, Verdict, VerifyBatch,
+    RESIDUAL, TARGET, DraftCache, Edits, Evidence, Logprobs, Rows, Rule, SlotParams, Stream,
+    Verdict, VerifyBatch,
 )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         log_p_BK[b_M[part], i_M[part]] = _log_p(batch, b_M[part], i_M[part])
     log_u_BK = torch.full_like(log_p_BK, -torch.inf)  # p and q are one-hot: any u decides alike
     if len(b_M) or Rule.SYNTHETIC in rules:
-        log_u_BK = _log_u(batch)
+        log_u_BK = _uniforms(batch.given, batch.given.slot_B, batch.given.position_B).log()
     x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, batch.given.synthetic_rate_K)
     log_w_BK1 = weights(x, batch.rule_B)
     if Rule.BLOCK in rules:
@@ -160,14 +161,14 @@ def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
     return torch.where(kept_R, log_p_R, -torch.inf)
 
 
-def _log_u(batch: Batch) -> Tensor:
-    """log of the acceptance uniforms, [B, K]."""
-    (num_requests, most), given = batch.token_BK.shape, batch.given
-    index_M = torch.arange(most, device=batch.token_BK.device).repeat(num_requests)
-    key_M = given.params.key_S[given.slot_B].repeat_interleave(most)
-    position_M = given.position_B.repeat_interleave(most) + index_M
+def _uniforms(given: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
+    """The acceptance uniforms of these requests, float64 [R, K]."""
+    most = given.drafts.token_BK.shape[1]
+    index_M = torch.arange(most, device=slot_R.device).repeat(len(slot_R))
+    key_M = given.params.key_S[slot_R].repeat_interleave(most)
+    position_M = position_R.repeat_interleave(most) + index_M
     u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
-    return u_M.double().log().view(num_requests, most)
+    return u_M.double().view(-1, most)
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
@@ -197,12 +198,18 @@ def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R
     real = real_R.nonzero()[:, 0]
     if cache is not None and len(real):
         slot_R = batch.given.slot_B[b_R[real]]
-        at, temperature_R = (slot_R, i_R[real]), temperatures(batch.given.params, slot_R)
-        raw_RV = cache.logits_SKV[at][:, : batch.vocabulary].float()
-        log_q_RV = raw_RV / temperature_R[:, None] - cache.lse_SK[at][:, None]
-        q_RV = log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[at][:, None])
+        q_RV = _q_rows(cache, batch.given.params, slot_R, i_R[real], batch.vocabulary)
         rest_RW[real, : q_RV.shape[1]] -= q_RV
     return rest_RW.clamp_(min=0.0)
+
+
+def _q_rows(
+    cache: DraftCache, params: SlotParams, slot_R: Tensor, i_R: Tensor, vocabulary: int
+) -> Tensor:
+    """q of drafts i_R as the cache states it, float64, of ids that the target has."""
+    raw_RV = cache.logits_SKV[slot_R, i_R][:, :vocabulary].float()
+    log_q_RV = raw_RV / temperatures(params, slot_R)[:, None] - cache.lse_SK[slot_R, i_R, None]
+    return log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[slot_R, i_R, None])
 
 
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
@@ -252,7 +259,7 @@ class _Asked(NamedTuple):
     token_RK: Tensor
 
     def rows(self, index_RJ: Tensor) -> Rows:
-        """Rows of the requests, one after another; behind a request's last one, that again."""
+        """Rows of the requests, one after another; after a request's last one, that again."""
         row_M = (self.first_row_R[:, None] + index_RJ.minimum(self.num_R[:, None])).flatten()
         real_M, edits = (index_RJ <= self.num_R[:, None]).flatten(), self.given.edits
         slot_M = self.slot_R.repeat_interleave(index_RJ.shape[1])
@@ -294,16 +301,12 @@ def _evidence(
     p_R1, _ = _p(asked, accepted_R1, last_R1)
     q_RK = _q_of_drafts(asked, index_RK)
     q_R1 = _q_of_last(asked, q_RK, accepted_R1, last_R1)
-    key_M = given.params.key_S[slot_R].repeat_interleave(most)
-    index_M = index_RK.flatten()
-    position_M = given.position_B[request_R].repeat_interleave(most) + index_M
-    u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
     mass_RK = torch.full_like(p_RK, torch.nan)
     if Rule.BLOCK in given.params.rules and most > 1:
         mass_RK[:, :-1] = _masses(asked, p_RK, q_RK, finite_RK)
     return Evidence(
         token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
-        u_M.double().view_as(p_RK), mass_RK, real_q_R,
+        _uniforms(given, slot_R, given.position_B[request_R]).view_as(p_RK), mass_RK, real_q_R,
     )  # fmt: skip
 
 
@@ -343,7 +346,7 @@ def _q_of_drafts(asked: _Asked, index_RK: Tensor) -> Tensor:
 
 
 def _q_of_last(asked: _Asked, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
-    """q of the token behind the accepted drafts, if a draft stood there."""
+    """q of the token after the accepted drafts, if a draft stood there."""
     if q_RK.shape[1] == 0:
         return torch.zeros_like(last_R1, dtype=torch.float64)
     place_R1 = accepted_R1.clamp(max=q_RK.shape[1] - 1)
@@ -368,10 +371,7 @@ def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Ten
         rows, index_M = asked.rows(following_RK), following_RK.flatten()
         rest_MV = asked.reading.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
-        raw_MV = cache.logits_SKV[rows.slot_N, index_M][:, : rest_MV.shape[1]].float()
-        lse_M1 = cache.lse_SK[rows.slot_N, index_M, None]
-        q_MV = (raw_MV / temperatures(params, rows.slot_N)[:, None] - lse_M1).exp_()
-        q_MV.mul_(raw_MV >= cache.threshold_SK[rows.slot_N, index_M, None])
+        q_MV = _q_rows(cache, params, rows.slot_N, index_M, rest_MV.shape[1])
         rest_MV[:, : q_MV.shape[1]] -= q_MV
         sum_RK = rest_MV.clamp_(min=0.0).sum(dim=1).view_as(mass_RK)
         mass_RK = torch.where(asked.real_q_R[:, None], sum_RK, mass_RK)
@@ -383,7 +383,7 @@ def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Ten
 
 
 def _edits_of(edits: Edits, row_M: Tensor, real_M: Tensor) -> Edits:
-    """The edits of some rows, none twice, but for those that are not real and have none."""
+    """The edits of some rows, none twice, except those that are not real and have none."""
     start_M = edits.start_N1[row_M]
     count_M = (edits.start_N1[row_M + 1] - start_M) * real_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))

@@ -85,7 +85,7 @@ def read_request(batch: Batch, b, RAGGED: tl.constexpr, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def load_masses(batch: Batch, row, mask, NBP: tl.constexpr):
-    """Block masses of rows [KP], as [KP, NBP]; -inf where not `mask`, and behind the last block."""
+    """Block masses of rows [KP], as [KP, NBP]; -inf where not `mask`, and after the last block."""
     NB, j = batch.rows.NB, tl.arange(0, NBP)
     return tl.load(
         batch.scratch.mass_NJ + row[:, None] * NB + j[None, :],
@@ -140,7 +140,7 @@ def all_finite(lse, k):
 
 @triton.jit
 def store_accepted(outcome: Verdict, drafts: Drafts, b, k, finite, KP: tl.constexpr):
-    """All of a verdict except the token after the k accepted drafts; behind that comes -1."""
+    """All of a verdict except the token after the k accepted drafts; after that comes -1."""
     i, K = tl.arange(0, KP), drafts.K
     token = tl.load(drafts.token_BK + b * K + i, mask=(i < k) & (i < K), other=-1).to(tl.int64)
     mask = (i <= K) & (i != k)
@@ -208,7 +208,7 @@ def load_planned(plan_b: RequestPlan, line, mask):
 Drafted = namedtuple("Drafted", "token logit log_q q_threshold q_lse real_q u")
 """One request's drafts x_i: vectors [KP], except for `real_q`.
 
-token: x_i, -1 behind the last
+token: x_i, -1 after the last
 logit: the target's edited logit of x_i; -inf if the target lacks it
 log_q: log2 q(x_i); 0 if q is one-hot, -inf if there is no draft or q lacks it
 q_threshold, q_lse: the `Softmax` of each row of q, with the scale of p

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
-from foretoken.ops.backends.triton.launch import overlaps
+from foretoken.ops.backends.triton.launch import dependent, overlaps
 from foretoken.ops.backends.triton.rows import wait_for_writes
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
@@ -129,7 +129,7 @@ def _span(table: Table, step: StepTokens, plan: RoundPlan, i, live):
     """What request i computes, or each of a vector; nothing where not live.
 
     One that may have no more tokens computes in the spare slot: there may be no block for its last
-    token, which nobody needs computed.
+    token, which need not be computed.
     """
     if plan is None:
         slot, of = _going_on(table, step.slot_B, i, live), i.to(tl.int64)
@@ -158,7 +158,7 @@ def _going_on(table: Table, slot_B, i, live):
 
 @triton.jit
 def _store_packed(table: Table, out: Out, b, span, first_token, first_row, B, T, N):
-    """Write the tokens and rows of request b; behind the last request's also padding."""
+    """Write the tokens and rows of request b; after the last request's also padding."""
     j, its_tokens = tl.arange(0, SPAN), table.token_SL + span.slot * table.W + span.start
     for begin in range(0, span.count, SPAN):
         i = begin + j
@@ -284,7 +284,7 @@ def search_kernel(
 ):  # fmt: skip
     """Programs: (request, TEXT of its tokens). Each ranks the best occurrence that ends there.
 
-    Ranks rise with the size of the suffix. Of one size come first those with all drafts behind
+    Ranks rise with the size of the suffix. Of one size come first those with all drafts after
     them, the latest above all; then the others, the earliest above all. 0: there is none.
     """
     wait_for_writes(OVERLAP)
@@ -430,8 +430,7 @@ class Steps:
 def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any) -> None:
     """Launch a kernel that waits before anything else."""
     overlap = overlaps(device)
-    dependent = {"launch_pdl": True} if overlap else {}
-    launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent)
+    launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent(overlap))
 
 
 def _groups(x_B: Tensor) -> int:

@@ -102,7 +102,7 @@ def wide_kernel(
 
 @triton.jit
 def _span(rows: RawRows, row, first):
-    """Logits first..first + _SPAN - 1; of the row's last span, if that is behind it."""
+    """Logits first..first + _SPAN - 1; of the row's last span, if that is after it."""
     last = (rows.V - 1) // _SPAN * _SPAN
     return load_span(rows, row, tl.minimum(first, last), _SPAN, "evict_last")
 

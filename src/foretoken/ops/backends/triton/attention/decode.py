@@ -4,8 +4,8 @@ The rows of a request's new tokens, times the G heads of a K/V head, form one op
 read once for a tile of them. Each of GROUPS warps has its own keys and its own softmax; they meet
 at the end of a piece. With one group, all warps share keys, and each has rows of its own.
 
-What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on nothing
-beside its context: tiles lie at fixed positions, those that it does not see change no bit, and rows
+What a row comes to depends on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and
+on nothing else: tiles lie at fixed positions, those that it does not see change no bit, and rows
 of a product do not touch each other, however many a tile has.
 
 A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of

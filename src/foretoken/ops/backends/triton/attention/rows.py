@@ -93,7 +93,7 @@ def write_new_kernel(
 ):  # fmt: skip
     """A program per ROWS tokens and K/V head: its keys and values, and the queries in place.
 
-    AT_ONCE: requests at once, in the search for whose token is whose.
+    AT_ONCE: requests at once, in the search for each token's request.
     """
     let_next_start(OVERLAP)
     rows, cache = rows, cache  # see `triton/records.py`

@@ -47,7 +47,7 @@ _LARGEST_HEAD = 256
 
 
 class Layer(NamedTuple):
-    """One block: attention, then a gated layer, each behind an RMSNorm and added to the stream.
+    """One block: attention, then a gated layer, each after an RMSNorm and added to the stream.
 
     attention_gain_H, mlp_gain_H: weights of the norms before attention and before the gated layer
     heads:   what is done to q and k
@@ -151,7 +151,7 @@ class FusedDecoder:
     Args:
         positions: as in `Backend.decoder`: kernels read angles of all of them.
         deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
-            whatever runs beside it: greedy text is then equal with and without speculation.
+            whatever runs next to it: greedy text is then equal with and without speculation.
 
     Raises:
         UnfitError: the module has something that it does not implement.
@@ -199,7 +199,7 @@ class FusedDecoder:
         gains = [layer.attention_gain_H for layer in self._layers] + [self._gain_H]
         stream = ResidualStream(self._products, embed(token_T, self._table_VH), gains[0])
         aux = {0: stream.state_TH}
-        # Behind the last layer's K/V only rows whose logits are wanted go on. Of a prompt that is
+        # After the last layer's K/V only rows whose logits are wanted go on. Of a prompt that is
         # one: without the rest, 8 192 tokens of an 8B shape are 2.8 % fewer products.
         last = len(self._layers)
         narrow = len(logit_row_N) < len(token_T) and last not in aux_layers

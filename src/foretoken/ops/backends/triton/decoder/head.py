@@ -67,7 +67,7 @@ class FusedDraftHead:
     def forward(
         self, token_T: Tensor, aux: Sequence[Tensor], kv: LayerKV, row_N: Tensor | None = None
     ) -> Tensor:
-        """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
+        """See `DraftHead.forward`. After attention only wanted rows are computed."""
         feature_TC = self._products.multiply(self._fc, torch.cat(list(aux), dim=-1))
         return self._pass(token_T, feature_TC, kv, row_N).state_TH
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
@@ -26,14 +25,12 @@ def gemv_kernel(
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     rows = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    if OVERLAP:
-        gdc_launch_dependents()
+    let_next_start(OVERLAP)
     w = tl.load(rows)
     w_up = w
     if EPILOGUE == SILU:
         w_up = tl.load(rows + N * K)
-    if OVERLAP:
-        gdc_wait()
+    wait_for_writes(OVERLAP)
     sums = tl.zeros([BN, BK], tl.float32)
     sums_up = tl.zeros([BN, BK], tl.float32)
     for start in range(BK, K, BK):  # the next block is asked for before this one is used
@@ -90,8 +87,7 @@ def scale_kernel(
     Launched when all before it has ended: it lets the next kernel start at once.
     """
     t = tl.program_id(0).to(tl.int64)
-    if OVERLAP:
-        gdc_launch_dependents()
+    let_next_start(OVERLAP)
     h, p = tl.arange(0, HP), tl.arange(0, PP)
     x = tl.load(x_TH + t * H + h, mask=h < H, other=0.0).to(tl.float32)
     scaled = x * tl.load(gain_H + h, mask=h < H, other=0.0).to(tl.float32)
@@ -135,7 +131,7 @@ def join_kernel(
     token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
     V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row, half): a token's vector behind its norm, then the feature behind its own.
+    """Programs: (row, half): a token's vector after its norm, then the feature after its own.
 
     normed_TH: None, or gets the second half once more. The first kernel of a pass: what runs before
     it has ended when it lets the next one start, for which attention reads the cache early.

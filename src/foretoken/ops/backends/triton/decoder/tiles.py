@@ -2,7 +2,7 @@
 tiles.
 
     PLAIN     y = n(x) W^T + b
-    SILU      y = silu(n(x) G^T + b_g) * (n(x) U^T + b_u), the rows of U behind those of G
+    SILU      y = silu(n(x) G^T + b_g) * (n(x) U^T + b_u), the rows of U after those of G
     RESIDUAL  y = r + x W^T + b: the residual stream, before and after; besides
               scaled = y * gain, and of each tile of columns the sum of squares of y
 

@@ -15,14 +15,10 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import (
-    AttentionCall,
-    Decoder,
-    DraftRound,
-    ForwardOutput,
-    RoundDecoder,
-    UnfitError,
-)
+
+from foretoken.ops.decoder import (  # isort: skip
+    AttentionCall, Decoder, DraftRound, ForwardOutput, RoundDecoder, UnfitError,
+)  # fmt: skip
 from foretoken.ops.dispatch import Backend, draft_cache
 
 from foretoken.ops.types import (  # isort: skip

@@ -40,6 +40,9 @@ _FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
 _latest_rates: ref[Tensor] | None = None
 """Rates whose shape and dtype are already validated: an engine has one tensor of them, and to look
 again takes 0.4 us, a hundredth of one greedy request; SYNTHETIC is to take the time of STANDARD."""
+_latest_batch: tuple[ref[AttentionBatch], object] | None = None
+"""The last batch that was validated, and the rest that was validated with it. A pass attends once
+per layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
 MOST_TOP = 64
 COLDEST = 9.99e-6
 """Just below 1e-5 in float32; colder rows would overflow once divided, or round to ties."""
@@ -59,7 +62,9 @@ class Letter(str):
         return True
 
 
-B, K, M, N, R, S, V = map(Letter, "BKMNRSV")
+B, K, L, M, N, R, S, V = map(Letter, "BKLMNRSV")
+D_V, QUERY = Letter("D_v"), tuple(map(Letter, "THD"))
+POOL = tuple(map(Letter, ("num_blocks", "block_size", "H_kv")))
 
 
 def check_tensor(
@@ -375,13 +380,6 @@ def check_between(
             raise ConfigError(name, value, wanted)
 
 
-L, D_V, QUERY = Letter("L"), Letter("D_v"), tuple(map(Letter, "THD"))
-POOL = tuple(map(Letter, ("num_blocks", "block_size", "H_kv")))
-_latest: tuple[ref[AttentionBatch], object] | None = None
-"""The last batch that was validated, and the rest that was validated with it. A pass attends once
-per layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
-
-
 def check_attention(
     query_THD: Tensor,
     key_cache: Tensor,
@@ -390,10 +388,10 @@ def check_attention(
     options: AttentionOptions,
 ) -> None:
     """All arguments of `Backend.attention`; the layers of a pass differ in addresses alone."""
-    global _latest
+    global _latest_batch
     check_kind("options", options, AttentionOptions)
     rest = (_looks(query_THD), _looks(key_cache), _looks(value_cache), options[:3])
-    known = _latest
+    known = _latest_batch
     if known is None or known[0]() is not batch or known[1] != rest:
         _check_caches(query_THD, key_cache, value_cache)
         check_attention_batch(batch, query_THD.shape[0], key_cache)
@@ -401,7 +399,7 @@ def check_attention(
             raise ConfigError("options.sliding_window", options.sliding_window, "None or >= 1")
         if options.softcap is not None and not options.softcap > 0:
             raise ConfigError("options.softcap", options.softcap, "None or > 0")
-        _latest = (ref(batch), rest)
+        _latest_batch = (ref(batch), rest)
     sinks_H = options.sinks_H
     if sinks_H is not None:
         heads, device = query_THD.shape[1:2], query_THD.device

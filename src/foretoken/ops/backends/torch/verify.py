@@ -34,6 +34,8 @@ from foretoken.ops.types import (  # isort: skip
     Verdict, VerifyBatch,
 )  # fmt: skip
 
+_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests are asked for
+
 
 class Batch(NamedTuple):
     """What the stages share.
@@ -235,9 +237,6 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
         last_B[b] = draw(weight_RW, flat_R, noise)
         batch.finite_BK1[b, i] = p.max_R.isfinite()
     return last_B
-
-
-_AT_ONCE = 1 << 22  # logits at a time: memory does not grow with how many requests are asked for
 
 
 class Reading(NamedTuple):

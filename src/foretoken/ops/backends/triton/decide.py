@@ -18,26 +18,17 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.draw import (
-    FROM_P,
-    RESIDUAL,
-    WITHOUT_TOKEN,
-    Softmax,
-    Target,
-    draw_verified,
-    q_offset,
-)
+
+from foretoken.ops.backends.triton.draw import (  # isort: skip
+    FROM_P, RESIDUAL, WITHOUT_TOKEN, Softmax, Target, draw_verified, q_offset,
+)  # fmt: skip
 from foretoken.ops.backends.triton.noise import ACCEPT, LOG2E, Address, log2, uniform_at
 from foretoken.ops.backends.triton.records import Batch, Drafts, Plan
-from foretoken.ops.backends.triton.rows import (
-    REQUESTS_AT_ONCE,
-    first_row,
-    let_next_start,
-    load_at,
-    log2_sum_rows,
-    read_settings,
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    REQUESTS_AT_ONCE, first_row, let_next_start, load_at, log2_sum_rows, read_settings,
     wait_for_writes,
-)
+)  # fmt: skip
 from foretoken.ops.backends.triton.rules import BLOCK_RULE, COUPLED, SYNTHETIC, is_stated
 from foretoken.ops.types import Verdict
 

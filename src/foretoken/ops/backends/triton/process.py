@@ -35,6 +35,8 @@ from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
 from foretoken.ops.types import Logprobs, Rows
 
+_NO_ID = tl.constexpr(0x7FFFFFFF)
+
 
 @triton.jit
 def write_kernel(batch: Batch, out_NV):
@@ -66,9 +68,6 @@ def process_logits(rows: Rows) -> Tensor:
         programs = len(out_NV) * call.batch.rows.NB
         launch(write_kernel, (programs,), call.batch, out_NV, num_warps=4)
     return out_NV
-
-
-_NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 class Measured(NamedTuple):

@@ -27,26 +27,17 @@ from foretoken.ops.backends.triton.decide import (  # isort: skip
 from foretoken.ops.backends.triton.draw import (  # isort: skip
     FROM_P, Softmax, Target, block_masses, draw_verified, in_mode, load_list, q_offset, weigh,
 )  # fmt: skip
-from foretoken.ops.backends.triton.noise import (
-    RESIDUAL_TOKEN,
-    Address,
-    argmax_with,
-    block_address,
-    gumbel_at,
-    gumbel_span,
-    noise_span,
-)
+from foretoken.ops.backends.triton.noise import (  # isort: skip
+    RESIDUAL_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, noise_span,
+)  # fmt: skip
 from foretoken.ops.backends.triton.records import Batch, Candidates, Drafts, Plan
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    REQUESTS_AT_ONCE,
-    Settings,
-    load_span,
-    log2_sum,
-    read_settings,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, REQUESTS_AT_ONCE, Settings, load_span, log2_sum, read_settings, wait_for_writes,
+)  # fmt: skip
 from foretoken.ops.types import Verdict
+
+FEW = tl.constexpr(4)  # most requests of `settle_kernel`, a power of 2
 
 
 @triton.jit
@@ -177,9 +168,6 @@ def _block_rule(batch: Batch, drafts: Drafts, plan_b: RequestPlan, request: Requ
     log_u = log2_of(accept_uniforms(request, i, FP64), FP64)
     mass_next = shifted(mass, 1)
     return rules.block(planned.log_next, mass_next, ends, planned.log_q, log_u, i, num)
-
-
-FEW = tl.constexpr(4)  # most requests that come here, a power of 2
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 SPAN = tl.constexpr(1024)  # tokens, or columns of the block table, that a program moves at once
 AT_ONCE = tl.constexpr(256)  # requests
+TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
 
 Span = namedtuple("Span", "slot start count want")
 """Tokens start..start + count - 1 of a slot; of the last `want` of them logits are wanted."""
@@ -178,9 +179,6 @@ def _store_packed(table: Table, out: Out, b, span, first_token, first_row, B, T,
             tl.store(out.position_T + i, 0, mask=i < T)
         for begin in range(end_row, N, SPAN):
             tl.store(out.row_N + begin + j, 0, mask=begin + j < N)
-
-
-TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
 
 
 @triton.jit(do_not_specialize=["B"])

@@ -50,6 +50,11 @@ MISSED = tl.constexpr(10)  # the note that tells whether the first sweep missed
 _CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
 _SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
 _FILL = tl.constexpr(0.9)  # of the list's room, by the sample, between two guesses
+SWEEP_PROGRAMS = 132 * 20  # at most; they loop
+SECOND_PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
+_PART = tl.constexpr(256)  # of a block, loaded again: for all of it registers would run short
+_ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
+_LENGTHS = tl.constexpr(2048)  # above the length of a stretch, at most a block's 1024
 
 Weighting = namedtuple("Weighting", "maximum scale floor")
 """What a logit x weighs: 2^((x - maximum) scale) if it reaches the floor, else 0.
@@ -246,12 +251,6 @@ def bisect(key, weight, low, high, need, step):
             high = middle
     return low
 
-
-SWEEP_PROGRAMS = 132 * 20  # at most; they loop
-SECOND_PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
-_PART = tl.constexpr(256)  # of a block, loaded again: for all of it registers would run short
-_ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
-_LENGTHS = tl.constexpr(2048)  # above the length of a stretch, at most a block's 1024
 
 Swept = namedtuple("Swept", "whole from_a from_b listed")
 """What a sweep measured: W of the row, W(x >= a), W(x >= b), the number of logits in [a, b)."""

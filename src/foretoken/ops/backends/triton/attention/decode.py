@@ -22,22 +22,13 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.plan import load_item, load_merge_row
-from foretoken.ops.backends.triton.attention.records import (
-    Cache,
-    HeadInputs,
-    Partials,
-    Rows,
-    Scores,
-    Work,
-)
-from foretoken.ops.backends.triton.attention.rows import (
-    UNSEEN,
-    load_angles,
-    load_heads,
-    score,
-    settled,
-    turned_heads,
-)
+
+from foretoken.ops.backends.triton.attention.records import (  # isort: skip
+    Cache, HeadInputs, Partials, Rows, Scores, Work,
+)  # fmt: skip
+from foretoken.ops.backends.triton.attention.rows import (  # isort: skip
+    UNSEEN, load_angles, load_heads, score, settled, turned_heads,
+)  # fmt: skip
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 

@@ -32,14 +32,10 @@ from foretoken.ops.backends.triton.decoder.products import Linear, Products, Res
 from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
 from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.checks import check_attention_batch
-from foretoken.ops.decoder import (
-    AttentionCall,
-    ForwardOutput,
-    LayerKV,
-    ModelKV,
-    UnfitError,
-    check_common_block,
-)
+
+from foretoken.ops.decoder import (  # isort: skip
+    AttentionCall, ForwardOutput, LayerKV, ModelKV, UnfitError, check_common_block,
+)  # fmt: skip
 from foretoken.ops.types import AttentionOptions, PagedKV
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -19,10 +19,9 @@ STOCK = get_backend("torch")
 CPU = torch.device("cpu")
 HOST_READS = {
     "attention.py": 3,  # block lists are planned on the host, once per batch for all layers
-    "evidence.py": 1,  # on a CPU alone
     "process.py": 1,  # `topk` takes a number
     "steps.py": 3,  # on a CPU alone, where the truth costs nothing
-    "verify.py": 1,  # a rule that is not stated is an error
+    "verify.py": 2,  # a rule that is not stated is an error; sizes of evidence, on a CPU alone
 }
 """Where the backend makes Python numbers of tensors, which waits for a device; and how often."""
 
@@ -75,7 +74,7 @@ def test_rows_in_parts_are_decided_as_together(
     case = random_case(vocabulary, 5, num_requests=12, num_slots=12, junk=True)
     whole = outcome(STOCK, case)
     process = importlib.import_module("foretoken.ops.backends.torch.process")
-    evidence = importlib.import_module("foretoken.ops.backends.torch.evidence")
+    evidence = importlib.import_module("foretoken.ops.backends.torch.verify")
     for rows in (1, 3):
         monkeypatch.setattr(process, "_CHUNK", rows * max(vocabulary, 1024))
         monkeypatch.setattr(evidence, "_AT_ONCE", rows * 4 * vocabulary)

@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_dtype": BF16,
     },
     "2100, standard, unfiltered": {"seed": 8, "fixed": {**OFF, "rule": Rule.STANDARD}},
-    "2100, standard, unfiltered, many": {  # too many requests for `settle.py`
+    "2100, standard, unfiltered, many": {  # too many requests for `settle_kernel`
         "seed": 9,
         "fixed": {**OFF, "rule": Rule.STANDARD, "temperature": 1.0},
         "num_requests": 6,
@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
     "5, unstated rules": {},
     "5, laid apart": {"seed": 11, "most": 1},
     "5, with empty edits": {"seed": 12, "most": 1, "edited": False},
-    "5, in pieces": {  # this one and the next draw through `settle.py` what the whole does not
+    "5, in pieces": {  # this one and the next draw through `settle_kernel` what the whole does not
         "seed": 10,
         "most": 1,
         "wider": 7,

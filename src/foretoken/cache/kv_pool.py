@@ -19,7 +19,7 @@ from foretoken.ops import AttentionBatch
 from foretoken.ops.pinned import to_device
 from foretoken.ops.types import PagedKV
 
-_BEHIND = 16  # numbers that can be read behind a tensor: kernels load whole vectors, the last, too
+_PAST_END = 16  # numbers that can be read after a tensor's own: kernels load whole vectors
 
 LayerShape = tuple[int, int, int]
 """(H_kv, D of keys, D of values); layers of one model may differ."""
@@ -47,7 +47,7 @@ class KVPool:
         def zeros(heads: int, head_size: int) -> Tensor:
             shape = (num_blocks, block_size, heads, head_size)
             count = prod(shape)
-            return torch.zeros(count + _BEHIND, dtype=dtype, device=device)[:count].view(shape)
+            return torch.zeros(count + _PAST_END, dtype=dtype, device=device)[:count].view(shape)
 
         self.keys = tuple(zeros(heads, key_size) for heads, key_size, _ in layer_shapes)
         self.values = tuple(zeros(heads, value_size) for heads, _, value_size in layer_shapes)
@@ -85,7 +85,7 @@ class KVPool:
 def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
     """Where each layer writes new tokens: int64 [T], block * block_size + offset.
 
-    Padding behind the last request's tokens goes to the pool's last block. On a CPU in plain
+    Padding after the last request's tokens goes to the pool's last block. On a CPU in plain
     numbers: as operators there, a pass of one token took 40 us instead of 9.
     """
     size, trash = batch.block_size, (num_blocks - 1) * batch.block_size

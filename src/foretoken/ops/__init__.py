@@ -15,65 +15,23 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import (
-    AttentionCall,
-    Decoder,
-    DraftRound,
-    ForwardOutput,
-    RoundDecoder,
-    UnfitError,
-)
+
+from foretoken.ops.decoder import (  # isort: skip
+    AttentionCall, Decoder, DraftRound, ForwardOutput, RoundDecoder, UnfitError,
+)  # fmt: skip
 from foretoken.ops.dispatch import Backend, draft_cache
-from foretoken.ops.types import (
-    DRAFT,
-    RESIDUAL,
-    TARGET,
-    AttentionBatch,
-    AttentionOptions,
-    DraftBlock,
-    DraftCache,
-    Edits,
-    Evidence,
-    Logprobs,
-    Noise,
-    Rows,
-    Rule,
-    SlotParams,
-    Stream,
-    Verdict,
-    VerifyBatch,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    DRAFT, RESIDUAL, TARGET, AttentionBatch, AttentionOptions, DraftBlock, DraftCache, Edits,
+    Evidence, Logprobs, Noise, Rows, Rule, SlotParams, Stream, Verdict, VerifyBatch,
+)  # fmt: skip
 
 __all__ = [
-    "BACKENDS",
-    "DRAFT",
-    "RESIDUAL",
-    "TARGET",
-    "AttentionBatch",
-    "AttentionCall",
-    "AttentionOptions",
-    "Backend",
-    "Decoder",
-    "DraftBlock",
-    "DraftCache",
-    "DraftRound",
-    "Edits",
-    "Evidence",
-    "ForwardOutput",
-    "Logprobs",
-    "Noise",
-    "RoundDecoder",
-    "Rows",
-    "Rule",
-    "SlotParams",
-    "Stream",
-    "UnfitError",
-    "Verdict",
-    "VerifyBatch",
-    "draft_cache",
-    "get_backend",
-    "unavailable",
-]
+    "BACKENDS", "DRAFT", "RESIDUAL", "TARGET", "AttentionBatch", "AttentionCall",
+    "AttentionOptions", "Backend", "Decoder", "DraftBlock", "DraftCache", "DraftRound", "Edits",
+    "Evidence", "ForwardOutput", "Logprobs", "Noise", "RoundDecoder", "Rows", "Rule", "SlotParams",
+    "Stream", "UnfitError", "Verdict", "VerifyBatch", "draft_cache", "get_backend", "unavailable",
+]  # fmt: skip
 
 BACKENDS = ("reference", "torch", "native", "triton")
 """Folders with two functions: `available()` and `load()`, which returns `Kernels`."""

@@ -55,7 +55,7 @@ class ForwardOutput(NamedTuple):
 
     logits_NV: raw logits, one row per wanted token, in the order in which they were named
     aux:       [T, hidden], the hidden states of all tokens that were asked for, numbered as in
-               Transformers' `hidden_states`: i is the input of layer i, and behind the last layer
+               Transformers' `hidden_states`: i is the input of layer i, and after the last layer
                follows the input of the output layer, normed. They may lie in memory that the next
                pass overwrites
     """
@@ -65,7 +65,7 @@ class ForwardOutput(NamedTuple):
 
 
 class DraftRound(NamedTuple):
-    """Whose drafts a round makes, and how they are drawn.
+    """Which requests a round drafts for, and how drafts are drawn.
 
     params:     the parameters of all slots
     slot_B:     int64, no two alike
@@ -123,7 +123,7 @@ class RoundDecoder(Decoder, Protocol):
                 request but the last, whose K/V are not computed.
 
         Returns:
-            int64 [B, K], -1 behind a request's last draft.
+            int64 [B, K], -1 after a request's last draft.
         """
         ...
 
@@ -154,7 +154,7 @@ class HeadWeights(NamedTuple):
 
 
 class HeadExtras(NamedTuple):
-    """Weights that some heads have beside `HeadWeights`; None: they are not used.
+    """Weights that some heads have besides `HeadWeights`; None: they are not used.
 
     fc_norm: [P, num_aux * target_hidden_size / P], gains of P parts of what `fc` reads
     qk_norm: [H + H_kv, D], gains of queries, all alike, and of keys
@@ -213,7 +213,7 @@ class DraftHead(Protocol):
         """Run packed rows and write their K/V.
 
         Args:
-            token_T: int64, the token behind each row's position.
+            token_T: int64, the token after each row's position.
             aux: the target's hidden states [T, target_hidden_size], in the order of layers.
             row_N: int64, rows that are wanted; None, or T of them: all, in order.
 
@@ -252,13 +252,13 @@ class RoundHead(DraftHead, Protocol):
         aux: Sequence[Tensor],
         kv: LayerKV,
     ) -> None:
-        """Run those rows of a target's pass that have a known token behind them, each with it.
+        """Run those rows of a target's pass that have a known token after them, each with it.
 
         Args:
             hidden_SC: by slot; gets what `forward` returns of each request's last such row.
             token_SL: int32, tokens by slot; length_B: of these known ones, once the step was taken
                 over.
-            aux, kv: hidden states and requests of the pass; slot_B: int64, whose they are.
+            aux, kv: hidden states and requests of the pass; slot_B: int64, the slots of these.
         """
         ...
 
@@ -273,6 +273,6 @@ class RoundHead(DraftHead, Protocol):
             drafting: a request may have no draft at all.
 
         Returns:
-            int64 [B, K], -1 behind a request's last draft.
+            int64 [B, K], -1 after a request's last draft.
         """
         ...

@@ -14,31 +14,14 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.checks import (
-    check_draft,
-    check_draft_cache,
-    check_evidence,
-    check_logprobs,
-    check_rows,
-    check_sample,
-    check_verify,
-)
+from foretoken.ops import checks
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
-from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.steps import SlotState, Steps
-from foretoken.ops.types import (
-    DRAFT,
-    AttentionBatch,
-    AttentionOptions,
-    DraftCache,
-    Evidence,
-    Logprobs,
-    Noise,
-    Rows,
-    SlotParams,
-    Verdict,
-    VerifyBatch,
-)
+
+from foretoken.ops.types import (  # isort: skip
+    DRAFT, AttentionBatch, AttentionOptions, DraftCache, Evidence, Logprobs, Noise, Rows,
+    SlotParams, Verdict, VerifyBatch,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +73,7 @@ class Backend:
             the largest threshold whose mass inside the top-k set reaches p; min-p keeps
             p >= min_p * p_max.
         """
-        check_rows(rows)
+        checks.check_rows(rows)
         return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
@@ -107,7 +90,7 @@ class Backend:
         Returns:
             int64 [N] token ids.
         """
-        check_sample(rows, noise)
+        checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
@@ -128,7 +111,7 @@ class Backend:
         Returns:
             int64 [N] token ids.
         """
-        check_draft(rows, noise, cache)
+        checks.check_draft(rows, noise, cache)
         return self._kernels.draft(rows, noise, cache)
 
     def verify(self, batch: VerifyBatch) -> Verdict:
@@ -155,7 +138,7 @@ class Backend:
           would have to wait for a device to see it gives such a request no token: `n_accept_B` is
           0, `finite_B` False, its row of `token_BK1` -1.
         """
-        check_verify(batch)
+        checks.check_verify(batch)
         return self._kernels.verify(batch)
 
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
@@ -163,7 +146,7 @@ class Backend:
 
         Both are of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which compares
         draws, it is the probability of these. In neither case is anything of q read: it is one-hot.
-        Of a target row that is not finite p is 0. Drafts behind a rejected one have their numbers,
+        Of a target row that is not finite p is 0. Drafts after a rejected one have their numbers,
         too.
 
         Args:
@@ -171,7 +154,7 @@ class Backend:
             verdict: what `verify` said of it.
             request_R: int64, which requests, in 0..B-1.
         """
-        check_evidence(batch, verdict, request_R)
+        checks.check_evidence(batch, verdict, request_R)
         return self._kernels.evidence(batch, verdict, request_R)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
@@ -184,7 +167,7 @@ class Backend:
             token_N: int64 or int32, in [0, V).
             num_top: 0 <= num_top <= 64, and <= V.
         """
-        check_logprobs(rows, token_N, num_top)
+        checks.check_logprobs(rows, token_N, num_top)
         return self._kernels.logprobs(rows, token_N, num_top)
 
     def attention(
@@ -201,13 +184,13 @@ class Backend:
             query_THD: [T, H, D].
             key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v], contiguous,
                 in the dtype of the query; H % H_kv == 0.
-            batch: which queries are whose. Backends keep what they derive from it for the next
-                layer: it must not be written to afterwards.
+            batch: which queries are which request's. Backends keep what they derive from it for the
+                next layer: it must not be written to afterwards.
 
         Returns:
             [T, H, D_v].
         """
-        check_attention(query_THD, key_cache, value_cache, batch, options)
+        checks.check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def decoder(
@@ -246,7 +229,7 @@ class Backend:
 
         It is called once: in this thread, functions of this backend, its decoders and its heads
         launch no kernel then, and return zeros; PyTorch's operators do run. A step on memory that
-        nobody needs saves most of its first run's time. With other backends nothing is called.
+        is not needed saves most of its first run's time. With other backends nothing is called.
         """
         self._kernels.compile_ahead(run)
 
@@ -273,7 +256,7 @@ def draft_cache(
     Args:
         backend: the one that will verify; thresholds and LSEs are to the bit those of its `draft`.
         logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; row (b, i) is
-            what draft i of request b was drawn from. Rows behind a request's last draft may hold
+            what draft i of request b was drawn from. Rows after a request's last draft may hold
             anything, and a row that is not finite counts as no draft.
         params: the parameters of all slots; the cache has a row for each.
         slot_B: int64, the slot of each request, no two alike.
@@ -311,7 +294,7 @@ def draft_cache(
     """
     if not hasattr(backend, "draft"):
         raise ConfigError("backend", backend, "what `get_backend` returns")
-    check_draft_cache(logits_BKV, params, slot_B)
+    checks.check_draft_cache(logits_BKV, params, slot_B)
     slots, (_, most, vocabulary) = params.key_S.shape[0], logits_BKV.shape
     cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)

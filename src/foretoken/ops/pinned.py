@@ -4,7 +4,7 @@ A copy from ordinary memory may wait for all that was launched before it: the ho
 run ahead. From pinned memory it never does.
 
 PyTorch gives pinned memory back by asking the device whether the copies are done. Once the device
-has failed that raises an error in a destructor, which ends the process before anybody can be told
+has failed that raises an error in a destructor, which ends the process before it can be reported
 (torch 2.11). So what is pinned here is lent again and again, and never given back to PyTorch.
 """
 

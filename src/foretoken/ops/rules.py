@@ -70,7 +70,7 @@ def block(x: RuleInputs) -> Tensor:
     """Accept the longest prefix with u_i < h_i: no early stop (Sun et al. 2024, algorithm 2).
 
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, and h_K =
-    p_K, which S_K = p_K gives too, K being a request's own length: behind it q = 0. w_i = p_i.
+    p_K, which S_K = p_K gives too, K being a request's own length: after it q = 0. w_i = p_i.
     """
     if x.residual_mass_BK is None:
         raise ValueError("the block rule needs `residual_mass_BK`")

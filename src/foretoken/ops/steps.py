@@ -6,7 +6,7 @@ on the host, so that steps can be captured. On a CPU batches have their true siz
 are an engine's own: arguments are not checked. All tensors are contiguous.
 
 The last slot is the spare: padding of a batch names it, as often as it takes. It has one token, may
-have no more, and all its blocks are one that belongs to nobody.
+have no more, and all its blocks are one that belongs to no request.
 
 Shape suffixes: S slots, W tokens of a slot, L its block-table columns, B requests, D those that
 decide, K drafts, T packed tokens, N rows of logits.
@@ -73,13 +73,13 @@ class PackSizes(NamedTuple):
 class ForwardBatch(NamedTuple):
     """Packed input of one forward pass, request by request.
 
-    On a device, behind the tokens of the last request may follow those of the spare slot at
-    position 0, and behind the last row that is wanted token 0: nobody reads them.
+    On a device, after the tokens of the last request may follow those of the spare slot at
+    position 0, and after the last row that is wanted token 0: these are not read.
 
     token_T, position_T: int64
     logit_row_N: int64 indices into T whose logits are wanted; T of them are all, in order
-    attention:   whose the tokens are, and where their K/V go; its `block_BL` is written as far as
-                 the batch reads it
+    attention:   which request's the tokens are, and where their K/V go; its `block_BL` is written
+                 as far as the batch reads it
     num_deciding: so many of the rows, the first ones, decide: the last K_b + 1 of each deciding
                  request, in order; None: all do
     """
@@ -120,7 +120,7 @@ class Round(NamedTuple):
     """Where a round's passes compute, all of them over one block table, `first.attention`'s.
 
     Pass i > 0 computes one token of each request, draft i - 1, also for those that want no more:
-    behind what their blocks reach over, the table leads to the spare's block.
+    after what their blocks reach over, the table leads to the spare's block.
 
     num_B:       int64, drafts of each that the model has positions for
     first:       the known tokens of pass 0, with logits of each request's last one

@@ -78,11 +78,11 @@ class SuffixIndexes:
             self.field_NF[i, _END] = 0
 
     def room(self, i: int, text: Array) -> int:
-        """Tokens that a ring still holds beside this text."""
+        """Tokens that a ring still holds besides this text."""
         return max(len(self._rings[i]) - len(text) - 1, 0)
 
     def append(self, i: int, text: Array) -> int:
-        """Index a text that has ended; how many tokens of the ring it takes, one behind it too.
+        """Index a text that has ended; how many tokens of the ring it takes, one after it too.
 
         Of a text that is too long for the ring, its end.
         """
@@ -105,7 +105,7 @@ def propose(
     rows: DraftRequests,
     options: SuffixOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts behind the known tokens of each slot, in one call.
+    """Drafts after the known tokens of each slot, in one call.
 
     Each follows the commonest continuation of the longest suffix that occurred before, in its own
     text or in the first `num_others_B` of the others: where the most of them are to be expected.
@@ -114,7 +114,7 @@ def propose(
         own: over the slots' rows of tokens [S]; takes in what is new, the last token excepted.
 
     Returns:
-        int64 [B, rows.most], -1 behind a request's last; int64 [B], how many there are; and float64
+        int64 [B, rows.most], -1 after a request's last; int64 [B], how many there are; and float64
         [B], how many would be accepted if tokens followed as often as they did before.
     """
     count = len(rows.slot_B)

@@ -258,7 +258,7 @@ class Verdict(NamedTuple):
 class Evidence(NamedTuple):
     """The numbers that a verdict rests on, of R of its requests; see `Backend.evidence`.
 
-    What stands behind a request's last draft may be anything, except in column K of p and q.
+    What stands after a request's last draft may be anything, except in column K of p and q.
 
     token_RK: int64, the drafts x_i
     p_RK1:    float64, p(x_i); column K: of the token that follows the accepted drafts
@@ -291,14 +291,14 @@ class AttentionBatch:
     query_start_B1: int64 [B + 1], the first token of each request, rising from 0 to T; no request
                     is without a token
     length_B:       int64 [B], tokens in the cache after this pass, the new ones included
-    block_BL:       int64 [B, L] block ids, contiguous; behind a request's last block anything that
-                    is a block, 0 by convention. With `values_fit` anything: nobody reads it
+    block_BL:       int64 [B, L] block ids, contiguous; after a request's last block anything that
+                    is a block, 0 by convention. With `values_fit` anything: it is not read
     block_size:     tokens per block
     most_queries:   no request has more new tokens, as far as the host knows; 0: T
     values_fit:     True promises all of the above, so that ops need not look
 
-    On a device T may be more than query_start_B1[B]: the tokens behind are padding, whose result
-    nobody reads.
+    On a device T may be more than query_start_B1[B]: the tokens after that are padding; their
+    results are not read.
     """
 
     query_start_B1: Tensor

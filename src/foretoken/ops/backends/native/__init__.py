@@ -18,9 +18,9 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.native import decoder, head, library, sampling, steps
+    from foretoken.ops.backends.native import decoder, library, sampling, steps
     from foretoken.ops.backends.torch.attention import attention
-    from foretoken.ops.backends.torch.evidence import evidence_by
+    from foretoken.ops.backends.torch.verify import evidence_by
 
     return Kernels(
         process_logits=sampling.process_logits,
@@ -32,7 +32,7 @@ def load() -> Kernels:
         attention=attention,
         steps=steps.Steps,
         decoder=decoder.FusedDecoder,
-        draft_head=head.FusedHead,
+        draft_head=decoder.FusedHead,
         set_num_threads=library.set_num_threads,
         tunings=decoder.tunings,
     )

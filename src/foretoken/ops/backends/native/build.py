@@ -144,7 +144,7 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
 
 
 def _link(command: list[str], flags: list[str], path: Path) -> None:
-    """Make a library, and seal it. Renamed when whole: nobody loads half a library."""
+    """Make a library, and seal it. Renamed when whole, so that half a library is never loaded."""
     partial = path.with_suffix(f".{os.getpid()}{_PARTIAL}")
     try:
         _run([*command, "-o", str(partial)], flags)

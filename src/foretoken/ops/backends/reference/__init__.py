@@ -16,24 +16,16 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.reference import (
-        attention,
-        draft,
-        evidence,
-        logprobs,
-        process,
-        sample,
-        verify,
-    )
+    from foretoken.ops.backends.reference import attention, process, sample, verify
     from foretoken.ops.backends.torch import steps
 
     return Kernels(
         process_logits=process.process_logits,
         sample=sample.sample,
-        draft=draft.draft,
+        draft=sample.draft,
         verify=verify.verify,
-        evidence=evidence.evidence,
-        logprobs=logprobs.logprobs,
+        evidence=verify.evidence,
+        logprobs=process.logprobs,
         attention=attention.attention,
         steps=steps.Steps,
     )

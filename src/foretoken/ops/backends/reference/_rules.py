@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from foretoken.ops.backends.reference.draft import Draft
 from foretoken.ops.backends.reference.process import Row
+from foretoken.ops.backends.reference.sample import Draft
 from foretoken.ops.types import Rule
 
 Outcome = tuple[int, float]

@@ -1,4 +1,5 @@
-"""Edits, temperature and filters in fp64, one row at a time, each step as it is defined.
+"""Edits, temperature and filters in fp64, one row at a time, each step as it is defined; then
+log-probabilities.
 
 Order: mask -> entries (bias, repetition, subtract) -> temperature -> min_p -> top_k -> top_p. A
 filter keeps every logit at or above a threshold: ties stay together.
@@ -6,12 +7,14 @@ filter keeps every logit at or above a threshold: ties stay together.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foretoken.ops.types import Edits, Rows, SlotParams
+from foretoken.ops.types import Edits, Logprobs, Rows, SlotParams
 
 Row = npt.NDArray[np.float64]
 
@@ -74,3 +77,37 @@ def _keep_top_p(row: Row, top_p: float) -> None:
     cumulative = np.cumsum(weight[order])
     reached = np.flatnonzero(cumulative >= top_p * cumulative[-1])
     row[row < row[order[reached[0]]]] = -np.inf
+
+
+def log_sum_exp(row: Row) -> float:
+    """log sum exp; -inf for an empty set, NaN or +inf if the row holds one."""
+    largest = float(np.max(row))
+    if not math.isfinite(largest):
+        return largest
+    return largest + math.log(float(np.sum(np.exp(row - largest))))
+
+
+def softmax(row: Row) -> Row:
+    """exp of a finite row over its sum."""
+    weight = np.exp(row - np.max(row))
+    return np.asarray(weight / weight.sum())
+
+
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+    """See `Backend.logprobs`. log p(v) = logit_v - log sum exp of the row."""
+    x_NV = (process_logits(rows) if isinstance(rows, Rows) else rows.detach().double()).numpy()
+    out = Logprobs(
+        logprob_N=torch.empty(len(x_NV), dtype=torch.float32),
+        rank_N=torch.empty(len(x_NV), dtype=torch.int64),
+        top_logprob_NT=torch.empty(len(x_NV), num_top, dtype=torch.float32),
+        top_token_NT=torch.empty(len(x_NV), num_top, dtype=torch.int64),
+    )
+    for n, x in enumerate(token_N.tolist()):
+        with np.errstate(invalid="ignore"):  # inf - inf, of rows that are not finite
+            log_p = x_NV[n] - log_sum_exp(x_NV[n])
+        likeliest = np.argsort(-x_NV[n], kind="stable")[:num_top]
+        out.logprob_N[n] = torch.from_numpy(log_p)[x]  # a float beyond float32 would raise
+        out.rank_N[n] = 1 + int((x_NV[n] > x_NV[n][x]).sum())
+        out.top_token_NT[n] = torch.from_numpy(likeliest)
+        out.top_logprob_NT[n] = torch.from_numpy(log_p[likeliest])
+    return out

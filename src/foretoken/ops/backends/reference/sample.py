@@ -1,8 +1,11 @@
-"""Gumbel-max sampling in fp64, one row at a time.
+"""Gumbel-max sampling in fp64, one row at a time; drafts, and the q they came from, written to the
+cache and stated again from it.
 
 argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
 (Gumbel 1954; Maddison et al. 2014). The same over blocks of the vocabulary, then within the block,
 is the same distribution, since P(block) P(token | block) = P(token).
+
+Shapes: B requests, S slots, K drafts, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from foretoken.ops.backends.reference.noise import gumbels
-from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
-from foretoken.ops.types import Noise, Rows, Rule, SlotParams, Stream
+from foretoken.ops.backends.reference.process import Row, is_finite, log_sum_exp, process_logits
+
+from foretoken.ops.types import (  # isort: skip
+    DRAFT, TARGET, DraftBlock, DraftCache, Noise, Rows, Rule, SlotParams, Stream,
+)  # fmt: skip
 
 BLOCK = 1024
 
@@ -62,7 +67,7 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
     if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest index on ties
     if is_finite(row):
-        row = row - row.max()  # beside 1e30 noise would be rounded away
+        row = row - row.max()  # next to 1e30 noise would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
         """first + argmax of score + noise, named by first + index; -inf is never drawn."""
@@ -80,15 +85,73 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
     return gumbel_argmax(row[first : first + BLOCK], first, token_stream)
 
 
-def log_sum_exp(row: Row) -> float:
-    """log sum exp; -inf for an empty set, NaN or +inf if the row holds one."""
-    largest = float(np.max(row))
-    if not math.isfinite(largest):
-        return largest
-    return largest + math.log(float(np.sum(np.exp(row - largest))))
+class Draft(NamedTuple):
+    """A draft x, its own q(x), and q over the target's V ids (x may lie beyond).
+
+    q(x) is 0 of what counts as no draft, NaN where that is because q's row is not finite.
+    """
+
+    x: int
+    q_x: float
+    q: Row
 
 
-def softmax(row: Row) -> npt.NDArray[np.float64]:
-    """exp of a finite row over its sum."""
-    weight = np.exp(row - np.max(row))
-    return np.asarray(weight / weight.sum())
+def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
+    """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never asked for, lse is 0."""
+    logits_BV = rows.logits_NV.detach()
+    processed = process_logits(rows).numpy()
+    token_B = torch.empty(len(processed), dtype=torch.int64)
+    for b, s in enumerate(rows.slot_N.tolist()):
+        slot = Slot.of(rows.params, s, noise.fp64)
+        position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
+        # Under COUPLED with the target's own noise.
+        index, streams = (0, TARGET) if slot.rule == Rule.COUPLED else (i, DRAFT)
+        token_B[b] = draw(processed[b], slot, position, index, streams)
+        if cache is not None:
+            raw = logits_BV[b].double().numpy()
+            cache.logits_SKV[s, i] = logits_BV[b]
+            cache.threshold_SK[s, i] = threshold_of(raw, processed[b])
+            cache.lse_SK[s, i] = log_sum_exp(processed[b]) if slot.temperature > 0 else 0.0
+    return token_B
+
+
+def threshold_of(raw: Row, filtered: Row) -> float:
+    """The least raw logit that the filters kept, not above it in float32; -inf if they kept all."""
+    kept = filtered > -np.inf
+    if not is_finite(filtered) or not (raw[~kept] > -np.inf).any():
+        return -math.inf
+    least = raw[kept].min()
+    threshold = np.float32(least)
+    return float(threshold if threshold <= least else np.nextafter(threshold, np.float32(-np.inf)))
+
+
+def draft_of(block: DraftBlock, b: int, i: int, s: int, slot: Slot, vocabulary: int) -> Draft:
+    """Draft i of request b, which has slot s."""
+    x, q = int(block.token_BK[b, i]), np.zeros(vocabulary)
+    if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
+        return Draft(x, 0.0, q)  # a rate cannot make a token of the target out of another id
+    if block.cache is None or not block.real_q_B[b] or slot.is_certain:
+        return Draft(x, 1.0, one_hot(x, vocabulary))
+    if not math.isfinite(float(block.cache.lse_SK[s, i])):
+        return Draft(x, math.nan, q)
+    whole = q_of(block.cache, s, i, slot.temperature)
+    shared = min(vocabulary, len(whole))
+    q[:shared] = whole[:shared]
+    return Draft(x, float(whole[x]) if x < len(whole) else 0.0, q)
+
+
+def one_hot(x: int, vocabulary: int) -> Row:
+    """All zero for an id that the target does not have."""
+    q = np.zeros(vocabulary)
+    q[x : x + 1] = 1.0
+    return q
+
+
+def q_of(cache: DraftCache, slot: int, i: int, temperature: float) -> Row:
+    """q of a cached row, which is finite, over its V' tokens.
+
+    q = exp(logit / T - lse) where logit >= threshold.
+    """
+    raw = cache.logits_SKV[slot, i].detach().double().numpy()
+    threshold, lse = float(cache.threshold_SK[slot, i]), float(cache.lse_SK[slot, i])
+    return np.asarray(np.where(raw >= threshold, np.exp(raw / temperature - lse), 0.0))

@@ -12,16 +12,15 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch import attention, logprobs, process, sample, steps, verify
-    from foretoken.ops.backends.torch.evidence import evidence_by
+    from foretoken.ops.backends.torch import attention, process, sample, steps, verify
 
     return Kernels(
         process_logits=process.process_logits,
         sample=sample.sample,
         draft=sample.draft,
         verify=verify.verify,
-        evidence=evidence_by(process.process_logits, logprobs.logprobs),
-        logprobs=logprobs.logprobs,
+        evidence=verify.evidence_by(process.process_logits, process.logprobs),
+        logprobs=process.logprobs,
         attention=attention.attention,
         steps=steps.Steps,
     )

@@ -1,13 +1,13 @@
 """Raw logits in, processed on load: edits, temperature and filters of a few rows at a time.
 
-Belongs here: how rows are read, their filters, their distribution, `process_logits`. Does not:
+Belongs here: how rows are read, their filters, their distribution, what is written of it. Does not:
 noise, and what is done with a distribution.
 
 Every filter keeps the logits at or above some value, ties included, so that all filters of a row
 are one threshold, in units of raw logits.
 
 Shapes: N rows of the call, R of them at a time, V vocabulary, W the same in whole blocks, D digits,
-M entries.
+M entries, T likeliest tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.ops.types import Edits, Rows, Rule, SlotParams
+from foretoken.ops.types import Edits, Logprobs, Rows, Rule, SlotParams
 
 BLOCK = 1024
 _CHUNK = 1 << 19  # logits at a time: 4 MB in float64, which caches hold
@@ -99,7 +99,7 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
 def distribution(rows: Rows, index_R: Tensor) -> Distribution:
     """Edits -> temperature -> min_p -> top_k -> top_p of a few rows.
 
-    In float64: how an operator rounds may depend on the rows beside a row, but 1e-16 decides no
+    In float64: how an operator rounds may depend on the rows next to a row, but 1e-16 decides no
     draw, and p / q of equal logits is as near to 1 as no uniform comes.
     """
     x_RW, slot_R = load(rows, index_R), rows.slot_N[index_R]
@@ -207,3 +207,27 @@ def process_logits(rows: Rows) -> Tensor:
     for part in chunks(*out_NV.shape):
         out_NV[part] = processed(rows, index_N[part])
     return out_NV
+
+
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+    """See `Backend.logprobs`."""
+    logits_NV = rows.logits_NV if isinstance(rows, Rows) else rows.detach()
+    count, vocabulary = logits_NV.shape
+    out = Logprobs(
+        logprob_N=torch.empty_like(token_N, dtype=torch.float32),
+        rank_N=torch.empty_like(token_N, dtype=torch.int64),
+        top_logprob_NT=token_N.new_empty(count, num_top, dtype=torch.float32),
+        top_token_NT=token_N.new_empty(count, num_top, dtype=torch.int64),
+    )
+    index_N, id_V = (torch.arange(n, device=token_N.device) for n in (count, vocabulary))
+    for part in chunks(count, vocabulary):
+        x_RV = processed(rows, index_N[part]) if isinstance(rows, Rows) else logits_NV[part].float()
+        lse_R1 = x_RV.double().logsumexp(dim=1, keepdim=True)
+        given_R1 = x_RV.gather(1, token_N[part, None].long())
+        key_RV = (ordered(x_RV).long() << 32) - id_V  # all differ: of equal ones `topk` takes any
+        top_RT = key_RV.topk(num_top, dim=1).indices
+        out.logprob_N[part] = (given_R1 - lse_R1)[:, 0]
+        out.rank_N[part] = (x_RV > given_R1).sum(dim=1) + 1
+        out.top_logprob_NT[part] = x_RV.gather(1, top_RT) - lse_R1
+        out.top_token_NT[part] = top_RT
+    return out

@@ -39,7 +39,7 @@ class Steps:
         """See `Steps.pack`."""
         want_B = tokens.num_D + 1
         if tokens.of_B is not None:
-            want_B = pad(want_B, (0, 1))[tokens.of_B]  # -1 is the 0 behind the last
+            want_B = pad(want_B, (0, 1))[tokens.of_B]  # -1 is the 0 after the last
         count_B = tokens.num_tokens_B + (want_B - 1).clamp(min=0)
         slot_B = self._going_on(tokens.slot_B)
         start_B = self._state.computed_S[slot_B]
@@ -136,7 +136,7 @@ class Steps:
 
     def _going_on(self, slot_B: Tensor) -> Tensor:
         """The slots, and the spare in the place of those whose requests may have no more tokens:
-        there may be no block for the last one, which nobody needs computed."""
+        there may be no block for the last one, which need not be computed."""
         goes_on_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
         return torch.where(goes_on_B, slot_B, len(self._state.length_S) - 1)
 

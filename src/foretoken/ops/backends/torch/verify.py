@@ -1,18 +1,22 @@
-"""Verification in three stages: reductions per row -> a rule -> one draw per request.
+"""Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-Belongs here: the reductions, the residual, and what is emitted. Does not: the rules
-(`ops/rules.py`), how a row is read (`process`) and drawn (`sample`).
+Belongs here: the reductions, the residual, what is emitted, and what a verdict rests on. Does not:
+the rules (`ops/rules.py`), how a row is read (`process`) and drawn (`sample`).
 
 q(x) is one number of the cache; p(x) takes a pass over the row of every draft that has a q; the
 token after the accepted drafts takes one more. The block rule reads p and q of every draft except
 the first once again, for its residual masses.
 
+`evidence_by` serves other backends, too: it reads rows by their functions, waits for no device, and
+has no shape that depends on what tensors hold. On a GPU it runs outside of what is captured.
+
 Shapes: B requests, K most drafts, N rows, V vocabulary, W the same in whole blocks, M drafts or
-rows in flat order, R of them at a time.
+rows in flat order, R of them, or of the requests, at a time, E edits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,8 +27,14 @@ from torch.nn.functional import pad
 from foretoken.ops.backends.torch.noise import RowNoise, first_uniform
 from foretoken.ops.backends.torch.process import chunks, distribution, draws_flat, temperatures
 from foretoken.ops.backends.torch.sample import draw, draw_rows
-from foretoken.ops.rules import RuleInputs, accept, rules_of, weights
-from foretoken.ops.types import RESIDUAL, TARGET, Rows, Rule, Stream, Verdict, VerifyBatch
+from foretoken.ops.rules import RuleInputs, accept, block_weights, rules_of, weights
+
+from foretoken.ops.types import (  # isort: skip
+    RESIDUAL, TARGET, DraftCache, Edits, Evidence, Logprobs, Rows, Rule, SlotParams, Stream,
+    Verdict, VerifyBatch,
+)  # fmt: skip
+
+_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests are asked for
 
 
 class Batch(NamedTuple):
@@ -93,7 +103,7 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         log_p_BK[b_M[part], i_M[part]] = _log_p(batch, b_M[part], i_M[part])
     log_u_BK = torch.full_like(log_p_BK, -torch.inf)  # p and q are one-hot: any u decides alike
     if len(b_M) or Rule.SYNTHETIC in rules:
-        log_u_BK = _log_u(batch)
+        log_u_BK = _uniforms(batch.given, batch.given.slot_B, batch.given.position_B).log()
     x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, batch.given.synthetic_rate_K)
     log_w_BK1 = weights(x, batch.rule_B)
     if Rule.BLOCK in rules:
@@ -153,14 +163,14 @@ def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
     return torch.where(kept_R, log_p_R, -torch.inf)
 
 
-def _log_u(batch: Batch) -> Tensor:
-    """log of the acceptance uniforms, [B, K]."""
-    (num_requests, most), given = batch.token_BK.shape, batch.given
-    index_M = torch.arange(most, device=batch.token_BK.device).repeat(num_requests)
-    key_M = given.params.key_S[given.slot_B].repeat_interleave(most)
-    position_M = given.position_B.repeat_interleave(most) + index_M
+def _uniforms(given: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
+    """The acceptance uniforms of these requests, float64 [R, K]."""
+    most = given.drafts.token_BK.shape[1]
+    index_M = torch.arange(most, device=slot_R.device).repeat(len(slot_R))
+    key_M = given.params.key_S[slot_R].repeat_interleave(most)
+    position_M = position_R.repeat_interleave(most) + index_M
     u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
-    return u_M.double().log().view(num_requests, most)
+    return u_M.double().view(-1, most)
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
@@ -190,12 +200,18 @@ def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R
     real = real_R.nonzero()[:, 0]
     if cache is not None and len(real):
         slot_R = batch.given.slot_B[b_R[real]]
-        at, temperature_R = (slot_R, i_R[real]), temperatures(batch.given.params, slot_R)
-        raw_RV = cache.logits_SKV[at][:, : batch.vocabulary].float()
-        log_q_RV = raw_RV / temperature_R[:, None] - cache.lse_SK[at][:, None]
-        q_RV = log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[at][:, None])
+        q_RV = _q_rows(cache, batch.given.params, slot_R, i_R[real], batch.vocabulary)
         rest_RW[real, : q_RV.shape[1]] -= q_RV
     return rest_RW.clamp_(min=0.0)
+
+
+def _q_rows(
+    cache: DraftCache, params: SlotParams, slot_R: Tensor, i_R: Tensor, vocabulary: int
+) -> Tensor:
+    """q of drafts i_R as the cache states it, float64, of ids that the target has."""
+    raw_RV = cache.logits_SKV[slot_R, i_R][:, :vocabulary].float()
+    log_q_RV = raw_RV / temperatures(params, slot_R)[:, None] - cache.lse_SK[slot_R, i_R, None]
+    return log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[slot_R, i_R, None])
 
 
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
@@ -221,3 +237,164 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
         last_B[b] = draw(weight_RW, flat_R, noise)
         batch.finite_BK1[b, i] = p.max_R.isfinite()
     return last_B
+
+
+class Reading(NamedTuple):
+    """How a backend reads rows: two of its functions, see `Backend`."""
+
+    process_logits: Callable[[Rows], Tensor]
+    logprobs: Callable[[Rows, Tensor, int], Logprobs]
+
+
+class _Asked(NamedTuple):
+    """The requests that are asked for, by their order there."""
+
+    reading: Reading
+    given: VerifyBatch
+    slot_R: Tensor
+    num_R: Tensor
+    first_row_R: Tensor
+    real_q_R: Tensor
+    token_RK: Tensor
+
+    def rows(self, index_RJ: Tensor) -> Rows:
+        """Rows of the requests, one after another; after a request's last one, that again."""
+        row_M = (self.first_row_R[:, None] + index_RJ.minimum(self.num_R[:, None])).flatten()
+        real_M, edits = (index_RJ <= self.num_R[:, None]).flatten(), self.given.edits
+        slot_M = self.slot_R.repeat_interleave(index_RJ.shape[1])
+        edits = None if edits is None else _edits_of(edits, row_M, real_M)
+        return Rows(self.given.logits_NV[row_M], self.given.params, slot_M, edits)
+
+
+def evidence_by(
+    process_logits: Callable[[Rows], Tensor], logprobs: Callable[[Rows, Tensor, int], Logprobs]
+) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
+    """`Backend.evidence` of a backend that reads rows by these functions of its own."""
+    reading = Reading(process_logits, logprobs)
+
+    def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
+        """Some requests at a time."""
+        most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
+        parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
+        found = [_evidence(reading, given, verdict, part_R) for part_R in parts]
+        return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+    return evidence
+
+
+def _evidence(
+    reading: Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
+) -> Evidence:
+    drafts, slot_R = given.drafts, given.slot_B[request_R]
+    most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
+    index_RK = torch.arange(most, device=slot_R.device).expand(len(slot_R), most)
+    token_RK = drafts.token_BK[request_R].long()
+    own_R = given.params.temperature_S[slot_R] == 0
+    own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
+    real_q_R = drafts.real_q_B[request_R] & ~own_R
+    first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
+    asked = _Asked(reading, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
+    accepted_R1 = verdict.n_accept_B[request_R, None]
+    last_R1 = verdict.token_BK1[request_R].long().gather(1, accepted_R1)
+    p_RK, finite_RK = _p(asked, index_RK, token_RK)
+    p_R1, _ = _p(asked, accepted_R1, last_R1)
+    q_RK = _q_of_drafts(asked, index_RK)
+    q_R1 = _q_of_last(asked, q_RK, accepted_R1, last_R1)
+    mass_RK = torch.full_like(p_RK, torch.nan)
+    if Rule.BLOCK in given.params.rules and most > 1:
+        mass_RK[:, :-1] = _masses(asked, p_RK, q_RK, finite_RK)
+    return Evidence(
+        token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
+        _uniforms(given, slot_R, given.position_B[request_R]).view_as(p_RK), mass_RK, real_q_R,
+    )  # fmt: skip
+
+
+def _p(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
+    """p of tokens in rows of each request, float64; and whether the rows are finite."""
+    vocabulary, rows = asked.given.logits_NV.shape[1], asked.rows(index_RJ)
+    token_M = token_RJ.flatten()
+    found = asked.reading.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
+    finite_M = found.top_logprob_NT[:, 0].isfinite()
+    cold_M = rows.params.temperature_S[rows.slot_N] == 0
+    is_best_M = found.top_token_NT[:, 0] == token_M
+    p_M = torch.where(cold_M, is_best_M.double(), found.logprob_N.double().exp())
+    is_known_M = (token_M >= 0) & (token_M < vocabulary)
+    p_M = torch.where(finite_M & is_known_M, p_M, 0.0)
+    return p_M.view_as(token_RJ), finite_M.view_as(token_RJ)
+
+
+def _q(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
+    """q of tokens as the cache states it, float64; NaN where the draft's row is not finite."""
+    cache, params = asked.given.drafts.cache, asked.given.params
+    if cache is None:
+        return torch.ones_like(token_RJ, dtype=torch.float64)
+    at, width = (asked.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
+    raw_RJ = cache.logits_SKV[(*at, token_RJ.clamp(0, width - 1))].float()
+    lse_RJ = cache.lse_SK[at]
+    q_RJ = (raw_RJ / temperatures(params, asked.slot_R)[:, None] - lse_RJ).exp()
+    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[at])
+    return torch.where(is_kept_RJ, q_RJ, 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
+
+
+def _q_of_drafts(asked: _Asked, index_RK: Tensor) -> Tensor:
+    given, token_RK = asked.given, asked.token_RK
+    is_token_RK = token_RK < given.logits_NV.shape[1]
+    is_token_RK |= (given.params.rule_S[asked.slot_R] != Rule.SYNTHETIC)[:, None]
+    q_RK = torch.where(asked.real_q_R[:, None], _q(asked, index_RK, token_RK), 1.0)
+    return torch.where(is_token_RK & (token_RK >= 0), q_RK, 0.0)
+
+
+def _q_of_last(asked: _Asked, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
+    """q of the token after the accepted drafts, if a draft stood there."""
+    if q_RK.shape[1] == 0:
+        return torch.zeros_like(last_R1, dtype=torch.float64)
+    place_R1 = accepted_R1.clamp(max=q_RK.shape[1] - 1)
+    replaces_R1 = (accepted_R1 < asked.num_R[:, None]) & (q_RK.gather(1, place_R1) > 0)
+    is_draft_R1 = (asked.token_RK.gather(1, place_R1) == last_R1).double()
+    q_R1 = torch.where(asked.real_q_R[:, None], _q(asked, place_R1, last_R1), is_draft_R1)
+    return torch.where(replaces_R1, q_R1, 0.0)
+
+
+def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
+    """S_i of the drafts that another one follows, [R, K - 1], as the block rule has it.
+
+    Of a one-hot q it is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
+    """
+    params, cache, most = asked.given.params, asked.given.drafts.cache, p_RK.shape[1]
+    is_draft_RK = q_RK > 0
+    log_q_RK = torch.where(is_draft_RK, q_RK, 0.0).log()
+    w_RK = block_weights(RuleInputs(p_RK.log(), log_q_RK, log_q_RK))[:, 1:-1].exp()
+    mass_RK = w_RK * (1 - p_RK[:, 1:])
+    if cache is not None:
+        following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
+        rows, index_M = asked.rows(following_RK), following_RK.flatten()
+        rest_MV = asked.reading.process_logits(rows).double().softmax(dim=1)
+        rest_MV.mul_(w_RK.reshape(-1, 1))
+        q_MV = _q_rows(cache, params, rows.slot_N, index_M, rest_MV.shape[1])
+        rest_MV[:, : q_MV.shape[1]] -= q_MV
+        sum_RK = rest_MV.clamp_(min=0.0).sum(dim=1).view_as(mass_RK)
+        mass_RK = torch.where(asked.real_q_R[:, None], sum_RK, mass_RK)
+    mass_RK = torch.where(finite_RK[:, 1:], mass_RK, 0.0)
+    index_RK = torch.arange(most, device=p_RK.device)
+    is_draft_RK = (is_draft_RK & (index_RK < asked.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
+    is_block_R = params.rule_S[asked.slot_R] == Rule.BLOCK
+    return torch.where(is_draft_RK & is_block_R[:, None], mass_RK, torch.nan)
+
+
+def _edits_of(edits: Edits, row_M: Tensor, real_M: Tensor) -> Edits:
+    """The edits of some rows, none twice, except those that are not real and have none."""
+    start_M = edits.start_N1[row_M]
+    count_M = (edits.start_N1[row_M + 1] - start_M) * real_M
+    new_M1 = pad(count_M.cumsum(0), (1, 0))
+    # On a host the truth costs nothing; where it is unknown, no more than there are.
+    size = int(new_M1[-1]) if row_M.is_cpu else len(edits.token_M)
+    index_E = torch.arange(size, device=row_M.device)
+    owner_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)
+    at_E = (start_M - new_M1[:-1])[owner_E] + index_E
+    at_E.clamp_(max=max(len(edits.token_M) - 1, 0))
+    return replace(
+        edits,
+        mask_N=None if edits.mask_N is None else torch.where(real_M, edits.mask_N[row_M], -1),
+        start_N1=new_M1, token_M=edits.token_M[at_E], bias_M=edits.bias_M[at_E],
+        repetition_M=edits.repetition_M[at_E], subtract_M=edits.subtract_M[at_E],
+    )  # fmt: skip

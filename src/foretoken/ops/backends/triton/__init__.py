@@ -1,10 +1,10 @@
 """Triton kernels on a GPU, or on a CPU through Triton's interpreter. See `foretoken.ops.Backend`.
 
 Reading order: `records` (what kernels are given, and the letters of shapes), `rows` (what they
-load), `scan` (the one pass), `filters` (thresholds), `draw` (one token); `request`, `rules`,
-`decide` and `residual` (verification), `settle` (of few requests); `guess`, `sweep` and `wide`
-(wide nuclei). `sample`, `verify`, `process` and `logprobs` launch them, through `launch`
-and `compiled`. `attention/` and `decoder/` are apart, with reading orders of their own.
+load), `scan` (the one pass), `filters` (thresholds), `draw` (one token); `rules`, `decide` and
+`residual` (verification); `sweep` and `wide` (wide nuclei). `sample`, `verify` and `process` launch
+them, through `launch` and `compiled`. `attention/` and `decoder/` are apart, with reading orders of
+their own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch.evidence import evidence_by
-    from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
+    from foretoken.ops.backends.torch.verify import evidence_by
+    from foretoken.ops.backends.triton import process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
     from foretoken.ops.backends.triton.compiled import compile_ahead, zero_if_noted
     from foretoken.ops.backends.triton.decoder import FusedDecoder, FusedDraftHead
@@ -40,8 +40,8 @@ def load() -> Kernels:
         sample=zero_if_noted(sample.sample),
         draft=zero_if_noted(sample.draft),
         verify=zero_if_noted(verify.verify),
-        evidence=zero_if_noted(evidence_by(process.process_logits, logprobs.logprobs)),
-        logprobs=zero_if_noted(logprobs.logprobs),
+        evidence=zero_if_noted(evidence_by(process.process_logits, process.logprobs)),
+        logprobs=zero_if_noted(process.logprobs),
         attention=zero_if_noted(attention),
         steps=steps.Steps,
         decoder=FusedDecoder,

@@ -179,7 +179,7 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
 
     In this thread, that is. Results are memory as it was: `zero_if_noted` makes those of an op safe
     to go on with. What PyTorch's operators write then lands anywhere in the K/V pools and slots:
-    this is for before anybody is served. Under Triton's interpreter nothing is compiled.
+    call it before serving. Under Triton's interpreter nothing is compiled.
 
     Args:
         processes: None: one per CPU that this process may use, up to 16.

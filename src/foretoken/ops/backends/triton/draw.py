@@ -13,28 +13,15 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.noise import (
-    RESIDUAL_TOKEN,
-    TARGET_TOKEN,
-    Address,
-    argmax_with,
-    block_address,
-    gumbel_at,
-    gumbel_span,
-    log2,
-    noise_at,
-    noise_span,
-)
+from foretoken.ops.backends.triton.noise import (  # isort: skip
+    RESIDUAL_TOKEN, TARGET_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, log2,
+    noise_at, noise_span,
+)  # fmt: skip
 from foretoken.ops.backends.triton.records import Batch, Filtered, Q
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    CAPACITY,
-    Settings,
-    load_blocks,
-    load_span,
-    log2_sum,
-    log2_sum_rows,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, CAPACITY, Settings, load_blocks, load_span, log2_sum, log2_sum_rows,
+)  # fmt: skip
 
 # What a token is drawn from: p; p without the rejected draft, the residual of a one-hot q; the
 # residual of a real q, max(w p - q, 0).

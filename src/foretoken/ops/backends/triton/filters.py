@@ -16,23 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import queue_row, search_for
 from foretoken.ops.backends.triton.records import Batch, RawRows
-from foretoken.ops.backends.triton.rows import (
-    CAPACITY,
-    GROUP,
-    GROUPS,
-    Settings,
-    first_row,
-    key_of,
-    let_next_start,
-    load_at,
-    load_blocks,
-    log2_sum_exactly,
-    read_settings,
-    value_of,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    CAPACITY, GROUP, GROUPS, Settings, first_row, key_of, let_next_start, load_at, load_blocks,
+    log2_sum_exactly, read_settings, value_of, wait_for_writes,
+)  # fmt: skip
+from foretoken.ops.backends.triton.sweep import queue_row, search_for
 
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
@@ -185,7 +175,7 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
         picked = chosen_blocks * 0
         for first in range(0, chosen_blocks, _BLOCKS_AT_ONCE):
             r = first + tl.arange(0, _BLOCKS_AT_ONCE)
-            # behind the last group, as padding
+            # after the last group, as padding
             block = tl.load(blocks + r, mask=r < chosen_blocks, other=NBP)
             g = tl.reshape(
                 block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], (_BLOCKS_AT_ONCE * GROUPS,)
@@ -202,7 +192,7 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
 
 @triton.jit
 def _load_groups(rows: RawRows, row, groups, first, picked):
-    """(ids, logits) of _GROUPS_AT_ONCE of the picked groups, -inf behind the last."""
+    """(ids, logits) of _GROUPS_AT_ONCE of the picked groups, -inf after the last."""
     size: tl.constexpr = _GROUPS_AT_ONCE * GROUP
     g = first + tl.arange(0, _GROUPS_AT_ONCE)
     group = tl.load(groups + g, mask=g < picked, other=0).to(tl.int32)

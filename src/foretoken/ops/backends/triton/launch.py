@@ -73,8 +73,7 @@ class Call:
         Args:
             early: whether it may start before the kernel launched before it has ended.
         """
-        if self._overlap and early:
-            options["launch_pdl"] = True
+        options |= dependent(self._overlap and early)
         launch(kernel, (programs,), self._shared, *given, self._overlap, **options)
 
 
@@ -98,6 +97,11 @@ def overlaps(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent(overlap: bool) -> dict[str, Any]:
+    """The launch option by which a kernel may start before the one before it has ended."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 def at_most_registers(count: int) -> dict[str, Any]:

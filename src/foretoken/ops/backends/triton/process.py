@@ -1,6 +1,22 @@
-"""Processed logits written out, for tools and tests: sampling and verification never need them."""
+"""Processed logits, for tools and tests, and log-probabilities of given and likeliest tokens.
+
+Log-probabilities take two launches and no copy of the logits. The first measures every block of
+1024, in programs of one warp as `scan.py` does: its sum of exponentials, how many of its logits are
+above the given token's, the maxima of its groups of 64. The second has a program per row. Let
+groups be ordered by their maxima, falling, the lowest first among equals: the k likeliest tokens
+lie in the first k groups, whatever the ties, since each of these holds a token that comes before
+all of a later group.
+
+Processed logits are edited and cut on load; their thresholds are those that sampling finds, so that
+rows with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936);
+with filters and edits it is that of sampling.
+
+Shapes: T likeliest tokens; others as in `records.py`.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -9,10 +25,17 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import Call, requests_of
+from foretoken.ops.backends.triton.noise import LN2, LOG2E
 from foretoken.ops.backends.triton.records import Batch
-from foretoken.ops.backends.triton.rows import BLOCK, load_span
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, GROUP, GROUPS, key_of, let_next_start, load_at, load_span, value_of, wait_for_writes,
+)  # fmt: skip
 from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.types import Rows
+from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
+from foretoken.ops.types import Logprobs, Rows
+
+_NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -45,3 +68,159 @@ def process_logits(rows: Rows) -> Tensor:
         programs = len(out_NV) * call.batch.rows.NB
         launch(write_kernel, (programs,), call.batch, out_NV, num_warps=4)
     return out_NV
+
+
+class Measured(NamedTuple):
+    """What the first kernel leaves of each block, and of each group its maximum; float32.
+
+    sum_NJ:   of 2^((x - the block's maximum) scale)
+    above_NJ: how many logits are above the given token's
+    """
+
+    sum_NJ: Tensor
+    above_NJ: Tensor
+    group_top_NG: Tensor
+
+
+@triton.jit
+def _threshold_and_scale(batch: Batch, row):
+    """What a row is cut by, and its scale to log2; raw logits are neither cut nor scaled."""
+    threshold, scale = float("-inf"), LOG2E
+    if batch.slots is not None:
+        temperature = tl.load(batch.slots.temperature_S + tl.load(batch.requests.slot_B + row))
+        scale = LOG2E / tl.where(temperature == 0, 1.0, temperature)
+        if batch.scratch.filtered is not None:
+            threshold = tl.load(batch.scratch.filtered.threshold_N + row)
+    return threshold, scale
+
+
+@triton.jit
+def _given_logit(batch: Batch, row, token_N):
+    """The edited logit of a row's given token."""
+    token = tl.load(token_N + row + tl.arange(0, 1)).to(tl.int32)
+    valid = (token >= 0) & (token < batch.rows.V)
+    return tl.max(load_at(batch.rows, row, token, valid), axis=0)
+
+
+@triton.jit
+def measure_kernel(
+    batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Programs: (row, PER blocks of it)."""
+    batch = batch  # see `records.py`
+    rows = batch.rows
+    pid = tl.program_id(0)
+    wait_for_writes(OVERLAP)
+    if pid >= tl.num_programs(0) - FEW_PROGRAMS:  # the others end before these do
+        let_next_start(OVERLAP)
+    row = (pid // parts).to(tl.int64)
+    threshold, scale = _threshold_and_scale(batch, row)
+    given = _given_logit(batch, row, token_N)
+    given = tl.where(given < threshold, float("-inf"), given)
+    for n in tl.static_range(PER):
+        j = pid % parts * PER + n
+        if j < rows.NB:
+            x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
+            x = tl.where(x < threshold, float("-inf"), x)
+            top_G = tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1)
+            top = tl.max(top_G, axis=0)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            place = row * rows.NB + j
+            tl.store(measured.sum_NJ + place, tl.sum(tl.exp2((x - base) * scale), axis=0))
+            above = tl.sum((x > given).to(tl.int32), axis=0)
+            tl.store(measured.above_NJ + place, above.to(tl.float32))
+            group = j * GROUPS + tl.arange(0, GROUPS)
+            place = measured.group_top_NG + row * rows.NG + group
+            tl.store(place, top_G, mask=group < rows.NG)
+
+
+@triton.jit
+def _first(x, id_, T, TP: tl.constexpr):
+    """(value, id) of the first T of a block, values falling, then ids rising; [TP].
+
+    T rounds of two reductions: a tenth of the instructions, and of the time to compile them, that
+    sorting takes.
+    """
+    key, i = key_of(x), tl.arange(0, TP)
+    best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
+    for t in range(T):
+        top = tl.max(key, axis=0)
+        one = tl.min(tl.where(key == top, id_, _NO_ID), axis=0)
+        best, at = tl.where(i == t, top, best), tl.where(i == t, one, at)
+        key = tl.where(id_ == one, 0, key)  # below that of -inf
+    return value_of(best), at
+
+
+@triton.jit
+def likeliest_kernel(
+    batch: Batch, token_N, measured: Measured, result: Logprobs, T, NBP: tl.constexpr,
+    TP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs: rows. TP: a power of 2 from T on; 0 if T is."""
+    batch = batch  # see `records.py`
+    rows = batch.rows
+    row = tl.program_id(0).to(tl.int64)
+    given = _given_logit(batch, row, token_N)
+    wait_for_writes(OVERLAP)
+    threshold, scale = _threshold_and_scale(batch, row)
+    given = tl.where(given < threshold, float("-inf"), given)
+    j, g = tl.arange(0, NBP), tl.arange(0, NBP * GROUPS)
+    top_G = tl.load(measured.group_top_NG + row * rows.NG + g, mask=g < rows.NG,
+                    other=float("-inf"), cache_modifier=".cg")  # fmt: skip
+    top_J = tl.max(tl.reshape(top_G, (NBP, GROUPS)), axis=1)
+    top = tl.max(top_J, axis=0)
+    place, inside = row * rows.NB + j, j < rows.NB
+    sum_J = tl.load(measured.sum_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
+    above_J = tl.load(measured.above_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
+    lse = tl.log2(tl.sum(sum_J * tl.exp2((top_J - top) * scale), axis=0))
+    tl.store(result.logprob_N + row, ((given - top) * scale - lse) * LN2)
+    tl.store(result.rank_N + row, tl.sum(above_J.to(tl.int64), axis=0) + 1)
+    if TP > 0:
+        _, group = _first(top_G, g, T, TP)
+        t = tl.arange(0, TP)
+        off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TP * GROUP,))
+        valid = tl.reshape(tl.broadcast_to((t < T)[:, None], (TP, GROUP)), (TP * GROUP,))
+        x = load_at(rows, row, off, valid & (off < rows.V))
+        x = tl.where(x < threshold, float("-inf"), x)
+        x, token = _first(x, tl.where(valid, off, _NO_ID), T, TP)
+        logprob = ((x - top) * scale - lse) * LN2
+        tl.store(result.top_logprob_NT + row * T + t, logprob, mask=t < T)
+        token = tl.minimum(token, rows.V - 1)  # of a row of NaN
+        tl.store(result.top_token_NT + row * T + t, token.to(tl.int64), mask=t < T)
+
+
+def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+    """Of raw logits, or of processed `Rows`.
+
+    See `Backend.logprobs`. Two launches, and those that find thresholds if `params.has_filters`.
+    """
+    # Raw logits have no slots: no kernel reads what stands for them.
+    rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
+    logits_NV, params, slot_N, edits = rows
+    number, device = len(logits_NV), logits_NV.device
+    result = Logprobs(
+        torch.empty(number, device=device),
+        torch.empty(number, dtype=torch.int64, device=device),
+        torch.empty(number, num_top, device=device),
+        torch.empty(number, num_top, dtype=torch.int64, device=device),
+    )
+    if not number:
+        return result
+    call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
+    scratch, blocks = call.batch.scratch, call.batch.rows.NB
+    measured = Measured(
+        scratch.mass_NJ,
+        torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ,
+        torch.empty(number * call.batch.rows.NG, device=device)
+        if scratch.filtered is None
+        else scratch.filtered.group_top_NG,
+    )
+    if scratch.filtered is not None:
+        reduce_rows(call)
+    per = 1 if number * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
+    parts = -(-blocks // per)
+    given = token_N.contiguous(), measured
+    call.launch(measure_kernel, number * parts, *given, parts, per, num_warps=1)
+    width = 1 << (num_top - 1).bit_length() if num_top else 0
+    call.launch(likeliest_kernel, number, *given, result, num_top, call.blocks_padded, width)
+    return result

@@ -148,7 +148,7 @@ class Drafts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is left to do for each request: `request.py` says where in these two."""
+    """What is left to do for each request: `decide.py` says where in these two."""
 
     integers: Tensor
     floats: Tensor

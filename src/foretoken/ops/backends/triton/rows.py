@@ -136,7 +136,7 @@ def _allowed(mask: Mask, index, off, valid):
 
 @triton.jit
 def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexpr):
-    """Edited logits first..first + WIDTH - 1 of a row, float32; -inf behind the row's end."""
+    """Edited logits first..first + WIDTH - 1 of a row, float32; -inf after the row's end."""
     begin, end = 0, 0
     if rows.entries is not None:  # loaded before the logits are waited for
         place = rows.entries.begin_NJ + row * rows.entries.columns + first // BLOCK
@@ -228,7 +228,7 @@ def log2_sum_rows(x):
 
 @triton.jit
 def load_blocks(per_block_NJ, row, NB, NBP: tl.constexpr):
-    """What was written for each block of a row [NBP], -inf behind the last.
+    """What was written for each block of a row [NBP], -inf after the last.
 
     Read past the L1 cache: other multiprocessors wrote it.
     """

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.draw import FROM_P, Target, draw
 from foretoken.ops.backends.triton.filters import filter_kernel
-from foretoken.ops.backends.triton.guess import GUESS_PROGRAMS, guess_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers, requests_of
 from foretoken.ops.backends.triton.noise import LN2, block_address, noise_span
 from foretoken.ops.backends.triton.records import Batch
@@ -24,7 +23,13 @@ from foretoken.ops.backends.triton.scan import (
     scan_kernel,
     token_address,
 )
-from foretoken.ops.backends.triton.sweep import SECOND_PARTS, SWEEP_PROGRAMS, sweep_kernel
+from foretoken.ops.backends.triton.sweep import (
+    GUESS_PROGRAMS,
+    SECOND_PARTS,
+    SWEEP_PROGRAMS,
+    guess_kernel,
+    sweep_kernel,
+)
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.types import DraftCache, Noise, Rows
 

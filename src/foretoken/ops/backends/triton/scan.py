@@ -11,18 +11,11 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.noise import TARGET_TOKEN, Address, gumbel_span
 from foretoken.ops.backends.triton.records import Batch, Q, Requests
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    GROUP,
-    GROUPS,
-    Settings,
-    first_row,
-    let_next_start,
-    load_span,
-    log2_sum,
-    read_settings,
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, GROUP, GROUPS, Settings, first_row, let_next_start, load_span, log2_sum, read_settings,
     wait_for_writes,
-)
+)  # fmt: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2
@@ -43,7 +36,7 @@ def scan_kernel(
     without top-k, which makes them useless. The queue of `filters.py` is emptied.
 
     DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
-    counter_B:    if given, it is set to 0 (`settle.py`).
+    counter_B:    if given, it is set to 0 (`residual.py`).
     token_stream: of flat noise. FLAT: slots without top-k may draw with it.
     EARLY:        the scan may start before the kernel before it has ended, the next one at once.
     """

@@ -1,16 +1,30 @@
-"""The first passes over rows that a short list cannot decide, spread over the whole GPU.
+"""What is sought in a row that a short list cannot decide, and the first passes over such rows.
 
-The filters queue such rows, and `guess_kernel` guesses two keys a < b of each (`guess.py`). The
-first sweep measures W(x >= a) and W(x >= b), lists what lies between them, and writes each block's
-mass of what is at least b, kept whatever the threshold turns out to be. Programs of one warp take a
-block of a queued row at a time, as the scan does: no barrier between warps. The second sweep does
-the same for rows whose guess was wrong or too wide, with keys that the first one's figures suggest;
+Sought is a threshold: the largest t such that W(x >= t), the weight of the logits from t on,
+reaches what is needed. For top-k every finite logit weighs 1; for top-p a logit that reaches
+min-p's floor weighs its mass relative to the row's maximum. Thresholds are handled as *keys*,
+integers in the order of logits (`rows.py: key_of`). A guess is two keys a < b, the threshold
+probably between them.
+
+The filters queue such a row, and `guess_kernel` guesses. The first sweep, spread over the whole
+GPU, measures W(x >= a) and W(x >= b), lists what lies between them, and writes each block's mass of
+what is at least b, kept whatever the threshold turns out to be. Programs of one warp take a block
+of a queued row at a time, as the scan does: no barrier between warps. The second sweep does the
+same for rows whose guess was wrong or too wide, with keys that the first one's figures suggest;
 `wide.py` does the rest. What these launches save and cost: decision 010.
 
 A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
 weight is 1), and what the list adds to a block's mass is added in the order of ids. In its entry
 of `best_NJ` a block leaves where its stretch starts, and its length (`packed`).
+
+The row has no short list; the memory of that holds notes instead:
+
+    list_x_NC   0-5  the `Search`: maximum, scale, floor, counted, goal, top
+                6-9  the logits of a and b of its first guess, then of its second
+                10   1.0 if the first sweep missed
+    list_id_NC  as int64, of each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
+                1 / FIXED, and the number of logits in [a, b)
 """
 
 from __future__ import annotations
@@ -20,36 +34,223 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import (
-    LOWEST,
-    MISSED,
-    Guess,
-    list_of,
-    load_guess,
-    load_search,
-    needed,
-    notes_of,
-    room_for_list,
-    store_guess,
-    weight_of,
-)
 from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    CAPACITY,
-    FIXED,
-    key_of,
-    let_next_start,
-    load_span,
-    value_of,
-    wait_for_writes,
-)
 
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, CAPACITY, FIXED, key_of, let_next_start, load_at, load_blocks, load_span, log2_sum,
+    value_of, wait_for_writes,
+)  # fmt: skip
+
+GUESS_PROGRAMS = 132 * 2  # at most; they loop. An H200 has 132 multiprocessors
+SAMPLE = tl.constexpr(4096)
+LIST = tl.constexpr(4096)  # most entries of a list
+LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
+GUESSES = tl.constexpr(6)  # passes over a row before its bracket is halved instead
+MISSED = tl.constexpr(10)  # the note that tells whether the first sweep missed
+_CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
+_SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
+_FILL = tl.constexpr(0.9)  # of the list's room, by the sample, between two guesses
 SWEEP_PROGRAMS = 132 * 20  # at most; they loop
 SECOND_PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
 _PART = tl.constexpr(256)  # of a block, loaded again: for all of it registers would run short
 _ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
 _LENGTHS = tl.constexpr(2048)  # above the length of a stretch, at most a block's 1024
+
+Weighting = namedtuple("Weighting", "maximum scale floor")
+"""What a logit x weighs: 2^((x - maximum) scale) if it reaches the floor, else 0.
+
+If logits are counted, maximum and scale are 0 and the floor is the lowest finite float.
+"""
+
+Search = namedtuple("Search", "weighting counted goal top")
+"""What is sought in a row: the threshold of top-k if `counted`, else that of top-p.
+
+goal: k, or the share top_p of the row's weight; top: the row's maximum
+"""
+
+Guess = namedtuple("Guess", "a b")
+"""Keys a <= b, the threshold probably in [a, b)."""
+
+Bracket = namedtuple("Bracket", "low high w_low w_high")
+"""Keys low < high, the threshold surely in [low, high), and W from each of them on."""
+
+
+@triton.jit
+def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
+    """Programs: any number; each takes queued rows, and guesses where their thresholds lie."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, filtered = batch.rows, batch.scratch.filtered
+    queued = tl.load(filtered.queue_N1, cache_modifier=".cg")
+    for item in range(tl.program_id(0), queued, tl.num_programs(0)):
+        row = tl.load(filtered.queue_N1 + 1 + item).to(tl.int64)
+        search = load_search(filtered, row)
+        weighting = search.weighting
+        floor = key_of(weighting.floor)
+        guess = Guess(floor, floor)
+        if search.counted | (search.goal < 1):  # else min-p alone: its floor is the threshold
+            x = sample_of(rows, row, 0)
+            unit = tl.maximum(rows.V / SAMPLE, 1.0)
+            mass = unit * tl.sum(weight_of(x, weighting), axis=0)
+            if (weighting.floor == float("-inf")) & (not search.counted):
+                masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
+                mass = tl.exp2(log2_sum(masses) - weighting.maximum * weighting.scale)
+            low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
+            bracket, need = Bracket(low, high, mass, mass * 0), needed(search, mass)
+            guess = guess_from(x, unit, bracket, need, room_for_list(rows), weighting)
+        store_guess(filtered, row, 0, guess)
+
+
+@triton.jit
+def search_for(counted, goal, top, scale, floor):
+    """The search for top-k's threshold (`counted`) or for top-p's."""
+    lowest = value_of(tl.full((), LOWEST, tl.uint32))
+    zero = tl.full((), 0.0, tl.float32)
+    weighting = Weighting(
+        tl.where(counted, zero, top),
+        tl.where(counted, zero, scale),
+        tl.where(counted, lowest, floor),
+    )
+    return Search(weighting, counted, goal, top)
+
+
+@triton.jit
+def weight_of(x, weighting: Weighting):
+    """What a logit weighs; 0 if it is -inf."""
+    weight = tl.exp2((x - weighting.maximum) * weighting.scale)
+    return tl.where(x >= weighting.floor, weight, 0.0)
+
+
+@triton.jit
+def needed(search: Search, mass):
+    """The weight to be reached, in a row that weighs `mass`."""
+    return tl.where(search.counted, search.goal, tl.maximum(search.goal * mass, 1e-30))
+
+
+@triton.jit
+def queue_row(filtered: Filtered, row, search: Search):
+    """Queue a row, note what is sought, and set the sums of its two sweeps to 0."""
+    notes = notes_of(filtered, row)
+    tl.store(notes, search.weighting.maximum)
+    tl.store(notes + 1, search.weighting.scale)
+    tl.store(notes + 2, search.weighting.floor)
+    tl.store(notes + 3, search.counted.to(tl.float32))
+    tl.store(notes + 4, search.goal)
+    tl.store(notes + 5, search.top)
+    sums = filtered.list_id_NC + row * CAPACITY
+    tl.store(sums + tl.arange(0, 16), tl.zeros((16,), tl.int32))
+    place = tl.atomic_add(filtered.queue_N1, 1)
+    tl.store(filtered.queue_N1 + 1 + place, row.to(tl.int32))
+
+
+@triton.jit
+def notes_of(filtered: Filtered, row):
+    """Where a queued row's notes are."""
+    return filtered.list_x_NC + row * CAPACITY
+
+
+@triton.jit
+def load_search(filtered: Filtered, row):
+    """What `queue_row` noted."""
+    notes = notes_of(filtered, row)
+    weighting = Weighting(tl.load(notes), tl.load(notes + 1), tl.load(notes + 2))
+    return Search(weighting, tl.load(notes + 3) > 0, tl.load(notes + 4), tl.load(notes + 5))
+
+
+@triton.jit
+def store_guess(filtered: Filtered, row, turn, guess: Guess):
+    """Note the guess of a row's first sweep (turn 0) or of its second (1)."""
+    notes = notes_of(filtered, row) + 6 + 2 * turn
+    tl.store(notes, value_of(guess.a))
+    tl.store(notes + 1, value_of(guess.b))
+
+
+@triton.jit
+def load_guess(filtered: Filtered, row, turn):
+    """What `store_guess` noted."""
+    notes = notes_of(filtered, row) + 6 + 2 * turn
+    return Guess(key_of(tl.load(notes)), key_of(tl.load(notes + 1)))
+
+
+@triton.jit
+def list_of(batch: Batch, row):
+    """Where a queued row's list of logits is: in place of the maxima of its groups."""
+    return batch.scratch.filtered.group_top_NG + row * batch.rows.NG
+
+
+@triton.jit
+def room_for_list(rows: RawRows):
+    """How many logits the list of a row may hold."""
+    return tl.minimum(rows.NG, LIST)
+
+
+@triton.jit
+def sample_of(rows: RawRows, row, turn):
+    """SAMPLE logits in chunks spread over the row, others each turn; -inf if it has fewer."""
+    i = tl.arange(0, SAMPLE)
+    apart = tl.maximum(rows.V // (SAMPLE // _CHUNK), _CHUNK)
+    off = i // _CHUNK * apart + i % _CHUNK + (apart - _CHUNK) * turn // GUESSES
+    return load_at(rows, row, off, off < rows.V)
+
+
+@triton.jit
+def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
+    """The `Guess` inside a bracket that a sample x of its row suggests.
+
+    W is known at both ends of the bracket, so that W(t) can be summed from either end: of the
+    sample above t, or of that below it. The best mix of both weighs them by their variances: a few
+    heavy logits, sampled or not, do not blur a threshold far below them. unit: logits that a
+    sampled one stands for. room: of the list.
+    """
+    low, high = bracket.low, bracket.high
+    a, b = low, high
+    key = key_of(x)
+    weight = tl.where((key >= low) & (key < high), weight_of(x, weighting), 0.0)
+    sampled = tl.sum(weight, axis=0)
+    if sampled > 0:
+        one = tl.where(weight > 0, 1.0, 0.0)
+        first = tl.min(tl.where(weight > 0, key, high), axis=0)
+        last = tl.max(tl.where(weight > 0, key, low), axis=0) + 1
+        step = tl.maximum((last - first) >> 18, 1)
+        mass = bracket.w_low - bracket.w_high
+        t = bisect(key, weight, first, last, sampled * (need - bracket.w_high) / mass, step)
+        above = tl.sum(tl.where(key >= t, weight * weight, 0.0), axis=0)
+        below = tl.sum(weight * weight, axis=0) - above
+        both = tl.maximum(above + below, 1e-37)
+        wanted = (need - bracket.w_high) / unit + above / both * (sampled - mass / unit)
+        t = bisect(key, weight, first, last, wanted, step)
+        t = tl.min(tl.where((weight > 0) & (key >= t), key, last), axis=0)
+        near = tl.maximum(weight_of(value_of(t), weighting), 1e-18)
+        ties = tl.sum(tl.where(key == t, one, 0.0), axis=0)
+        count = tl.sum(tl.where(key > t, one, 0.0), axis=0)
+        aside = tl.sqrt(above * tl.maximum(below, 0.0) / both / (near * near) + 1) * _SPREAD
+        most = (room * _FILL / unit - ties) / 2
+        aside = tl.minimum(aside, most)
+        if most < 0:
+            a, b = t, t + 1
+        else:
+            if count + ties + aside < tl.sum(one, axis=0):
+                a = bisect(key, one, first, last, count + ties + aside, step)
+            if count - aside >= 1:
+                b = tl.minimum(bisect(key, one, first, last, count - aside, step) + step, high)
+    return Guess(a, b)
+
+
+@triton.jit
+def bisect(key, weight, low, high, need, step):
+    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
+
+    To less than `step` below it: 1 is exact.
+    """
+    while high - low > step:
+        middle = low + ((high - low) >> 1)
+        if tl.sum(tl.where(key >= middle, weight, tl.zeros_like(weight)), axis=0) >= need:
+            low = middle
+        else:
+            high = middle
+    return low
+
 
 Swept = namedtuple("Swept", "whole from_a from_b listed")
 """What a sweep measured: W of the row, W(x >= a), W(x >= b), the number of logits in [a, b)."""
@@ -84,7 +285,7 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 def _second_guess(filtered: Filtered, row, first: Guess, room):
     """(whether the first sweep missed, the guess for a second).
 
-    It missed if W(b) < need <= W(a) does not hold (W as in `guess.py`), or if the list overflowed,
+    It missed if W(b) < need <= W(a) does not hold, or if the list overflowed,
     and is repeated if something was listed: that says how dense logits are near the first keys, and
     so how many keys away the threshold is, or, if the list overflowed, where between them.
     """
@@ -166,7 +367,7 @@ def unpacked(stretch):
 
 @triton.jit
 def _sums(filtered: Filtered, row, turn):
-    """Where a sweep's four sums are (`guess.py`)."""
+    """Where a sweep's four sums are."""
     return (filtered.list_id_NC + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
 
 

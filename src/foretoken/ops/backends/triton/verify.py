@@ -9,12 +9,10 @@ from __future__ import annotations
 import torch
 
 from foretoken.ops.backends.triton import launch
-from foretoken.ops.backends.triton.decide import decide_kernel
+from foretoken.ops.backends.triton.decide import FLOATS, HEAD, INTEGERS, decide_kernel
 from foretoken.ops.backends.triton.records import Candidates, Drafts, Plan
-from foretoken.ops.backends.triton.request import FLOATS, HEAD, INTEGERS
-from foretoken.ops.backends.triton.residual import residual_kernel
+from foretoken.ops.backends.triton.residual import FEW, residual_kernel, settle_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.backends.triton.settle import FEW, settle_kernel
 from foretoken.ops.types import Rule, Stream, Verdict, VerifyBatch
 
 

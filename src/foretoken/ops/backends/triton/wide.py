@@ -23,43 +23,20 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
-from foretoken.ops.backends.triton.guess import (
-    GUESSES,
-    LIST,
-    LOWEST,
-    SAMPLE,
-    Bracket,
-    Guess,
-    Search,
-    Weighting,
-    bisect,
-    guess_from,
-    list_of,
-    load_guess,
-    needed,
-    room_for_list,
-    sample_of,
-    search_for,
-    weight_of,
-)
 from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
 from foretoken.ops.backends.triton.records import Batch, RawRows
-from foretoken.ops.backends.triton.rows import (
-    BLOCK,
-    FIXED,
-    first_row,
-    key_of,
-    let_next_start,
-    load_blocks,
-    load_span,
-    log2_sum,
-    log2_sum_rows,
-    read_settings,
-    value_of,
-    wait_for_writes,
-)
+
+from foretoken.ops.backends.triton.rows import (  # isort: skip
+    BLOCK, FIXED, first_row, key_of, let_next_start, load_blocks, load_span, log2_sum,
+    log2_sum_rows, read_settings, value_of, wait_for_writes,
+)  # fmt: skip
 from foretoken.ops.backends.triton.scan import token_address
-from foretoken.ops.backends.triton.sweep import Swept, load_sweep, packed, sweeps_of, unpacked
+
+from foretoken.ops.backends.triton.sweep import (  # isort: skip
+    GUESSES, LIST, LOWEST, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect, guess_from,
+    list_of, load_guess, load_sweep, needed, packed, room_for_list, sample_of, search_for,
+    sweeps_of, unpacked, weight_of,
+)  # fmt: skip
 
 WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
@@ -125,7 +102,7 @@ def wide_kernel(
 
 @triton.jit
 def _span(rows: RawRows, row, first):
-    """Logits first..first + _SPAN - 1; of the row's last span, if that is behind it."""
+    """Logits first..first + _SPAN - 1; of the row's last span, if that is after it."""
     last = (rows.V - 1) // _SPAN * _SPAN
     return load_span(rows, row, tl.minimum(first, last), _SPAN, "evict_last")
 

@@ -48,8 +48,8 @@ struct StepTokens {
   int64_t of(int64_t b) const { return of_B ? of_B[b] : b; }
 };
 
-// Where a batch goes: all its tensors in one piece of memory, one behind the other. Sizes are told; if
-// the memory has less capacity than they take, nothing is written.
+// Where a batch goes: all its tensors in one piece of memory, one after the other. Sizes are always
+// told; if the memory has less capacity than they take, nothing is written.
 struct Packed {
   int64_t *memory, capacity, tokens, rows, requests, columns;
 
@@ -77,7 +77,7 @@ struct Round {
 };
 
 // Tokens start..start + count - 1 of a slot; of the last `want` of them logits are wanted. Its first
-// `owned` blocks are its own; behind them the table names the spare's.
+// `owned` blocks are its own; after them the table names the spare's.
 struct Span {
   int64_t slot, start, count, want, owned;
 
@@ -86,23 +86,6 @@ struct Span {
 
 int64_t blocks_of(int64_t tokens, int64_t block_size) {
   return (tokens + block_size - 1) / block_size;
-}
-
-void measure(const Table& table, const std::vector<Span>& spans, int64_t block_size, int64_t ahead,
-             Packed& out) {
-  const int64_t room = std::min(table.width, table.columns * block_size);
-  int64_t longest = 0;
-  out.tokens = out.rows = 0;
-  for (const Span& span : spans) {
-    if (span.length() > room)
-      throw Misfit(to_string(span.length()) + " tokens of slot " + to_string(span.slot) +
-                   ", which has room for " + to_string(room));
-    longest = std::max(longest, span.length());
-    out.tokens += span.count;
-    out.rows += span.want;
-  }
-  out.requests = spans.size();
-  out.columns = std::min(table.columns, blocks_of(longest + ahead, block_size));
 }
 
 void write(const Table& table, const std::vector<Span>& spans, const Packed& out) {
@@ -133,7 +116,19 @@ void write(const Table& table, const std::vector<Span>& spans, const Packed& out
 
 void pack(const Table& table, const std::vector<Span>& spans, int64_t block_size, int64_t ahead,
           Packed& out) {
-  measure(table, spans, block_size, ahead, out);
+  const int64_t room = std::min(table.width, table.columns * block_size);
+  int64_t longest = 0;
+  out.tokens = out.rows = 0;
+  for (const Span& span : spans) {
+    if (span.length() > room)
+      throw Misfit(to_string(span.length()) + " tokens of slot " + to_string(span.slot) +
+                   ", which has room for " + to_string(room));
+    longest = std::max(longest, span.length());
+    out.tokens += span.count;
+    out.rows += span.want;
+  }
+  out.requests = spans.size();
+  out.columns = std::min(table.columns, blocks_of(longest + ahead, block_size));
   if (out.needs() <= out.capacity) write(table, spans, out);
 }
 
@@ -141,7 +136,7 @@ std::vector<Span> spans_of(const Table& table, const StepTokens& tokens) {
   std::vector<Span> spans(tokens.requests);
   for (int64_t b = 0; b < tokens.requests; b++) {
     const int64_t of = tokens.of(b), want = of < 0 ? 0 : tokens.num_D[of] + 1;
-    // There may be no block for the last token of who has all, which nobody needs computed.
+    // Of a request that has all its tokens the last one need not be computed, and may have no block.
     const int64_t given = tokens.slot_B[b], slot = table.goes_on(given) ? given : table.spare();
     const int64_t count = tokens.num_tokens_B[b] + std::max<int64_t>(want - 1, 0);
     spans[b] = {slot, table.computed_S[slot], count, want, table.columns};
@@ -216,7 +211,7 @@ void advance(const Table& table, const Step& step) {
 }
 
 // Where the best earlier occurrence of the last tokens ends, or -1. From the latest to the earliest: of
-// the longest ones the first that has `wanted` tokens behind it, else the last.
+// the longest ones the first that has `wanted` tokens after it, else the last.
 int64_t find(const int32_t* text, int64_t length, int64_t wanted, int64_t shortest,
              int64_t longest) {
   const int64_t last = length - 1;

@@ -28,9 +28,9 @@ from foretoken.ops.backends.triton.attention.plan import (
 )
 from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
 from foretoken.ops.backends.triton.attention.records import HeadInputs
-from foretoken.ops.backends.triton.attention.write import write_new_kernel
+from foretoken.ops.backends.triton.attention.rows import write_new_kernel
 from foretoken.ops.backends.triton.compiled import launch
-from foretoken.ops.backends.triton.launch import at_most_registers, check_device
+from foretoken.ops.backends.triton.launch import at_most_registers, check_device, dependent
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
@@ -159,10 +159,10 @@ def attend_new(
         overlap: launch the kernels dependently (PDL). Each lets the next kernel start at once
             and waits before it reads `qkv_TW`. The plan, the block table and the K/V of earlier
             tokens are read before that: they must be there when the plan is made (see `prepare`),
-            and whichever kernel comes first behind it must wait before it lets others start.
+            and whichever kernel comes first after it must wait before it lets others start.
 
     A row's bits depend on its own context alone while T <= 16: not on other requests, nor on the
-    rows beside it in its request.
+    rows next to it in its request.
 
     Raises:
         ConfigError: `batch.most_queries` is out of bounds.
@@ -204,7 +204,7 @@ def write_new(
         records.Rows(qkv_TW, qkv_TW.stride(0), shape.size), heads,
         _cache(key_cache, value_cache, batch), batch.query_start_B1, batch.length_B, requests,
         ROTARY=2 * heads.cos_PR.shape[1], ROWS=block, AT_ONCE=at_once, OVERLAP=overlap,
-        **shape.constants, num_warps=4, **_dependent(overlap),
+        **shape.constants, num_warps=4, **dependent(overlap),
     )  # fmt: skip
     return qkv_TW[:, : number * shape.size].view(-1, number, shape.size)
 
@@ -247,7 +247,7 @@ def _decode(
         PRECISION=shape.precision, OVERLAP=overlap, **shape.constants, num_warps=config.warps,
         # A score is rounded before the largest is taken off, in tiles with a mask and in those
         # without: fused, only these would differ.
-        enable_fp_fusion=False, **at_most_registers(config.registers), **_dependent(overlap),
+        enable_fp_fusion=False, **at_most_registers(config.registers), **dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
         together = min(config.merged_heads, shape.heads & -shape.heads)
@@ -257,7 +257,7 @@ def _decode(
             merge_kernel, (parts, min(plan.merges, rows_at_once)),
             plan.work, plan.partials, scores, out, H=shape.heads, D_V=shape.value_size,
             WIDTH_V=_width(shape.value_size), HEADS=together, PIECES=config.merged_pieces,
-            OVERLAP=overlap, num_warps=config.merged_warps, **_dependent(overlap),
+            OVERLAP=overlap, num_warps=config.merged_warps, **dependent(overlap),
         )  # fmt: skip
 
 
@@ -346,10 +346,6 @@ def _scores(options: AttentionOptions) -> records.Scores:
 def _width(size: int) -> int:
     """A head's size as kernels compute with it."""
     return max(16, int(triton.next_power_of_2(size)))
-
-
-def _dependent(overlap: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if overlap else {}
 
 
 @cache

@@ -4,8 +4,8 @@ The rows of a request's new tokens, times the G heads of a K/V head, form one op
 read once for a tile of them. Each of GROUPS warps has its own keys and its own softmax; they meet
 at the end of a piece. With one group, all warps share keys, and each has rows of its own.
 
-What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on nothing
-beside its context: tiles lie at fixed positions, those that it does not see change no bit, and rows
+What a row comes to depends on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and
+on nothing else: tiles lie at fixed positions, those that it does not see change no bit, and rows
 of a product do not touch each other, however many a tile has.
 
 A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of
@@ -22,16 +22,13 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.plan import load_item, load_merge_row
-from foretoken.ops.backends.triton.attention.records import (
-    Cache,
-    HeadInputs,
-    Partials,
-    Rows,
-    Scores,
-    Work,
-)
-from foretoken.ops.backends.triton.attention.rows import load_angles, load_heads, turned_heads
-from foretoken.ops.backends.triton.attention.softmax import UNSEEN, score, settled
+
+from foretoken.ops.backends.triton.attention.records import (  # isort: skip
+    Cache, HeadInputs, Partials, Rows, Scores, Work,
+)  # fmt: skip
+from foretoken.ops.backends.triton.attention.rows import (  # isort: skip
+    UNSEEN, load_angles, load_heads, score, settled, turned_heads,
+)  # fmt: skip
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 

@@ -2,7 +2,7 @@
 
 A row's context is cut into pieces of SIZE tokens, from its start on; one of more than COUNT of
 these has longer pieces, by multiples of STEP, so that it never has more than COUNT. An item costs
-about 5 us beside its keys, so there should be one for each program that a GPU holds at a time. The
+about 5 us besides its keys, so there should be one for each program that a GPU holds at a time. The
 cut depends on a row's own context alone, and so does what its pieces come to. Where rows of a
 request disagree, which takes a context that outgrows COUNT pieces in this very step, they are two
 segments with items of their own.

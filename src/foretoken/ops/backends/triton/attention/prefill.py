@@ -11,8 +11,7 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.plan import load_item
 from foretoken.ops.backends.triton.attention.records import Cache, Rows, Scores, Work
-from foretoken.ops.backends.triton.attention.rows import load_heads
-from foretoken.ops.backends.triton.attention.softmax import UNSEEN, score, settled
+from foretoken.ops.backends.triton.attention.rows import UNSEEN, load_heads, score, settled
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class HeadInputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query heads of packed tokens; in a row of qkv also key and value heads, behind them.
+    """Query heads of packed tokens; in a row of qkv also key and value heads, after them.
 
     stride, head_stride: from one token, one head to the next
     """
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Paged K/V of a layer, and whose blocks are which."""
+    """Paged K/V of a layer, and each request's blocks."""
 
     key: Tensor
     value: Tensor

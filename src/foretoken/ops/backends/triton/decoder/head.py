@@ -18,8 +18,7 @@ from torch import Tensor
 from foretoken.ops.backends.triton.attention import HeadInputs
 from foretoken.ops.backends.triton.attention.attend import prepare
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
-from foretoken.ops.backends.triton.decoder.decoder import attend
-from foretoken.ops.backends.triton.decoder.layers import Layer, check_weight, rotary_angles
+from foretoken.ops.backends.triton.decoder.decoder import Layer, attend, check_weight, rotary_angles
 from foretoken.ops.backends.triton.decoder.products import Linear, Products, ResidualStream
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.decoder import HeadModel, LayerKV, UnfitError
@@ -68,7 +67,7 @@ class FusedDraftHead:
     def forward(
         self, token_T: Tensor, aux: Sequence[Tensor], kv: LayerKV, row_N: Tensor | None = None
     ) -> Tensor:
-        """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
+        """See `DraftHead.forward`. After attention only wanted rows are computed."""
         feature_TC = self._products.multiply(self._fc, torch.cat(list(aux), dim=-1))
         return self._pass(token_T, feature_TC, kv, row_N).state_TH
 

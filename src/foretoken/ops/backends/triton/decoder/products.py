@@ -1,7 +1,7 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
 Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
-layer is (`layers.py`).
+layer is (`decoder.py`).
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -16,31 +16,25 @@ import triton
 from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch
-from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
-from foretoken.ops.backends.triton.decoder.gemv import gemv_kernel
 from foretoken.ops.backends.triton.decoder.rowwise import (
     embed_kernel,
+    gemv_kernel,
     norm_kernel,
     scale_kernel,
     silu_kernel,
 )
-from foretoken.ops.backends.triton.decoder.tiles import (
-    MOST_ROWS,
-    GemvTile,
-    Shape,
-    StreamTile,
-    bucket,
-    gemv_tile,
-    stream_tile,
-)
-from foretoken.ops.backends.triton.launch import overlaps
+
+from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
+    MOST_ROWS, Epilogue, GemvTile, Shape, StreamTile, bucket, gemv_tile, stream_tile,
+)  # fmt: skip
+from foretoken.ops.backends.triton.launch import dependent, overlaps
 
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
 _PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
 
 
 class Linear(NamedTuple):
-    """A linear layer, or several that read the same rows, one behind the other.
+    """A linear layer, or several that read the same rows, one after the other.
 
     weight_NK: contiguous; of a gated layer the rows of `gate`, then those of `up`
     """
@@ -63,7 +57,7 @@ class Products:
     ) -> None:
         self.dtype, self.eps, self.deterministic = dtype, eps, deterministic
         self.overlap = overlaps(device)
-        self.dependent = {"launch_pdl": True} if self.overlap else {}
+        self.dependent = dependent(self.overlap)
         self._processors = 0
         self._weight_maps: dict[tuple[int, int, int], Any] = {}  # they keep their weights alive
         if self.overlap and dtype is torch.bfloat16:
@@ -72,7 +66,7 @@ class Products:
             self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> GemvTile | StreamTile | None:
-        """What multiplies so many rows; None: cuBLAS, with small kernels beside it.
+        """What multiplies so many rows; None: cuBLAS, with small kernels besides.
 
         float16 is left to cuBLAS: rows that are multiplied before they are normed may be too large.
         """
@@ -95,7 +89,7 @@ class Products:
     def launch(
         self, tile: GemvTile | StreamTile, shape: Shape, linear: Linear, given: Operands
     ) -> None:
-        """Launch what `tile` names; see `epilogue.py`."""
+        """Launch what `tile` names; see `tiles.py`."""
         parts = 0 if given.squares_PT is None else given.squares_PT.shape[0]
         tensors = (
             given.y_TN, linear.bias_N, given.residual_TN, given.gain_N, given.scaled_TN,
@@ -129,7 +123,7 @@ class Products:
 
 
 class Operands(NamedTuple):
-    """What a fused product reads and writes, in the words of `epilogue.py`."""
+    """What a fused product reads and writes, in the words of `tiles.py`."""
 
     x_TK: Tensor
     y_TN: Tensor
@@ -221,7 +215,7 @@ class ResidualStream:
         return self._products.multiply(linear, self.normed(row_N))
 
     def normed(self, row_N: Tensor | None = None) -> Tensor:
-        """The rows `row_N` of the stream, or all, behind the norm."""
+        """The rows `row_N` of the stream, or all, after the norm."""
         x_TH = self.state_TH
         rows, size = len(x_TH) if row_N is None else len(row_N), x_TH.shape[1]
         normed_NH = x_TH.new_empty(rows, size)

@@ -1,17 +1,69 @@
-"""Kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, what an EAGLE-3 head reads
-and puts out.
+"""Products of one row, and kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, what
+an EAGLE-3 head reads and puts out.
 
-In the names of tensors: T packed tokens, N wanted rows, H hidden size, V vocabulary, P parts of a
-sum of squares, Q ids that a head drafts.
+In the names of tensors: T packed tokens, N wanted rows or columns of y, H hidden size, K of x, V
+vocabulary, P parts of a sum of squares, Q ids that a head drafts.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
+from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
+
+
+@triton.jit
+def gemv_kernel(
+    weight, x, y, bias, residual, gain, scaled, squares_in, squares_out,
+    N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, EPS: tl.constexpr,
+    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """As `tiles.py` says; N / BN programs, each of which is one part of `squares_out`."""
+    tile = tl.program_id(0)
+    n = tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    rows = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    let_next_start(OVERLAP)
+    w = tl.load(rows)
+    w_up = w
+    if EPILOGUE == SILU:
+        w_up = tl.load(rows + N * K)
+    wait_for_writes(OVERLAP)
+    sums = tl.zeros([BN, BK], tl.float32)
+    sums_up = tl.zeros([BN, BK], tl.float32)
+    for start in range(BK, K, BK):  # the next block is asked for before this one is used
+        w_next = tl.load(rows + start)
+        part = tl.load(x + start - BK + k)[None, :].to(tl.float32)
+        sums += w.to(tl.float32) * part
+        w = w_next
+        if EPILOGUE == SILU:
+            up_next = tl.load(rows + N * K + start)
+            sums_up += w_up.to(tl.float32) * part
+            w_up = up_next
+    part = tl.load(x + K - BK + k)[None, :].to(tl.float32)
+    out = tl.sum(sums + w.to(tl.float32) * part, 1)
+    inverse_rms = 1.0
+    if P > 0:
+        p = tl.arange(0, PP)
+        squares = tl.load(squares_in + p, mask=p < P, other=0.0)
+        inverse_rms = tl.rsqrt(tl.sum(squares, 0) / K + EPS)
+        out *= inverse_rms
+    if bias is not None:
+        out += tl.load(bias + n).to(tl.float32)
+    if EPILOGUE == SILU:
+        up = tl.sum(sums_up + w_up.to(tl.float32) * part, 1) * inverse_rms
+        if bias is not None:
+            up += tl.load(bias + N + n).to(tl.float32)
+        out = out / (1 + tl.exp(-out)) * up
+    dtype: tl.constexpr = y.dtype.element_ty
+    if EPILOGUE == RESIDUAL:
+        out += tl.load(residual + n).to(tl.float32)
+        out = out.to(dtype).to(tl.float32)  # as the norm reads it
+        tl.store(scaled + n, (out * tl.load(gain + n).to(tl.float32)).to(dtype))
+        tl.store(squares_out + tile, tl.sum(out * out, 0))
+    tl.store(y + n, out.to(dtype))
 
 
 @triton.jit
@@ -30,13 +82,12 @@ def scale_kernel(
     x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`scaled`, and the sum of squares of each row as the first of its P parts (`epilogue.py`).
+    """`scaled`, and the sum of squares of each row as the first of its P parts (`tiles.py`).
 
     Launched when all before it has ended: it lets the next kernel start at once.
     """
     t = tl.program_id(0).to(tl.int64)
-    if OVERLAP:
-        gdc_launch_dependents()
+    let_next_start(OVERLAP)
     h, p = tl.arange(0, HP), tl.arange(0, PP)
     x = tl.load(x_TH + t * H + h, mask=h < H, other=0.0).to(tl.float32)
     scaled = x * tl.load(gain_H + h, mask=h < H, other=0.0).to(tl.float32)
@@ -80,7 +131,7 @@ def join_kernel(
     token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
     V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row, half): a token's vector behind its norm, then the feature behind its own.
+    """Programs: (row, half): a token's vector after its norm, then the feature after its own.
 
     normed_TH: None, or gets the second half once more. The first kernel of a pass: what runs before
     it has ended when it lets the next one start, for which attention reads the cache early.

@@ -10,7 +10,7 @@ cost no more than one.
 The first STAGES blocks of weights are asked for before `gdc_wait`: while the kernel before this one
 still runs. Where several programs share a tile, the last to finish adds up what they left in
 memory, in the order of K: equal input gives equal bits. A row's bits depend on the tile's shape and
-on the number of programs, not on the rows beside it.
+on the number of programs, not on the rows next to it.
 
 In the names of tensors: M rows of x, N columns of y, K of x, P parts of a sum of squares.
 """
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foretoken.ops.backends.triton.decoder.epilogue import RESIDUAL, SILU
+from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU
 
 WARPS = 4  # that multiply
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed by Triton 3.7
@@ -179,7 +179,7 @@ def streamk_kernel(
     EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `epilogue.py` says; with SILU the N rows of `up` lie behind the N of `gate`.
+    """As `tiles.py` says; with SILU the N rows of `up` lie after the N of `gate`.
 
     Args:
         weight, x: tensor maps with blocks [BN, BK] of [N or 2 N, K] and [MP, BK] of [M, K]; bf16.

@@ -1,17 +1,39 @@
-"""Which kernel multiplies, and in which tiles: what was measured, and a rule for other shapes.
+"""What every product of the fused chain does besides multiplying; which kernel multiplies, in which
+tiles.
 
-Belongs here: choices by numbers alone. Does not: launching (`products.py`).
+    PLAIN     y = n(x) W^T + b
+    SILU      y = silu(n(x) G^T + b_g) * (n(x) U^T + b_u), the rows of U after those of G
+    RESIDUAL  y = r + x W^T + b: the residual stream, before and after; besides
+              scaled = y * gain, and of each tile of columns the sum of squares of y
 
-Measured on an H200 within whole decode steps of an 8B model. Alone, other tiles win: here a
-product's first loads overlap the end of the one before it.
+RMSNorm costs no kernel and no pass over memory. Whoever adds to the residual stream also writes
+`scaled` and `squares`; whoever multiplies the normed stream next multiplies `scaled` instead and
+scales its rows by n = 1 / sqrt(mean of squares + eps). Without parts of squares (P = 0), n is 1:
+x is multiplied as it is.
+
+Tiles were measured on an H200 within whole decode steps of an 8B model. Alone, other tiles win:
+here a product's first loads overlap the end of the one before it.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
-from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
+import triton.language as tl
+
+
+class Epilogue(IntEnum):
+    """By number, as kernels know them."""
+
+    PLAIN = 0
+    RESIDUAL = 1
+    SILU = 2
+
+
+RESIDUAL, SILU = tl.constexpr(1), tl.constexpr(2)
+
 
 MOST_ROWS = 64  # of a product that streams; with more, cuBLAS is faster
 _BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
@@ -28,7 +50,7 @@ class Shape(NamedTuple):
 
 
 class GemvTile(NamedTuple):
-    """A program of `gemv.py`: block_n rows of weights, block_k of their columns at a time."""
+    """A program of `rowwise.py`: block_n rows of weights, block_k of their columns at a time."""
 
     block_n: int
     block_k: int

@@ -28,7 +28,7 @@ from foretoken.lab.audit.engine import (
 from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
 from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
-from foretoken.lab.laws.mutants import RESIDUALS, dropped_q, residual, shared_stream
+from foretoken.lab.laws.mutants import RESIDUALS, asking, residual, shared_stream
 from foretoken.ops import Rule, get_backend, rules
 from tests.models import families
 from tests.models.heads import head_of
@@ -108,6 +108,13 @@ def test_more_accepted_than_block_could_is_refuted(asked: EngineAudit) -> None:
 def tokens_alone(asked: EngineAudit, draws: int) -> Finding:
     subject = asked.subject("x")
     return audit(subject._replace(exact=None, models=subject.models[:1]), draws)
+
+
+@asking
+def dropped_q(x: VerifyBatch) -> VerifyBatch:
+    """Lossless, but slow: sampled drafts are verified as one-hot."""
+    drafts = replace(x.drafts, real_q_B=torch.zeros_like(x.drafts.real_q_B))
+    return x._replace(drafts=drafts)
 
 
 def test_a_dropped_q_is_lossless_and_slow(

@@ -27,19 +27,27 @@ from foretoken.lab.laws.mutants import (
     READ_RULES,
     Mutant,
     check_mutant,
-    chosen_by_control,
     cut_before_token,
-    cut_by_prefix,
     cut_by_total,
     mutants,
     rule_mutants,
-    without_drafts,
 )
 from foretoken.lab.laws.mutants import (
     TRIALS as MUTANT_TRIALS,
 )
 from foretoken.ops import Rule
-from tests.support.laws import QUICK, QUICK_NUCLEUS, RUNNABLE, On, each_backend, fastest, require
+from tests.support.laws import (
+    QUICK,
+    QUICK_NUCLEUS,
+    RUNNABLE,
+    On,
+    chosen_by_control,
+    cut_by_prefix,
+    each_backend,
+    fastest,
+    require,
+    without_drafts,
+)  # fmt: skip
 
 SELECTED = pairwise(matrix())
 

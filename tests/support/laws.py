@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from foretoken.lab.laws.emission import TRIALS
+from foretoken.drafting.control import ADAPTS, Acceptance, Load, StepCosts, StepTable, by_gain
+from foretoken.lab.laws.emission import TRIALS, Propose
 from foretoken.lab.laws.findings import Finding
 from foretoken.lab.laws.joint import Case
-from foretoken.ops import BACKENDS, Backend, get_backend, unavailable
+from foretoken.ops import BACKENDS, Backend, DraftBlock, get_backend, unavailable
 
 CPU = torch.device("cpu")
 # Trials of one case in `make test`, on CPUs: 0.3 s of a core in `torch` on average, 0.35 s in
@@ -75,3 +79,54 @@ def require(findings: Sequence[Finding]) -> None:
     broken = [str(finding) for finding in findings if not finding.passed]
     assert findings
     assert not broken, "\n".join(broken)
+
+
+def cut_by_prefix(propose: Propose) -> Propose:
+    """A draft's length, 0 included, depends on what was known before it was drafted."""
+
+    def ragged(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        drafts = propose(prefix_BL, slot_B, position_B)
+        most = drafts.token_BK.shape[1]
+        num_B = (prefix_BL.sum(dim=1) + position_B) % (most + 1)
+        return replace(drafts, num_B=torch.minimum(num_B, drafts.num_B))
+
+    return ragged
+
+
+def chosen_by_control(propose: Propose) -> Propose:
+    """K of every request is chosen by the engine's own control, from rounds that are
+    over: its own and all others'."""
+    drafted = dict[int, tuple[int, int, int]]()  # of each slot: known tokens, asked for, drafted
+    estimates = list[Acceptance]()
+
+    def chosen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        drafts, slots, known_B = propose(prefix_BL, slot_B, position_B), slot_B.tolist(), position_B
+        most = drafts.token_BK.shape[1]
+        if not estimates:
+            estimates.append(Acceptance(max(slots) + 1, most))
+        (acceptance,) = estimates
+        known = dict(zip(slots, known_B.tolist(), strict=True))
+        rounds = [(s, k, n, known[s] - at - 1) for s, (at, k, n) in drafted.items() if s in known]
+        acceptance.observe(rounds)
+        # A draft takes half as long as a step: some requests are worth two, some none.
+        rest_JK1 = 1 + np.arange(most + 1)[None] / 2
+        table = StepTable(np.ones(1), rest_JK1, 0 * rest_JK1, 0 * rest_JK1[0])
+        fixed_B, offered_K = np.full(len(slots), ADAPTS), np.ones(most)
+        load = Load(acceptance.joint(slots), fixed_B, offered_K, context=0)
+        asked_B = by_gain(StepCosts(table).curve(len(slots)), load).asked_B
+        num_B = torch.minimum(torch.from_numpy(asked_B).to(drafts.num_B), drafts.num_B)
+        made = zip(known_B.tolist(), asked_B.tolist(), num_B.tolist(), strict=True)
+        drafted.update(zip(slots, made, strict=True))
+        return replace(drafts, num_B=num_B)
+
+    return chosen
+
+
+def without_drafts(propose: Propose) -> Propose:
+    """No request has a draft, and the block of drafts no column."""
+
+    def none(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        no_BK = slot_B.new_zeros(len(slot_B), 0)
+        return DraftBlock(no_BK, torch.zeros_like(slot_B), None, slot_B < 0)
+
+    return none

@@ -46,7 +46,6 @@ class RootPath:
         self._app, self._root = app, root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, under that path."""
         if scope["type"] == "http":
             root = self._root
             scope["root_path"] = root
@@ -63,7 +62,6 @@ class KeyCheck:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what has the key, or needs none."""
         if scope["type"] == "http" and own_path(scope) not in OPEN:
             headers = Headers(scope=scope)
             scheme, _, sent = headers.get("authorization", "").partition(" ")

@@ -48,11 +48,8 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "1"},
-}
+_LATER = {"Retry-After": "1"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
 _HERE = (
     "This server generates text and does nothing else: no embeddings, scores, ranks or classes, no "
     "images or audio, no files. POST /v1/chat/completions, /v1/completions, /v1/responses or "

@@ -30,7 +30,6 @@ class JsonLines(logging.Formatter):
     """A record as one line: its time, level and message, then what is known of it by name."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -62,7 +61,6 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve; the answer has the name, too."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

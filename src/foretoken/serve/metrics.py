@@ -50,7 +50,6 @@ class Histogram:
         self._bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 

@@ -171,7 +171,6 @@ class ServeOptions:
 
     @property
     def has_tls(self) -> bool:
-        """Whether the server speaks TLS."""
         return self.ssl_keyfile is not None or self.ssl_certfile is not None
 
     @property

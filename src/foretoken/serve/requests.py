@@ -397,12 +397,8 @@ def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
     if given.enabled and (num == 0 or not served.num_drafts):
         bound = "false or left out: " + ("K is 0" if num == 0 else "this engine drafts nothing")
         raise RequestError("speculative.enabled", True, bound)
-    named = {
-        "num_speculative_tokens": num,
-        "drafter": given.drafter,
-        "rejection_sample_method": given.rule,
-        "trace": given.trace,
-    }
+    named = {ours: getattr(given, place.partition(".")[2]) for ours, place in _SPECULATIVE.items()}
+    named["num_speculative_tokens"] = num
     return {name: value for name, value in named.items() if value is not None}
 
 

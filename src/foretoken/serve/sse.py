@@ -68,7 +68,6 @@ class ChunkWriter:
         self._head = b"data: " + dumps(self._fields)[:-1] + b',"choices":['
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
-        """The choices by index, and what they cost."""
         between, root = self._head.removeprefix(b"data: "), dict[str, Any]()
         for index in sorted(choices):
             root |= self._form.root(choices[index])
@@ -78,7 +77,6 @@ class ChunkWriter:
         yield b"]," + dumps(root | _counts(usage))[1:]
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
-        """Chunks of what is new."""
         tail = b"]}\n\n"
         if self._asked.continuous_usage:
             tail = b'],"usage":' + dumps(usage.body()) + b"}\n\n"
@@ -100,7 +98,6 @@ class ChunkWriter:
         yield DONE
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
-        """The error's body, and the end."""
         yield b"data: " + dumps(refused.body) + b"\n\n" + DONE
 
 

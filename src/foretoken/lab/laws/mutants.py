@@ -3,7 +3,7 @@
 Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend;
 what neither can reach, the decision itself, is a mutant of a rule in `ops/rules.py`, for backends
 that read those. `mutants` and `rule_mutants` list which must be noticed in which case of the joint
-distribution. Three of the wrapped drafters are legitimate, and say so.
+distribution.
 
 Shapes as in `laws/__init__.py`; R rejected requests.
 """
@@ -17,11 +17,9 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.drafting.control import ADAPTS, Acceptance, Load, StepCosts, StepTable, by_gain
 from foretoken.lab.laws.chain import edits_of_rows
 from foretoken.lab.laws.emission import Propose, first_row
 from foretoken.lab.laws.findings import MUTANT_P, Finding
@@ -99,57 +97,6 @@ def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
     return replace(drafts, cache=DraftCache(*each))
 
 
-def cut_by_prefix(propose: Propose) -> Propose:
-    """Legitimate: a draft's length, 0 included, depends on what was known before it was drafted."""
-
-    def ragged(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
-        drafts = propose(prefix_BL, slot_B, position_B)
-        most = drafts.token_BK.shape[1]
-        num_B = (prefix_BL.sum(dim=1) + position_B) % (most + 1)
-        return replace(drafts, num_B=torch.minimum(num_B, drafts.num_B))
-
-    return ragged
-
-
-def chosen_by_control(propose: Propose) -> Propose:
-    """Legitimate: K of every request is chosen by the engine's own control, from rounds that are
-    over: its own and all others'."""
-    drafted = dict[int, tuple[int, int, int]]()  # of each slot: known tokens, asked for, drafted
-    estimates = list[Acceptance]()
-
-    def chosen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
-        drafts, slots, known_B = propose(prefix_BL, slot_B, position_B), slot_B.tolist(), position_B
-        most = drafts.token_BK.shape[1]
-        if not estimates:
-            estimates.append(Acceptance(max(slots) + 1, most))
-        (acceptance,) = estimates
-        known = dict(zip(slots, known_B.tolist(), strict=True))
-        rounds = [(s, k, n, known[s] - at - 1) for s, (at, k, n) in drafted.items() if s in known]
-        acceptance.observe(rounds)
-        # A draft takes half as long as a step: some requests are worth two, some none.
-        rest_JK1 = 1 + np.arange(most + 1)[None] / 2
-        table = StepTable(np.ones(1), rest_JK1, 0 * rest_JK1, 0 * rest_JK1[0])
-        fixed_B, offered_K = np.full(len(slots), ADAPTS), np.ones(most)
-        load = Load(acceptance.joint(slots), fixed_B, offered_K, context=0)
-        asked_B = by_gain(StepCosts(table).curve(len(slots)), load).asked_B
-        num_B = torch.minimum(torch.from_numpy(asked_B).to(drafts.num_B), drafts.num_B)
-        made = zip(known_B.tolist(), asked_B.tolist(), num_B.tolist(), strict=True)
-        drafted.update(zip(slots, made, strict=True))
-        return replace(drafts, num_B=num_B)
-
-    return chosen
-
-
-def without_drafts(propose: Propose) -> Propose:
-    """Legitimate: no request has a draft, and the block of drafts no column."""
-
-    def none(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
-        no_BK = slot_B.new_zeros(len(slot_B), 0)
-        return DraftBlock(no_BK, torch.zeros_like(slot_B), None, slot_B < 0)
-
-    return none
-
-
 # Backends -----------------------------------------------------------------------------------------
 
 
@@ -178,13 +125,6 @@ def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], 
 def same_noise_every_round(x: VerifyBatch) -> VerifyBatch:
     """Verification forgets where it is: uniforms and residual noise come again each round."""
     return x._replace(position_B=torch.zeros_like(x.position_B))
-
-
-@asking
-def dropped_q(x: VerifyBatch) -> VerifyBatch:
-    """Lossless, but slow: sampled drafts are verified as one-hot."""
-    drafts = replace(x.drafts, real_q_B=torch.zeros_like(x.drafts.real_q_B))
-    return x._replace(drafts=drafts)
 
 
 @asking

@@ -84,7 +84,6 @@ class Parsing:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to look for."""
         return bool(self.names) or self.reasons
 
     def new(self, prompt: str) -> Parser:

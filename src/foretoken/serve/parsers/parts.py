@@ -67,7 +67,6 @@ class Plain:
     num_reasoning = 0
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """The text, if there is any."""
         return (Content(sample.text),) if sample.text else ()
 
 

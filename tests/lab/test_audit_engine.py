@@ -29,7 +29,7 @@ from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
 from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
 from foretoken.lab.laws.mutants import RESIDUALS, asking, residual, shared_stream
-from foretoken.ops import Rule, get_backend, rules
+from foretoken.ops import Rule, VerifyBatch, get_backend, rules
 from tests.models import families
 from tests.models.heads import head_of
 from tests.support.checkpoints import save_checkpoint

@@ -7,10 +7,10 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from foretoken.cache.batch import gather_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import write_index
 from foretoken.errors import IntegrityError
 from foretoken.ops.pass_checks import check_attention_batch

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from foretoken.slots.device import DeviceSlotTable
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from foretoken.ops import (
     unavailable,
 )
 from foretoken.ops.steps import DraftRequests, ForwardBatch, SlotState
-from foretoken.slots.device import DeviceSlotTable
 from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.slots.parameters import SlotRequest
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
@@ -21,7 +22,6 @@ from foretoken.lab.laws.chain import Chain, Setting, random_chain
 from foretoken.lab.laws.emission import MakePropose, Propose, emit, first_row, joint_p_value
 from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
-from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome
 from tests.drafting import test_law as laws
 from tests.models.heads import head_of

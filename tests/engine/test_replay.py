@@ -155,7 +155,9 @@ def without_bias(messages: list[Any]) -> None:
 
 def without_blocks(messages: list[Any]) -> None:
     """A request that has begun does not learn of its new blocks."""
-    grows = (isinstance(one, StepPlan) and one.new_blocks and not one.admissions for one in messages)
+    grows = (
+        isinstance(one, StepPlan) and one.new_blocks and not one.admissions for one in messages
+    )
     at = [*map(bool, grows)].index(True)
     messages[at] = messages[at]._replace(new_blocks=[])
 

@@ -67,7 +67,9 @@ def test_phases_come_in_order_and_add_up(llm: LLM) -> None:
 
 
 def test_nobody_asks_and_nothing_is_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PhaseClock, "mark", lambda clock, phase: clock._seconds is not None and 1 / 0)
+    monkeypatch.setattr(
+        PhaseClock, "mark", lambda clock, phase: clock._seconds is not None and 1 / 0
+    )
     assert llm.generate("abc", SamplingParams(max_tokens=9))[0].error is None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foretoken.slots.history import Array
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +28,6 @@ from foretoken.sampling.grammar import (
     fill_masks,
 )
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.history import Array
 from tests.support.asynchronous import PATIENCE
 
 WORDS = ["a", "b", "ab", "ba", "aab", "é", "c"]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.slots.edits import build_edits
+from foretoken.slots.history import HistoryRows, SlotHistory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.drafting.base import one_hot_block
 from foretoken.ops import Edits
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.edits import build_edits
-from foretoken.slots.history import HistoryRows, SlotHistory
 
 VOCABULARY = 40
 BAN = -math.inf

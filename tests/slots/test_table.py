@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foretoken.slots.parameters import SlotRequest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from foretoken.errors import IntegrityError
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome
 from foretoken.slots.table import NO_TOKEN, SlotTable
 

@@ -1,4 +1,4 @@
-"""The messages of an engine's steps, written down as they are sent, and replayed in another process.
+"""The messages of an engine's steps: written down as they are sent, replayed in another process.
 
     python -m tests.support.replay MESSAGES < {"on_host": true, "engine": {...}}
 
@@ -30,7 +30,7 @@ from foretoken.slots.step import Outcome, StepResult
 
 def build(asked: dict[str, Any]) -> Engine:
     """The engine of these options; `on_host`: as in `Runner`, whatever the device is."""
-    with mock.patch("foretoken.engine.build.is_on_host", lambda device: asked["on_host"]):
+    with mock.patch("foretoken.engine.build.is_on_host", return_value=asked["on_host"]):
         return build_engine(EngineConfig.parse(**asked["engine"]))
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.forced import Forced
 from foretoken.sampling.forced import Continuation
-from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.history import Array
+from foretoken.sampling.params import SamplingParams
 
 _LONGEST = 8  # tokens that are compared; of more, nearness decides
 _FAR = 10  # tokens of an edit; more of them cost no more, so that 3 in a row are followed anywhere

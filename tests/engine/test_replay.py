@@ -1,7 +1,7 @@
 """A step is a message: what was sent in a run, as bytes, gives another process the same results.
 
-The run has preemption, prefix hits, aborts, chunked prompts, edits of every kind, log-probabilities,
-evidence, several samples, three drafters and a K that changes from step to step.
+The run has preemption, prefix hits, aborts, prompts in chunks, edits of every kind, evidence, log-
+probabilities, several samples, three drafters and a K that changes from step to step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def asked_of(engine: Engine, number: int) -> SamplingParams:
 
 
 def serve(engine: Engine) -> list[RequestGroup]:
-    """Requests come while others run, some leave before their time, and K is another in each step."""
+    """Requests come while others run, some are aborted, and K is another in each step."""
     prompts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS for _ in range(2)]  # type: ignore[union-attr]
     groups: list[RequestGroup] = []
     for step in range(1000):

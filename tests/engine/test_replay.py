@@ -23,8 +23,8 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.sampling.edits import PackedEdits
 from foretoken.slots.plan import StepPlan, encode
+from tests.engine.replay import Recorder, build, grammar_of, read, replay
 from tests.models.heads import head_of
-from tests.support.replay import Recorder, build, grammar_of, read, replay
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("draft_model", "ngram", "eagle3")
@@ -130,7 +130,7 @@ def test_so_it_does_of_an_asynchronous_device(
 def check_elsewhere(asked: dict[str, Any], recorder: Recorder, folder: Path) -> None:
     (folder / "messages.jsonl").write_bytes(b"\n".join(recorder.messages))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.replay", folder / "messages.jsonl"],
+        [sys.executable, "-m", "tests.engine.replay", folder / "messages.jsonl"],
         input=json.dumps(asked), cwd=ROOT, text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

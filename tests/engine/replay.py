@@ -1,6 +1,6 @@
 """The messages of an engine's steps: written down as they are sent, replayed in another process.
 
-    python -m tests.support.replay MESSAGES < {"on_host": true, "engine": {...}}
+    python -m tests.engine.replay MESSAGES < {"on_host": true, "engine": {...}}
 
 MESSAGES has one message a line, as `slots/plan.py` writes them. A fresh runner of such an engine
 reads them in order; what came of each step is printed, one line of JSON each.

@@ -85,7 +85,7 @@ class Noted(Graphs):
     def stage(self, name: str, run: Callable[..., Any], rows: StepRequests, *given: Any) -> Any:
         if self._recording is not None:
             self._recording[name] = Any, None
-        elif rows.shape is not None and not self._warming:
+        elif rows.shape is not None and not self._runs_once:
             assert name in self._captured[rows.shape]
         return run(rows, *given)
 

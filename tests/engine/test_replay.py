@@ -1,7 +1,7 @@
 """A step is a message: what was sent in a run, as bytes, gives another process the same results.
 
-The run has preemption, prefix hits, aborts, chunked prompts, edits of every kind, log-probabilities,
-evidence, several samples, three drafters and a K that changes from step to step.
+The run has preemption, prefix hits, aborts, prompts in chunks, edits of every kind, evidence, log-
+probabilities, several samples, three drafters and a K that changes from step to step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.sampling.edits import PackedEdits
 from foretoken.slots.plan import StepPlan, encode
+from tests.engine.replay import Recorder, build, grammar_of, read, replay
 from tests.models.heads import head_of
-from tests.support.replay import Recorder, build, grammar_of, read, replay
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("draft_model", "ngram", "eagle3")
@@ -68,7 +68,7 @@ def asked_of(engine: Engine, number: int) -> SamplingParams:
 
 
 def serve(engine: Engine) -> list[RequestGroup]:
-    """Requests come while others run, some leave before their time, and K is another in each step."""
+    """Requests come while others run, some are aborted, and K is another in each step."""
     prompts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS for _ in range(2)]  # type: ignore[union-attr]
     groups: list[RequestGroup] = []
     for step in range(1000):
@@ -130,7 +130,7 @@ def test_so_it_does_of_an_asynchronous_device(
 def check_elsewhere(asked: dict[str, Any], recorder: Recorder, folder: Path) -> None:
     (folder / "messages.jsonl").write_bytes(b"\n".join(recorder.messages))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.replay", folder / "messages.jsonl"],
+        [sys.executable, "-m", "tests.engine.replay", folder / "messages.jsonl"],
         input=json.dumps(asked), cwd=ROOT, text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

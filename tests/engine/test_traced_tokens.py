@@ -309,8 +309,8 @@ def test_what_counts_as_no_draft(rule: str, token: int, q: float, reason: str) -
 
 def test_a_rule_that_is_not_stated_fails() -> None:
     request: Any = Asked("another")
+    outcome = Outcome([5], 1, 0, evidence=evidence_of([7], [0.5]))
     with pytest.raises(NotImplementedError, match="another"):
-        outcome = Outcome([5], 1, 0, evidence=evidence_of([7], [0.5]))
         trace_round(request, outcome, "a", (), str)
 
 

@@ -1,6 +1,6 @@
-"""The messages of an engine's steps, written down as they are sent, and replayed in another process.
+"""The messages of an engine's steps: written down as they are sent, replayed in another process.
 
-    python -m tests.support.replay MESSAGES < {"on_host": true, "engine": {...}}
+    python -m tests.engine.replay MESSAGES < {"on_host": true, "engine": {...}}
 
 MESSAGES has one message a line, as `slots/plan.py` writes them. A fresh runner of such an engine
 reads them in order; what came of each step is printed, one line of JSON each.
@@ -30,7 +30,7 @@ from foretoken.slots.step import Outcome, StepResult
 
 def build(asked: dict[str, Any]) -> Engine:
     """The engine of these options; `on_host`: as in `Runner`, whatever the device is."""
-    with mock.patch("foretoken.engine.build.is_on_host", lambda device: asked["on_host"]):
+    with mock.patch("foretoken.engine.build.is_on_host", return_value=asked["on_host"]):
         return build_engine(EngineConfig.parse(**asked["engine"]))
 
 

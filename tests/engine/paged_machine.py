@@ -29,7 +29,7 @@ from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
-from foretoken.engine.scheduler import Plan, Scheduler
+from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.ops.steps import DraftRequests, ForwardBatch
@@ -197,10 +197,10 @@ class WatchedPool(BlockPool):
 class WatchedScheduler(Scheduler):
     """A scheduler whose plans are checked as they are made."""
 
-    latest: Plan | None = None
+    latest: Schedule | None = None
     num_preempted = num_reused = 0
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> Schedule:
         before = list(self.running)
         preempted = {r: r.num_preemptions for r in [*before, *self.waiting]}
         decoding = [r for r in before if r.decodes and r.most_remaining]
@@ -308,7 +308,7 @@ class PagedMachine:
         self.unchecked.append(group)
         return group
 
-    def step(self) -> Plan:
+    def step(self) -> Schedule:
         """One step of the engine, in this machine's order."""
         self.steps.step()
         self.settle()

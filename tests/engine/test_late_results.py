@@ -21,7 +21,7 @@ from foretoken.cache.block_pool import ROOT
 from foretoken.engine.boundary import build_output
 from foretoken.engine.engine import Engine, Launched
 from foretoken.engine.request import Request, RequestGroup
-from foretoken.engine.scheduler import Plan
+from foretoken.engine.scheduler import Schedule
 from foretoken.errors import ForetokenError
 from foretoken.ops import Verdict, unavailable
 from foretoken.ops.steps import StepTokens
@@ -168,7 +168,7 @@ class AdmitsTheUncommitted(WatchedScheduler):
 class EntersTheUncommitted(WatchedScheduler):
     """A launched step is taken for done where prefix entries are made."""
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> Schedule:
         size = self.pool.block_size
         for request in self.running:
             for i in range(len(request.block_serials), request.num_scheduled // size):
@@ -191,7 +191,7 @@ class ForgetsTheLatest(Engine):
 class ReservesForOneStep(WatchedScheduler):
     """The unresolved step's drafts are forgotten when blocks are reserved for this one."""
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> Schedule:
         shares = {r: r.launched_share for r in self.running}
         launched = {r: share for r, share in shares.items() if share and share.decides}
         for request, share in launched.items():

@@ -40,7 +40,7 @@ from foretoken.engine.faults import (
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.rounds import Decode, describe, ended_at, no_text, trace_round
 from foretoken.engine.runner import Runner
-from foretoken.engine.scheduler import Plan, Scheduler
+from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace
 from foretoken.errors import EngineBrokenError
@@ -160,7 +160,7 @@ class Engine:
             self.check_integrity()
         return changed
 
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Schedule) -> Launched:
         """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
         launched = Launched(groups, StepTrace() if self.on_step else None)
@@ -176,7 +176,7 @@ class Engine:
                     launched.shares = shares
         return launched
 
-    def _message(self, plan: Plan) -> tuple[StepPlan, list[Share]]:
+    def _message(self, plan: Schedule) -> tuple[StepPlan, list[Share]]:
         """The step as numbers, and the shares of the requests that are in it."""
         for slot in plan.left_slots:
             self._forget(slot)

@@ -30,7 +30,7 @@ _BY_ARRIVAL = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Schedule:
     """A step: who computes what, and what changed hands for it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._plan = Plan()  # the next one, as far as it is made
+        self._plan = Schedule()  # the next one, as far as it is made
 
     @property
     def has_work(self) -> bool:
@@ -98,7 +98,7 @@ class Scheduler:
         request.arrival = request.params.priority, self._num_arrived
         insort(self.waiting, request, key=_BY_ARRIVAL)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> Schedule:
         """Shares of the next step, in order of arrival; admits waiting requests that fit.
 
         A decoding request always gets its token and all its drafts: none is ever dropped for what
@@ -115,7 +115,7 @@ class Scheduler:
             self._grow(request, min(request.most_known + request.max_drafts, request.limit - 1))
         self._admit()
         self._share()
-        plan, self._plan = self._plan, Plan()
+        plan, self._plan = self._plan, Schedule()
         return plan
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:

@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder [name ...]
 
 runs the cases of these names, or all, and prints one JSON object: case -> None, or what went wrong.
-Products of one row run in `rowwise.py`, of more through the kernels that use cuBLAS: the interpreter
-has no Gluon.
+Products of one row run in `rowwise.py`, of more through the kernels that use cuBLAS: the
+interpreter has no Gluon.
 """
 
 from __future__ import annotations

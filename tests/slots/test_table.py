@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from foretoken.ops.pass_checks import check_attention_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,6 +19,7 @@ from foretoken.cache.kv_pool import write_index
 from foretoken.drafting.base import one_hot_block
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, Rule, Verdict, get_backend, unavailable
+from foretoken.ops.checks import check_attention_batch
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import ForwardBatch, StepTokens
 from foretoken.sampling.params import SamplingParams

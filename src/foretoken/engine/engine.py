@@ -330,8 +330,9 @@ class Engine:
         """Raise `IntegrityError` if any block, slot or what is kept by slot is leaked."""
         self.scheduler.check_integrity()
         live = {request.slot for request in self.scheduler.running}
-        self.runner.run(StepPlan(self._released))
-        self._released.clear()
+        with self._together():
+            self.runner.run(StepPlan(self._released))
+            self._released.clear()
         self.runner.check_integrity(live)
 
     def _fail(self, request: Request, cause: Exception) -> None:

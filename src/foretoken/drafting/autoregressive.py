@@ -68,8 +68,8 @@ class Autoregressive(Drafter):
         if slot not in self._matchers and admission.params.grammar is not None:
             self._matchers[slot] = admission.params.grammar.matcher(), admission.num_prompt
         matcher, num_read = self._matchers[slot]
-        if matcher is not None:
-            new = self.slots.text(slot, num_read).tolist()
+        new = self.slots.text(slot, num_read).tolist()
+        if matcher is not None and new:  # else it may be ahead, after drafts of this round
             try:
                 matcher.append(new)
             except RequestError:

@@ -179,26 +179,26 @@ class SlotTable:
 
     def _write_admitted(self, admissions: Sequence[Admission]) -> None:
         params, state = self._params, self.state
-        columns = {
-            "slot": [a.slot for a in admissions],
-            "key_S": [to_int64(a.key) for a in admissions],
-            "top_k_S": [min(max(a.params.top_k, 0), 2**31) for a in admissions],  # past any id: off
-            "rule_S": [int(a.rule) for a in admissions],
-            "drafter_S": [a.drafter for a in admissions],
-            "length_S": [len(a.token_ids) for a in admissions],
-            "computed_S": [a.num_computed for a in admissions],
-            "limit_S": [a.limit for a in admissions],
-        }
-        floats = {
-            "temperature_S": [a.params.temperature for a in admissions],
-            "top_p_S": [max(a.params.top_p, LEAST_TOP_P) for a in admissions],
-            "min_p_S": [a.params.min_p for a in admissions],
-        }
-        slot_A, *numbers = self._sent(np.array([*columns.values()], dtype=np.int64)).unbind()
-        values = [*numbers, *self._sent(np.array([*floats.values()], dtype=np.float32))]
-        for name, value_A in zip([*columns, *floats][1:], values, strict=True):
-            owner = next(o for o in (params, state, self) if hasattr(o, name))
-            getattr(owner, name)[slot_A] = value_A
+        numbers = [
+            (params.key_S, [to_int64(a.key) for a in admissions]),
+            (params.top_k_S, [min(max(a.params.top_k, 0), 2**31) for a in admissions]),  # > V: off
+            (params.rule_S, [int(a.rule) for a in admissions]),
+            (self.drafter_S, [a.drafter for a in admissions]),
+            (state.length_S, [len(a.token_ids) for a in admissions]),
+            (state.computed_S, [a.num_computed for a in admissions]),
+            (state.limit_S, [a.limit for a in admissions]),
+        ]
+        fractions = [
+            (params.temperature_S, [a.params.temperature for a in admissions]),
+            (params.top_p_S, [max(a.params.top_p, LEAST_TOP_P) for a in admissions]),
+            (params.min_p_S, [a.params.min_p for a in admissions]),
+        ]
+        slots = [a.slot for a in admissions]
+        rows: Array = np.array([slots, *(values for _, values in numbers)], dtype=np.int64)
+        slot_A, *sent = self._sent(rows)
+        sent += self._sent(np.array([values for _, values in fractions], dtype=np.float32))
+        for (column, _), value_A in zip([*numbers, *fractions], sent, strict=True):
+            column[slot_A] = value_A
         known = [a.token_ids for a in admissions]
         tokens: Array = np.zeros((len(known), max(map(len, known))), dtype=np.int32)
         for row, ids in zip(tokens, known, strict=True):

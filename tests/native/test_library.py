@@ -193,9 +193,9 @@ def test_tests_of_kernels_fail_where_only_the_build_is_missing(
 def test_memory_that_runs_out_is_an_exception() -> None:
     def foretoken_sample() -> None: ...
 
-    library._check(0, foretoken_sample, ())
+    library.check(0, foretoken_sample, ())
     with pytest.raises(MemoryError, match="foretoken_sample could not allocate"):
-        library._check(2, foretoken_sample, ())
+        library.check(2, foretoken_sample, ())
 
 
 def results(folder: Path, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

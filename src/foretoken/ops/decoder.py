@@ -101,12 +101,10 @@ class Decoder(Protocol):
                 of them are all tokens, in order; what they hold need not be read then.
             aux_layers: hidden states that are wanted, see `ForwardOutput`.
         """
-        ...
 
     def drop_module_weights(self) -> None:
         """Free the module's copies of weights that the decoder keeps itself; the module cannot be
         run any more."""
-        ...
 
 
 @runtime_checkable
@@ -125,7 +123,6 @@ class RoundDecoder(Decoder, Protocol):
         Returns:
             int64 [B, K], -1 after a request's last draft.
         """
-        ...
 
 
 class HeadWeights(NamedTuple):
@@ -220,7 +217,6 @@ class DraftHead(Protocol):
         Returns:
             [N, C].
         """
-        ...
 
     def draft(self, token_T: Tensor, feature_TC: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor]:
         """What `forward` returns of all rows, and the `logits` of it.
@@ -228,14 +224,12 @@ class DraftHead(Protocol):
         Args:
             feature_TC: in the place of hidden states: what the row before put out.
         """
-        ...
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Raw logits [N, V] by the target's ids; -inf for those that the head never drafts.
 
         They may lie in memory that the next call overwrites.
         """
-        ...
 
 
 @runtime_checkable
@@ -260,7 +254,6 @@ class RoundHead(DraftHead, Protocol):
                 over.
             aux, kv: hidden states and requests of the pass; slot_B: int64, the slots of these.
         """
-        ...
 
     def draft_round(self, hidden_SC: Tensor, kv: LayerKV, drafting: DraftRound) -> Tensor:
         """A whole round of drafting; each draft as `Backend.draft` has it.
@@ -275,4 +268,3 @@ class RoundHead(DraftHead, Protocol):
         Returns:
             int64 [B, K], -1 after a request's last draft.
         """
-        ...

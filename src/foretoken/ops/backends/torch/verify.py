@@ -239,17 +239,14 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
     return last_B
 
 
-class Reading(NamedTuple):
-    """How a backend reads rows: two of its functions, see `Backend`."""
-
-    process_logits: Callable[[Rows], Tensor]
-    logprobs: Callable[[Rows, Tensor, int], Logprobs]
+_Reading = tuple[Callable[[Rows], Tensor], Callable[[Rows, Tensor, int], Logprobs]]
 
 
 class _Asked(NamedTuple):
-    """The requests that are asked for, by their order there."""
+    """How a backend reads rows, and the requests that are asked for, by their order there."""
 
-    reading: Reading
+    process_logits: Callable[[Rows], Tensor]
+    logprobs: Callable[[Rows, Tensor, int], Logprobs]
     given: VerifyBatch
     slot_R: Tensor
     num_R: Tensor
@@ -270,7 +267,7 @@ def evidence_by(
     process_logits: Callable[[Rows], Tensor], logprobs: Callable[[Rows, Tensor, int], Logprobs]
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
     """`Backend.evidence` of a backend that reads rows by these functions of its own."""
-    reading = Reading(process_logits, logprobs)
+    reading = process_logits, logprobs
 
     def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         """Some requests at a time."""
@@ -283,7 +280,7 @@ def evidence_by(
 
 
 def _evidence(
-    reading: Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
+    reading: _Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
 ) -> Evidence:
     drafts, slot_R = given.drafts, given.slot_B[request_R]
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
@@ -293,7 +290,9 @@ def _evidence(
     own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
     real_q_R = drafts.real_q_B[request_R] & ~own_R
     first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
-    asked = _Asked(reading, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
+    asked = _Asked(
+        *reading, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK
+    )
     accepted_R1 = verdict.n_accept_B[request_R, None]
     last_R1 = verdict.token_BK1[request_R].long().gather(1, accepted_R1)
     p_RK, finite_RK = _p(asked, index_RK, token_RK)
@@ -313,7 +312,7 @@ def _p(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tenso
     """p of tokens in rows of each request, float64; and whether the rows are finite."""
     vocabulary, rows = asked.given.logits_NV.shape[1], asked.rows(index_RJ)
     token_M = token_RJ.flatten()
-    found = asked.reading.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
+    found = asked.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
     finite_M = found.top_logprob_NT[:, 0].isfinite()
     cold_M = rows.params.temperature_S[rows.slot_N] == 0
     is_best_M = found.top_token_NT[:, 0] == token_M
@@ -368,7 +367,7 @@ def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Ten
     if cache is not None:
         following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
         rows, index_M = asked.rows(following_RK), following_RK.flatten()
-        rest_MV = asked.reading.process_logits(rows).double().softmax(dim=1)
+        rest_MV = asked.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
         q_MV = _q_rows(cache, params, rows.slot_N, index_M, rest_MV.shape[1])
         rest_MV[:, : q_MV.shape[1]] -= q_MV

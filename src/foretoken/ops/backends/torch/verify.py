@@ -170,7 +170,7 @@ def _uniforms(given: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
     key_M = given.params.key_S[slot_R].repeat_interleave(most)
     position_M = position_R.repeat_interleave(most) + index_M
     u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
-    return u_M.double().view(-1, most)
+    return u_M.double().view(len(slot_R), most)
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Runner:
         if plan.fresh_blocks:
             self.clear(plan.fresh_blocks)
         self._clock.mark("admit")
-        if not plan.step.slot_B:
+        if not plan.step.slot_B or self.slots.have_ended(plan.step.slot_B):
             return None
         step = self._begin(plan.step, self._shape_of(plan.step))
         step.seconds = time.perf_counter() - start

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from foretoken.engine.request import Share
+from foretoken.engine.request import Share, Status
 from foretoken.slots.step import Outcome, StepResult
 
 
@@ -45,12 +45,18 @@ class StepTrace:
     asked_drafts: list[int] = field(default_factory=list)
 
     def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
-        """Take over what was asked for and what came of it."""
+        """Take over what was asked for and what came of it.
+
+        A request that had ended before, of which the host knew too late, is left out.
+        """
         asked = Counter(share.max_drafts for share in shares if share.decides)
         self.asked_drafts = [asked[k] for k in range(max(asked, default=-1) + 1)]
-        self.num_requests, self.num_context = len(shares), sum(share.start for share in shares)
         for share in shares:
+            if share.request.status is Status.FINISHED:
+                continue
             outcome = outcomes[share.slot]
+            self.num_requests += 1
+            self.num_context += share.start
             self.num_tokens += share.num_tokens + outcome.num_drafts
             self.num_drafts += outcome.num_drafts
             self.num_accepted += outcome.num_accepted

@@ -136,13 +136,14 @@ class SlotTable:
         self._owners = WeakValueDictionary[str, SlotOwner]()
         if on_host:
             views = (column.numpy() for column in self.state)
-            self.token_SL, self.block_SL, self.length_S, self.computed_S, _ = views
+            self.token_SL, self.block_SL, self.length_S, self.computed_S, self.limit_S = views
 
     token_SL: Array
-    """`state.token_SL`, as the host reads it; this and the next three only where `on_host`."""
+    """`state.token_SL`, as the host reads it; this and the next four only where `on_host`."""
     block_SL: Array
     length_S: Array
     computed_S: Array
+    limit_S: Array
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
@@ -152,6 +153,10 @@ class SlotTable:
     def text(self, slot: int, first: int = 0) -> Array:
         """Known tokens of a slot from this one on, int32; only where `on_host`."""
         return self.token_SL[slot, first : self.length_S[slot]]
+
+    def have_ended(self, slots: Sequence[int]) -> bool:
+        """Whether none of these requests may have more tokens, as far as that is known at once."""
+        return self.on_host and all(self.length_S[s] >= self.limit_S[s] for s in slots)
 
     def register(self, name: str, owner: SlotOwner) -> None:
         """Have what `owner` keeps by slot released and checked with the table's own, as long as

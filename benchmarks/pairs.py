@@ -14,7 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import timeit
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,41 @@ def serve(options: Any) -> None:
             print(json.dumps({"token": total / tokens, "host": host}), flush=True)
 
 
+def bookkeeping(backend: str, batch: int, repeats: int) -> list[float]:
+    """Microseconds of counting, writing, packing and advancing in a step with five drafts each."""
+    import torch
+
+    from foretoken.ops import Verdict, get_backend
+    from foretoken.ops.steps import DraftRequests, PackSizes, SlotState, StepTokens
+
+    length, slots, block = 100, batch + 1, 16
+    columns = [torch.full((slots,), value) for value in (length, length - 1, 10**6)]
+    shape = (slots, 64)
+    state = SlotState(
+        torch.ones(slots, 1024, dtype=torch.int32), torch.zeros(shape, dtype=torch.int64), *columns
+    )
+    steps, slot_B = get_backend(backend).steps(state), torch.arange(batch)
+    most_B, one_B = torch.full((batch,), DRAFTS), torch.ones(batch, dtype=torch.int64)
+    token_BK, sizes = torch.ones(batch, DRAFTS, dtype=torch.int64), PackSizes(1, 1, DRAFTS + 1)
+    verdict = Verdict(torch.ones(batch, DRAFTS + 1, dtype=torch.int64), 0 * one_B, one_B > 0)
+    params: Any = None  # of no interest here
+
+    def step() -> None:
+        num_B, position_B = steps.count_drafts(slot_B, most_B)
+        asked = DraftRequests(slot_B, num_B, position_B, DRAFTS, params)
+        steps.write_drafts(asked, num_B, token_BK, 9)
+        tokens = StepTokens(slot_B, one_B, None, num_B)
+        steps.pack(tokens, sizes, block)
+        steps.advance(tokens, verdict)
+
+    found = []
+    for _ in range(repeats):
+        state.length_S.fill_(length)
+        state.computed_S.fill_(length - 1)
+        found.append(timeit.timeit(step, number=200) / 200 * 1e6)
+    return found
+
+
 def main() -> None:
     """Measure all cases; the first pair of each warms up."""
     from foretoken.lab.results import Row, Spread
@@ -133,6 +170,12 @@ def main() -> None:
         rows.append(Row(case, {"method": CASES[case][0], "batch": CASES[case][1]}, values))
         notes.append(goal(f"{case}: speed", rows[-1], "speed", 0.98))
         print(case, {name: round(value.median, 3) for name, value in values.items()})
+    for backend, batch in product(("native", "torch"), (1, SLOTS)):
+        taken = Spread.of(bookkeeping(backend, batch, 10 * options.repeats), "us")
+        labels = {"backend": backend, "batch": batch}
+        rows.append(Row(f"bookkeeping of a step, {backend}, batch {batch}", labels, {"us": taken}))
+        print(rows[-1].case, round(taken.median, 1))
+    notes.append(goal("bookkeeping at batch 1, native: us", rows[-4], "us", 10.0, least=False))
     shapes = {
         "target": TARGET, "draft": DRAFT, "k": DRAFTS, "temperature": TEMPERATURE,
         "max_tokens": options.max_tokens, "cores": options.cores, "dtype": "float32",

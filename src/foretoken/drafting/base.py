@@ -64,20 +64,20 @@ class Drafter(ABC):
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
     looks_up: drafts are found at hardly any cost, or there are none: `hybrid` asks it first.
-    names: of several drafters loaded together, by number, and `hybrid` behind them where there is
+    names: of several drafters loaded together, by number, and `hybrid` after them where there is
         one; () for a drafter by itself.
     kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
         addressed by the engine's block ids, so that they roll back with the target's; and what it
-        keeps for one request beside K/V, the q of its drafts above all, so that it is taken to
+        keeps for one request besides K/V, the q of its drafts above all, so that it is taken to
         grow with K.
-    bytes_shared: memory on the host that is nobody's own, in which texts are looked up.
-    reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
-        then shared only among requests that agree in the token behind its last one.
+    bytes_shared: memory on the host that all requests share, in which texts are looked up.
+    reads_next_token: what it keeps for a position depends on the token after it, too. A block is
+        then shared only among requests that agree in the token after its last one.
     prediction_readers: names of drafters in it that draft from `SamplingParams.prediction`.
     measured: of several, the number of the one whose time is measured at start for K = `auto`.
     num_behind: of the tokens that the target has computed for a request, how many of the last may
         be missing in the drafter's half of the cache after a step, whatever the step was: rounds,
-        steps without drafts or with others', prompts beside them, a request that ends. A block is
+        steps without drafts or with others', prompts next to them, a request that ends. A block is
         found by others once the target has computed so many tokens past its end. 0 also if the
         drafter itself remembers which blocks are complete.
     """

@@ -12,7 +12,7 @@ up are taken if they promise a fixed part of what was asked.
 
 What is to be had, replayed on 56 held-out texts (embedded pair, K = 5, T=0, fixed costs): the best
 sequence of choices in hindsight decodes 1.29 times as fast as the draft model alone, with 1.07
-times its tokens a step (beside the head: 1.08 times); these choices 1.17 and 1.02, and a linear
+times its tokens a step (next to the head: 1.08 times); these choices 1.17 and 1.02, and a linear
 model of match length and counts, fitted to other texts, no better. To go on with what is looked up
 behind a model's drafts, or the other way round, and to end drafts where q is flat, brought nothing.
 
@@ -160,5 +160,5 @@ def follow(before: float | None, seconds: float) -> float:
 
 
 def _is_fixed(request: Admission) -> bool:
-    """Whether the choice shows in the request's text, and the text may depend on nobody else."""
+    """Whether the choice shows in the request's text, and the text may depend on no other request."""
     return request.shows_drafts and request.params.seed is not None

@@ -8,12 +8,12 @@ the target computes in chunks it follows chunk by chunk. After steps in which it
 The target's blocks are shared between requests that begin with the same tokens, and the draft's
 half of such a block may or may not be there: whoever filled the target's half may never have been
 drafted for. So each block has a mark, `complete`: every one of its positions was computed here from
-a known token. A request that is new to its slot starts behind its leading complete blocks. That is
+a known token. A request that is new to its slot starts after its leading complete blocks. That is
 right because
 - a block is in two requests' tables only if all their tokens up to its end are equal, and K/V at a
   position are a function of the tokens up to it: who computed them does not matter;
-- drafts stand behind all known tokens, hence in no complete block: what a rejected draft leaves
-  behind lies in a block that is not marked, and is computed again before it is;
+- drafts stand after all known tokens, hence in no complete block: what a rejected draft leaves
+  there lies in a block that is not marked, and is computed again before it is;
 - a block that is handed out anew passes through `clear`, which removes the mark.
 Requests that share a block which is not complete each compute it; they write the same values.
 """

@@ -3,7 +3,7 @@
 The head keeps K/V by the target's block ids, and runs in lock-step with the target: `observe` runs
 it over the very rows that the target has computed, also in steps without drafts, so that there is
 never anything to catch up on. Row i takes the token at i + 1, which is known by then. Rows at and
-behind a request's last known token are of rejected drafts; what they leave in the cache is written
+after a request's last known token are of rejected drafts; what they leave in the cache is written
 again before another row reads it. By slot is kept what the head put out in the last row that
 counts: the first draft is drawn from that, and each further one after a pass of one row a request.
 
@@ -106,7 +106,7 @@ class Eagle3(Autoregressive):
         return DraftBlock(token_BK, asked.num_B, cache, real_q_B)
 
     def _draft(self, asked: DraftRequests, cache: DraftCache | None) -> Tensor:
-        """The drafts of each request; those with a grammar apart: nobody's depend on the others."""
+        """The drafts of each request; those with a grammar apart: no request's depend on the others."""
         head = self._round_head
         if head is None:
             return self._draft_by_passes(asked, cache)

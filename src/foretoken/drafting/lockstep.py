@@ -12,9 +12,9 @@ next step computes it, whatever that step is:
 - a step without drafts computes, of each request that decodes, the token before its last one, too:
   one token more in the pass that there is anyway.
 
-A request that wants no more drafts takes part in the passes that are left, behind its drafts. What
+A request that wants no more drafts takes part in the passes that are left, after its drafts. What
 that leaves in its own blocks is what a rejected draft leaves: computed again before it counts.
-Where these blocks end, the round's table leads to one that belongs to nobody.
+Where these blocks end, the round's table leads to the spare's.
 
 A block can be found by others once the target has computed two tokens past its end (`num_behind`):
 only then is the draft's half of it complete. Two, because a request that reaches its limit in a

@@ -37,7 +37,7 @@ from foretoken.slots.table import SlotSizes, SlotTable
 
 _log = logging.getLogger(__name__)
 
-_GRAPH = 4 << 20  # bytes of a captured step beside its tensors: some hundred kernels
+_GRAPH = 4 << 20  # bytes of a captured step besides its tensors: some hundred kernels
 _ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of this
 
 
@@ -103,7 +103,7 @@ class Assembly:
         """A runner with a cache of so many blocks.
 
         Args:
-            measuring: it serves nobody; contexts are as long as they can be, whatever the cache.
+            measuring: it serves no request; contexts are as long as they can be, whatever the cache.
         """
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, most = model.device, self.block_size, model.max_model_len

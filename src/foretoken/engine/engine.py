@@ -125,7 +125,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request waits or runs.
 
-        A launched step whose requests have all ended since is no work: nobody wants its result.
+        A launched step whose requests have all ended since is no work: its result is not wanted.
         """
         return self.scheduler.has_work
 
@@ -258,7 +258,7 @@ class Engine:
         admission = self._num_added + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
         stop_ids = frozenset(params.stop_token_ids or ())
-        if params.grammar or not params.ignore_eos:  # behind the end of a grammar nothing may stand
+        if params.grammar or not params.ignore_eos:  # after the end of a grammar nothing may stand
             stop_ids |= self.eos_ids
         if bad_words is None:
             bad_words = self.encode_bad_words(params)

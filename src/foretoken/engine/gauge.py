@@ -44,7 +44,7 @@ class Gauge:
         return torch.cuda.memory_reserved(self._device) - self._reserved
 
     def libraries(self) -> int:
-        """Bytes taken since beside PyTorch's allocator; other processes' doings are in it, too."""
+        """Bytes taken since outside PyTorch's allocator; other processes' doings are in it, too."""
         taken = self.taken()
         free, _ = torch.cuda.mem_get_info(self._device)
         return max(self._free - free - taken, 0)
@@ -74,7 +74,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     """Run the steps of `StepCost.of`; where memory runs out, smaller ones, from which it follows.
 
     Args:
-        runner: over slots on a device, with a pool of any size; nobody may be served by it.
+        runner: over slots on a device, with a pool of any size; it may serve no request.
 
     Raises:
         EngineMemoryError: not even one request can decode.
@@ -129,7 +129,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
 
 
 def _admit(runner: Runner, sizes: Sizes, params: SamplingParams) -> None:
-    """Into every slot a request, all of whose blocks are the spare one."""
+    """Into every slot a request; all of its blocks are the spare one."""
     limit, slots = sizes.max_model_len, range(sizes.max_num_seqs)
     admissions = [Admission(s, s, params, Rule.STANDARD, [0], 1, limit) for s in slots]
     runner.run(StepPlan(admissions=admissions))

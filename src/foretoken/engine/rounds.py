@@ -103,9 +103,9 @@ def trace_round(
 
 
 def ended_at(records: Sequence[TokenTrace], i: int) -> TokenTrace:
-    """Record i of a round, of which what is behind it is not emitted: it has all those drafts."""
-    behind = [record for record in records[i + 1 :] if record.draft_index is not None]
-    drafts = (replace(record, dropped=()) for record in behind)
+    """Record i of a round that ends with it; the drafts after it become its dropped ones."""
+    later = [record for record in records[i + 1 :] if record.draft_index is not None]
+    drafts = (replace(record, dropped=()) for record in later)
     return replace(records[i], dropped=(*drafts, *records[-1].dropped))
 
 

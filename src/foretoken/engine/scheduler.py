@@ -50,7 +50,7 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill beside decoding.
+    """First come, first served, with chunked prefill next to decoding.
 
     `waiting` and `running` are in order of arrival; preempted requests wait, too.
     """

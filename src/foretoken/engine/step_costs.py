@@ -31,7 +31,7 @@ _SHARE = 0.2  # of the time, for each batch size
 _SHORT, _LONG = 32, 512  # tokens of context
 _LONG_ON_DEVICE = 4096  # 512 tokens of 16 requests take a GPU 0.2 ms of a step of 4
 _MIDDLE = 16  # requests of which a long context is measured
-BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of nobody
+BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of no request
 _BEHIND = 256  # tokens that steps of one admission may add
 _EVERY_K = 4  # requests, up to which all K are measured, and not powers of two alone
 _ROUGHLY = 0.3  # of the time, where K does not depend on what is measured
@@ -127,7 +127,7 @@ def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
 
 
 class _Steps:
-    """Requests of nobody, and timed steps of them."""
+    """Requests made up for measuring, and timed steps of them."""
 
     def __init__(self, runner: Runner, num_drafts: int, rule: Rule) -> None:
         self._runner, self._num_drafts = runner, num_drafts
@@ -199,7 +199,7 @@ class _Steps:
         return max(self._most - 1, 1)
 
     def chunk(self, start: int, count: int) -> float:
-        """Seconds of a step that computes so many tokens of a prompt, behind `start` others."""
+        """Seconds of a step that computes so many tokens of a prompt, after `start` others."""
         self._new_cache()
         end = start + count
         admission = self._admission(0, end + 1, start)
@@ -209,7 +209,7 @@ class _Steps:
         return sum(self._time(StepInput([0], [count], [0], [False], none, none, [False])))
 
     def clear(self) -> None:
-        """Leave nothing behind."""
+        """Forget these requests."""
         self._runner.run(StepPlan(range(self._batch)))
         self._batch = 0
 
@@ -233,7 +233,7 @@ class _Steps:
     def _new_cache(self) -> None:
         self.clear()
         if not self._on_device:
-            self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
+            self._runner.clear(range(self._num_blocks))  # the drafter has seen what they hold
 
     def _admission(self, slot: int, length: int, computed: int) -> Admission:
         """A request of `length` tokens, of which so many are computed."""

@@ -27,7 +27,7 @@ class StepTrace:
         host_seconds: what the host spent on the step, waiting included; on a host as `total`.
         num_requests: requests in it; num_decoding: those that computed one known token and drafts.
         num_tokens: tokens that the target computed.
-        num_context: tokens of the requests whose keys and values it read beside these; drafts of a
+        num_context: tokens of the requests whose keys and values it read besides these; drafts of a
             step that was under way when it was launched are left out.
         num_drafts, num_accepted: summed over its requests.
         asked_drafts: how many requests were to have 0, 1, .. drafts, of those that decide.

@@ -105,7 +105,7 @@ class EditHistory:
         return self._mask_W
 
     def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
-        """Entries of the rows before, between and behind these drafts.
+        """Entries of the rows before, between and after these drafts.
 
         Row j sees the history as if the drafts before it were accepted; a placeholder of -1 changes
         nothing. Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).

@@ -259,8 +259,8 @@ def shift_kernel(
     stop = tl.where(b == B - 1, T, end)
     for begin in range(start, stop, SPAN):
         t = begin + tl.arange(0, SPAN)
-        behind = tl.minimum(first + (t - start) + 1, table.W - 1)
-        token = tl.load(table.token_SL + slot * table.W + behind, mask=t < stop, other=0)
+        after = tl.minimum(first + (t - start) + 1, table.W - 1)
+        token = tl.load(table.token_SL + slot * table.W + after, mask=t < stop, other=0)
         tl.store(token_T + t, tl.maximum(token, 0), mask=t < stop)
 
 

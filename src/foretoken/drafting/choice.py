@@ -160,5 +160,5 @@ def follow(before: float | None, seconds: float) -> float:
 
 
 def _is_fixed(request: Admission) -> bool:
-    """Whether the choice shows in the request's text, and the text may depend on no other request."""
+    """Whether the choice shows in the request's text, which may depend on no other request."""
     return request.shows_drafts and request.params.seed is not None

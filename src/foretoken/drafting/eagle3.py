@@ -106,7 +106,7 @@ class Eagle3(Autoregressive):
         return DraftBlock(token_BK, asked.num_B, cache, real_q_B)
 
     def _draft(self, asked: DraftRequests, cache: DraftCache | None) -> Tensor:
-        """The drafts of each request; those with a grammar apart: no request's depend on the others."""
+        """The drafts of each request; those with a grammar apart, so that none depend on others."""
         head = self._round_head
         if head is None:
             return self._draft_by_passes(asked, cache)

@@ -103,7 +103,7 @@ class Assembly:
         """A runner with a cache of so many blocks.
 
         Args:
-            measuring: it serves no request; contexts are as long as they can be, whatever the cache.
+            measuring: it serves no request; contexts are as long as can be, whatever the cache.
         """
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, most = model.device, self.block_size, model.max_model_len

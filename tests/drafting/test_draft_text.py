@@ -125,6 +125,20 @@ def test_text_is_what_it_is_without_drafts_and_in_any_batch(other: str) -> None:
     assert all(output.metrics.mean_acceptance_length > 1.1 for output in crowded)
 
 
+def test_a_grammar_of_the_target_masks_no_tokens_of_the_draft(other: str) -> None:
+    """Its masks name ids of the target: drafts are what the text says without one."""
+    digits = SamplingParams(
+        temperature=0, max_tokens=12, trace=True, structured_outputs={"regex": "[0-9]{12}"}
+    )
+    speculation = {"method": "draft_text", "model": other, "num_speculative_tokens": 4}
+    outputs = serve(speculation, [digits] * 4)
+    records = [record for output in outputs for record in output.outputs[0].trace or ()]
+    tried = [record for record in records if record.draft_index is not None]
+    tried += [record for parent in records for record in parent.dropped]
+    assert tried
+    assert not all((record.decoded_token or "").strip().isdigit() for record in tried)
+
+
 def test_the_same_tokenizer_by_text_loses_little(other: str) -> None:
     params = [SamplingParams(temperature=0, max_tokens=90)] * 4
     by_ids, by_text = (serve({"method": m}, params) for m in ("draft_model", "draft_text"))

@@ -207,7 +207,7 @@ MUTANTS = [
     (Parts(slots=KeepsRejected), "more is computed than known|other tokens"),
     (Parts(scheduler=AdmitsTheUncommitted), "more is computed than known|no block for"),
     (Parts(scheduler=EntersTheUncommitted), "entered before its step was committed"),
-    (Parts(engine=ForgetsTheLatest), "no block for these tokens|K/V of other tokens"),
+    (Parts(engine=ForgetsTheLatest), "no block for these tokens|K/V of other tokens|never written"),
     (Parts(scheduler=ReservesForOneStep), "no block for these tokens"),
 ]
 

@@ -25,10 +25,12 @@ class Autoregressive(Drafter):
 
     Attributes:
         cache_shape: K, V and dtype of the q that it keeps for a slot; K = 0: none.
+        follows_grammars: whether its tokens are the target's, so that a grammar's masks fit them.
         shared_cache: such a cache, kept together with other drafters; None: it makes its own.
     """
 
     options = frozenset({"model", "revision", "draft_sample_method"})
+    follows_grammars = True
     shared_cache: DraftCache | None = None
 
     def __init__(self, setup: DrafterSetup, model: CausalLM | Eagle3Head, vocab_size: int) -> None:
@@ -57,7 +59,8 @@ class Autoregressive(Drafter):
 
     def has_grammar(self, slot: int) -> bool:
         """Whether the drafts of a request on a host keep to a grammar."""
-        return self.slots.on_host and self.slots.admitted[slot].has_grammar
+        may_follow = self.slots.on_host and self.follows_grammars
+        return may_follow and self.slots.admitted[slot].has_grammar
 
     def _matcher(self, slot: int) -> Matcher | None:
         """Where a request's output has come in its grammar; None: that became too complex to say.

@@ -104,6 +104,7 @@ class DraftText(Drafter):
         most = _MOST * setup.speculation.num_drafts
         greedy = replace(setup.speculation, method="draft_model", draft_sample_method="greedy")
         self._model = DraftModel(replace(setup, speculation=greedy), DraftNetwork(model, None))
+        self._model.follows_grammars = False
         self._max_tokens, self._max_drafts = model.max_model_len, most
         self._num_blocks = -(-(model.max_model_len + most) // size)
         tokens = SlotTable.bytes_per_slot(model.max_model_len + most, size)

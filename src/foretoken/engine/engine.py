@@ -320,20 +320,26 @@ class Engine:
         for request in group.samples:
             if request.status is not Status.FINISHED:
                 self._finish(request, reason)
+        self._release_idle()
 
     def abort_all(self) -> None:
         """End every request where it is."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "abort")
+        self._release_idle()
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if any block, slot or what is kept by slot is leaked."""
         self.scheduler.check_integrity()
         live = {request.slot for request in self.scheduler.running}
-        with self._together():
-            self.runner.run(StepPlan(self._released))
-            self._released.clear()
-        self.runner.check_integrity(live)
+        self._release_idle()
+        self.runner.check_integrity(live | {*self._released})
+
+    def _release_idle(self) -> None:
+        """Tell the runner of released slots where no step will: nothing of a request is kept."""
+        if self._released and not self.has_work:
+            released, self._released = self._released, []
+            self.runner.run(StepPlan(released))
 
     def _fail(self, request: Request, cause: Exception) -> None:
         """What was raised in the work for one request ends it, with its reason, and no other."""

@@ -164,7 +164,7 @@ class Scheduler:
             request.status = Status.RUNNING
             insort(self.running, request, key=_BY_ARRIVAL)
             self._plan.admitted.append(request)
-            self._plan.new_blocks.append((request.slot, 0, request.block_ids))
+            self._plan.new_blocks.append((request.slot, 0, request.block_ids[:]))
 
     def _waits_for_leader(self, request: Request) -> bool:
         """Whether it is a sample whose prompt's blocks the first sample is about to compute."""

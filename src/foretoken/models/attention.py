@@ -1,7 +1,7 @@
 """The bridge between Transformers' modules and our attention.
 
 Belongs here: one function registered with `AttentionInterface`, and the context it reads. Does
-not: attention arithmetic (ops backends), what a batch is (`cache/batch.py`).
+not: attention arithmetic (ops backends), what a batch is (`ops/steps.py`).
 
 Modules call `paged_attention` once per layer. What it needs beyond query, key and value arrives
 through a context variable, because some families drop unknown keyword arguments.

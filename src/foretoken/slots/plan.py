@@ -96,7 +96,7 @@ class StepInput(NamedTuple):
 
     @property
     def of_B(self) -> list[int]:
-        """Which of the requests that decide each is; -1: none of them."""
+        """Of each request, its index among those that decide; -1 if it does not."""
         index = count()
         return [next(index) if decides else NONE for decides in self.decides_B]
 
@@ -146,7 +146,8 @@ def encode(message: StepPlan | PackedEdits) -> bytes:
     """A message as JSON; every number is kept to the bit."""
     if isinstance(message, StepPlan):
         admissions = [a._replace(params=_written(a.params)) for a in message.admissions]  # type: ignore[arg-type]
-        return json.dumps({"plan": message._replace(admissions=admissions)}).encode()
+        written = message._replace(admissions=admissions)
+        return json.dumps({"plan": written}, default=list).encode()  # a range, say
     return json.dumps({"edits": [_packed(column) for column in message]}).encode()
 
 

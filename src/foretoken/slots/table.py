@@ -20,6 +20,7 @@ requests, K drafts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +45,8 @@ from foretoken.ops.steps import (
 from foretoken.sampling.noise_key import to_int64
 from foretoken.slots.plan import Admission, StepInput, StepPlan
 from foretoken.slots.step import StepRequests, StepShape
+
+_log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
@@ -170,17 +173,24 @@ class SlotTable:
         if plan.admissions:
             for admission in plan.admissions:
                 self._release(admission.slot)
-                self.admitted[admission.slot] = admission
+            self.admitted |= {admission.slot: admission for admission in plan.admissions}
             self._write_admitted(plan.admissions)
         if plan.new_blocks:
             self._write_blocks(plan.new_blocks)
 
     def _release(self, slot: int) -> None:
-        """Forget a request; its numbers stay until the slot's next request."""
+        """Forget a request; its numbers stay until the slot's next request.
+
+        What an owner raises concerns a request that is over: it is logged, and no other request
+        ends for it.
+        """
         self.admitted.pop(slot, None)
         self._has_changed = True
-        for owner in self._owners.values():
-            owner.release(slot)
+        for name, owner in self._owners.items():
+            try:
+                owner.release(slot)
+            except Exception:
+                _log.exception("What `%s` keeps of slot %d could not be released.", name, slot)
 
     def _write_admitted(self, admissions: Sequence[Admission]) -> None:
         params, state = self._params, self.state
@@ -205,6 +215,8 @@ class SlotTable:
         for (column, _), value_A in zip([*numbers, *fractions], sent, strict=True):
             column[slot_A] = value_A
         known = [a.token_ids for a in admissions]
+        if self.on_host:
+            self.token_SL[slots] = -1  # what was never written is noticed when it is read
         tokens: Array = np.zeros((len(known), max(map(len, known))), dtype=np.int32)
         for row, ids in zip(tokens, known, strict=True):
             row[: len(ids)] = ids
@@ -232,6 +244,17 @@ class SlotTable:
         `has_filters` and `rules` are those of the slots in use, known without looking at the
         device, and stated anew only once a request has come or gone.
         """
+        self._refresh()
+        return self._params
+
+    @property
+    def drafters(self) -> frozenset[int]:
+        """Numbers of drafters: no slot in use has another."""
+        self._refresh()
+        return self._drafters
+
+    def _refresh(self) -> None:
+        """Look at the requests once some have come or gone."""
         if self._has_changed:
             requests = self.admitted.values()
             has_filters = any(request.params.filters_logits for request in requests)
@@ -239,13 +262,6 @@ class SlotTable:
             self._drafters = frozenset(request.drafter for request in requests)
             self._params = replace(self._params, has_filters=has_filters, rules=rules)
             self._has_changed = False
-        return self._params
-
-    @property
-    def drafters(self) -> frozenset[int]:
-        """Numbers of drafters: no slot in use has another."""
-        _ = self.params
-        return self._drafters
 
     def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests:
         """A step's requests as tensors.

@@ -215,8 +215,6 @@ class SlotTable:
         for (column, _), value_A in zip([*numbers, *fractions], sent, strict=True):
             column[slot_A] = value_A
         known = [a.token_ids for a in admissions]
-        if self.on_host:
-            self.token_SL[slots] = -1  # what was never written is noticed when it is read
         tokens: Array = np.zeros((len(known), max(map(len, known))), dtype=np.int32)
         for row, ids in zip(tokens, known, strict=True):
             row[: len(ids)] = ids

@@ -79,7 +79,7 @@ def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
             assert ("acceptance_rate" in run) == (not case.plain)
             if case.plain:
                 assert run["tokens_per_step"] == 1
-                assert run["draft_ms"] < run["step_ms"] / 20  # the draft model computes nothing
+                assert run["draft_ms"] < run["step_ms"] / 5  # counting alone: no draft pass
             else:
                 assert run["draft_ms"] > 0
                 assert 1 <= run["tokens_per_step"] <= 4

@@ -132,6 +132,25 @@ def bookkeeping(backend: str, batch: int, repeats: int) -> list[float]:
     return found
 
 
+def record_bookkeeping(options: Any) -> None:
+    """Of this version alone, by backend and batch."""
+    from foretoken.lab.results import Row, Spread
+
+    rows = []
+    for backend, batch in product(("native", "torch"), (1, SLOTS)):
+        taken = Spread.of(bookkeeping(backend, batch, 10 * options.repeats), "us")
+        labels = {"backend": backend, "batch": batch}
+        rows.append(Row(f"{backend}, batch {batch}", labels, {"us": taken}))
+        print(rows[-1].case, round(taken.median, 1))
+    notes = [
+        "Counting, writing, packing and advancing together, from Python; the two records that a "
+        "step makes for them are made in between.",
+        goal("native, batch 1: us", rows[0], "us", 10.0, least=False),
+    ]
+    options.machine = options.machine or "bookkeeping"  # ends the file's name
+    record("pairs", options, {"k": DRAFTS, "context": 100, "block_size": 16}, rows, notes)
+
+
 def main() -> None:
     """Measure all cases; the first pair of each warms up."""
     from foretoken.lab.results import Row, Spread
@@ -140,9 +159,13 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="`src` of the older version")
     parser.add_argument("--after", type=Path, default=ROOT / "src", help="`src` of the newer one")
     parser.add_argument("--serve", action="store_true", help="what its processes are told")
+    parser.add_argument("--bookkeeping", action="store_true", help="time that of a step, no pairs")
     options = parser.parse_args()
     if options.serve:
         serve(options)
+        return
+    if options.bookkeeping:
+        record_bookkeeping(options)
         return
     if options.before is None:
         parser.error("--before: name the `src` folder of the version to compare with")
@@ -170,12 +193,6 @@ def main() -> None:
         rows.append(Row(case, {"method": CASES[case][0], "batch": CASES[case][1]}, values))
         notes.append(goal(f"{case}: speed", rows[-1], "speed", 0.98))
         print(case, {name: round(value.median, 3) for name, value in values.items()})
-    for backend, batch in product(("native", "torch"), (1, SLOTS)):
-        taken = Spread.of(bookkeeping(backend, batch, 10 * options.repeats), "us")
-        labels = {"backend": backend, "batch": batch}
-        rows.append(Row(f"bookkeeping of a step, {backend}, batch {batch}", labels, {"us": taken}))
-        print(rows[-1].case, round(taken.median, 1))
-    notes.append(goal("bookkeeping at batch 1, native: us", rows[-4], "us", 10.0, least=False))
     shapes = {
         "target": TARGET, "draft": DRAFT, "k": DRAFTS, "temperature": TEMPERATURE,
         "max_tokens": options.max_tokens, "cores": options.cores, "dtype": "float32",

@@ -70,5 +70,5 @@ def verdict_under(
     batch = VerifyBatch(
         on.raw_NV, on.params, on.slot_B, on.position_B, drafts, synthetic_rate_K=rate_K
     )
-    with patch("foretoken.ops.dispatch.check_verify"):
+    with patch("foretoken.ops.checks.check_verify"):
         return moved(backend.verify(batch), CPU)

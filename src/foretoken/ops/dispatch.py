@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.ops import checks
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
+from foretoken.ops.stack import LoadedStack, Stack
 from foretoken.ops.steps import SlotState, Steps
 
 from foretoken.ops.types import (  # isort: skip
@@ -36,6 +37,7 @@ class Kernels:
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
     steps: Callable[[SlotState], Steps]
+    load_stack: Callable[..., LoadedStack] | None = None
     decoder: Callable[..., Decoder | None] = lambda *_, **__: None
     draft_head: Callable[..., DraftHead | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
@@ -192,6 +194,28 @@ class Backend:
         """
         checks.check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
+
+    def load_stack(self, stack: Stack, positions: int, most_rows: int) -> LoadedStack:
+        """A stack in this backend's own layout; in stock operators if it has none of its own.
+
+        Args:
+            positions: length of the longest context.
+            most_rows: of a stack with `target_ids`: rows of logits that memory is kept for; more
+                are possible, and slower.
+
+        Raises:
+            UnfitError: this stack has something that the kernels do not implement; it says what.
+        """
+        own = self._kernels.load_stack
+        if own is None:
+            return self.stock_stack(stack)
+        return own(stack, positions, most_rows, deterministic=self.deterministic)
+
+    def stock_stack(self, stack: Stack) -> LoadedStack:
+        """A stack in stock operators, around this backend's `attention`."""
+        from foretoken.ops.backends.torch.stack import StockStack
+
+        return StockStack(stack, self._kernels.attention)
 
     def decoder(
         self, module: Any, calls: Sequence[AttentionCall], positions: int = 0

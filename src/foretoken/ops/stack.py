@@ -237,11 +237,14 @@ class LoadedStack(Protocol):
     Keys and values that it wrote may be laid out in its own way within each block: neither
     `attention` nor another backend's stack can read them.
 
+    stack: what it runs; of weights that it keeps in another layout alone, shapes are left: these are
+        on the device `meta`
     multiplies_masked_keys: whether a NaN in an unused part of a block would spread: such blocks
         must be cleared when they change hands
     """
 
     multiplies_masked_keys: ClassVar[bool]
+    stack: Stack
 
     def run(
         self,
@@ -270,10 +273,7 @@ class LoadedStack(Protocol):
 
 @runtime_checkable
 class RoundStack(LoadedStack, Protocol):
-    """A stack on a host that runs whole rounds of drafting in one call.
-
-    It keeps its own copy of all matrices but the embedding: others may be freed.
-    """
+    """A stack on a host that runs whole rounds of drafting in one call."""
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
         """A whole round of autoregressive drafting; each draft as `Backend.draft` has it.

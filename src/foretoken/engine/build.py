@@ -27,6 +27,7 @@ from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, folder_of, load_model, load_tokenizer
 from foretoken.models.checkpoint import check_weights
+from foretoken.ops import RoundStack
 from foretoken.sampling.params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def _build(config: EngineConfig) -> Engine:
             max_model_len=config.max_model_len, view=view,
         )  # fmt: skip
     weights = gauge.taken() if gauge else 0
-    native_target = model.fused is not None and device.type == "cpu"
+    native_target = isinstance(model.network, RoundStack)
     asked_threads = config.threads if device.type == "cpu" else 1
     threads = StepThreads(asked_threads, backend, native_target=native_target)
     most = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
@@ -167,7 +168,7 @@ def _check_token_budget(config: EngineConfig) -> None:
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
     """What `sampling_params=None` means: the checkpoint's defaults, or ours."""
-    source = getattr(model.module, "generation_config", None)
+    source = model.generation_config
     if config.generation_config == "vllm" or source is None:
         return SamplingParams()
     named = {name: getattr(source, name, None) for name in _GENERATION_FIELDS}
@@ -183,7 +184,7 @@ def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
     """End-of-text ids: of the first that has them: generation, model, text config, tokenizer."""
-    configs = (getattr(model.module, "generation_config", None), model.config)
+    configs = (model.generation_config, model.config)
     for source in (*configs, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

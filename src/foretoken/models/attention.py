@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from foretoken.cache.kv_pool import KVPool, write_index
 from foretoken.errors import UnsupportedModelError
-from foretoken.ops import AttentionCall, AttentionOptions, Backend
+from foretoken.ops import AttentionOptions, Backend
+from foretoken.ops.backends.torch.attention import write_index
+from foretoken.ops.stack import KV
 from foretoken.ops.steps import ForwardBatch
 
 ATTENTION_NAME = "foretoken_paged"
@@ -28,6 +29,14 @@ ATTENTION_NAME = "foretoken_paged"
 _HARMLESS = frozenset(
     {"dropout", "is_causal", "position_ids", "use_cache", "cache_position", "logits_to_keep"}
 )
+
+
+class AttentionCall(NamedTuple):
+    """What one layer of a module asked of attention: heads of K/V, sizes of a key, of a value."""
+
+    layer: int
+    shape: tuple[int, int, int]
+    sliding_window: int | None
 
 
 class AttentionPass:
@@ -42,13 +51,13 @@ class AttentionPass:
     def __init__(
         self,
         batch: ForwardBatch,
-        kv: KVPool | None = None,
+        kv: KV | None = None,
         backend: Backend | None = None,
         calls: list[AttentionCall] | None = None,
     ) -> None:
         self.batch, self.kv, self.backend, self.calls = batch.attention, kv, backend, calls
         if kv is not None:
-            self.write_index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
+            self.write_index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
 
 
 _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", default=None)
@@ -92,12 +101,11 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if run.kv is None or run.backend is None:  # a shape probe: the result does not matter
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
-    run.kv.write(
-        layer, run.write_index_T, key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-    )
+    keys, values = run.kv.keys[layer], run.kv.values[layer]
+    for cache, new in ((keys, key), (values, value)):
+        cache.flatten(0, 1).index_copy_(0, run.write_index_T, new.squeeze(0).transpose(0, 1))
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     query_THD = query.squeeze(0).transpose(0, 1)
-    keys, values = run.kv.keys[layer], run.kv.values[layer]
     out_THD = run.backend.attention(query_THD, keys, values, run.batch, options)
     return out_THD.unsqueeze(0), None
 

@@ -1,21 +1,24 @@
 """A loaded model: packed tokens in, raw logits out.
 
-Belongs here: calling a Transformers module with our batch. Does not: reading checkpoints
-(`checkpoint.py`, `loader.py`), deciding whether a model is supported (`guards.py`).
+Belongs here: what runs it, a backend's stack or Transformers' own module over our attention. Does
+not: reading checkpoints (`checkpoint.py`, `families.py`, `loader.py`), deciding whether a model is
+supported (`guards.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.cache.kv_pool import LayerShape
 from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
-from foretoken.ops import Backend, Decoder, ForwardOutput
+from foretoken.ops import Backend
 from foretoken.ops.passes import pass_begins
+from foretoken.ops.stack import KV, ForwardOutput, LoadedStack
 from foretoken.ops.steps import ForwardBatch
 
 
@@ -25,50 +28,95 @@ class TargetView(NamedTuple):
     aux_layers: hidden states that every pass shall give, numbered as in `ForwardOutput.aux`
     head:       whether `CausalLM.head` is wanted: a target that keeps its weights in a layout of
                 its own then holds the head twice
+    module:     whether `CausalLM.module` is wanted, by who runs it otherwise than step by step
     """
 
     aux_layers: tuple[int, ...] = ()
     head: bool = False
+    module: bool = False
+
+
+class ModuleNetwork:
+    """Transformers' own module over paged attention: families that no backend runs itself."""
+
+    multiplies_masked_keys: ClassVar[bool] = True
+
+    def __init__(self, module: Any, backend: Backend) -> None:
+        self.module, self._backend = module, backend
+
+    def run(self, batch: ForwardBatch, kv: KV, aux_layers: Sequence[int] = ()) -> ForwardOutput:
+        """See `LoadedStack.run`."""
+        pass_begins()
+        rows, tokens = batch.logit_row_N, len(batch.token_T)
+        run = AttentionPass(batch, kv, self._backend)
+        with torch.inference_mode(), attention_context(run):
+            output = self.module(
+                input_ids=batch.token_T.unsqueeze(0),
+                position_ids=batch.position_T.unsqueeze(0),
+                use_cache=False,
+                # 0 keeps all rows and saves the gather (decode and verify steps).
+                logits_to_keep=0 if len(rows) == tokens else rows,
+                **({"output_hidden_states": True} if aux_layers else {}),
+            )
+        aux = self._aux(output, tokens, aux_layers) if aux_layers else ()
+        return ForwardOutput(output.logits.squeeze(0), aux)
+
+    def _aux(self, output: Any, tokens: int, aux_layers: Sequence[int]) -> tuple[Tensor, ...]:
+        """The hidden states asked for, each [tokens, hidden]; the self-check meets what is not."""
+        config, states = self.module.config, getattr(output, "hidden_states", None) or ()
+        layers = config.get_text_config().num_hidden_layers
+        if len(states) != layers + 1:
+            raise UnsupportedModelError(
+                f"`{config.model_type}` gives {len(states)} hidden states for {layers} layers: a "
+                "drafter that reads them cannot draft for it."
+            )
+        width = self.module.get_input_embeddings().weight.shape[1]
+        for i in aux_layers:
+            if states[i].shape != (1, tokens, width):
+                raise UnsupportedModelError(
+                    f"`{config.model_type}` gives hidden states of shape "
+                    f"{[*states[i].shape]} for {tokens} tokens. A drafter that reads one vector "
+                    f"of {width} numbers, as in its embedding, for each token cannot draft for it: "
+                    "take another `method`."
+                )
+        return tuple(states[i].squeeze(0) for i in aux_layers)
 
 
 class CausalLM:
-    """A Transformers causal language model behind paged attention.
+    """A causal language model.
 
-    config:        the Hugging Face configuration
+    config, generation_config: Hugging Face's; the second may be None
+    network:       what runs it
     vocab_size:    columns of the logits (padding of the vocabulary included)
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
-    view:          what a drafter will ask for, `aux_layers` of every `forward`
-    fused:         runs in the module's stead, if given
+    aux_layers:    hidden states that every pass gives
+    embedding:     [V, hidden], the model's own tensor: the vectors of tokens
+    module:        Transformers' module, if it runs the model or was asked for
     """
 
     def __init__(
         self,
         module: Any,
+        network: LoadedStack | ModuleNetwork,
         *,
         backend: Backend,
         layer_shapes: list[LayerShape],
         max_model_len: int,
         view: TargetView,
-        fused: Decoder | None,
     ) -> None:
-        self.module = module
-        self.fused = fused
-        self.backend = backend
+        is_kept = isinstance(network, ModuleNetwork) or view.module
+        self.module: Any = module if is_kept else None
+        self.network, self.backend = network, backend
         self.config: Any = module.config
+        self.generation_config: Any = getattr(module, "generation_config", None)
         self.vocab_size: int = self.config.get_text_config().vocab_size
-        self.max_model_len = max_model_len
-        self.layer_shapes = layer_shapes
+        self.max_model_len, self.layer_shapes = max_model_len, layer_shapes
         self.aux_layers = view.aux_layers
+        self.embedding: Tensor = module.get_input_embeddings().weight
         self.dtype: torch.dtype = self.embedding.dtype
         self.device: torch.device = self.embedding.device
         self._head: Tensor | None = module.get_output_embeddings().weight if view.head else None
-
-    @property
-    def embedding(self) -> Tensor:
-        """[V, hidden], the model's own tensor: the vectors of tokens."""
-        weight: Tensor = self.module.get_input_embeddings().weight
-        return weight
 
     @property
     def head(self) -> Tensor:
@@ -84,48 +132,13 @@ class CausalLM:
     @property
     def multiplies_masked_keys(self) -> bool:
         """Whether a NaN in an unused part of a block would spread: such blocks must be cleared."""
-        return self.fused is None
+        return self.network.multiplies_masked_keys
 
-    def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, kv: KV) -> ForwardOutput:
         """Run the packed tokens and write their K/V into `kv`.
 
         Returns:
             Raw logits [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N
             may be 0. And the hidden states of `aux_layers`, of all tokens.
         """
-        rows = batch.logit_row_N
-        if self.fused is not None:
-            return self.fused.forward(batch.token_T, rows, kv.of(batch.attention), self.aux_layers)
-        pass_begins()
-        run = AttentionPass(batch, kv, self.backend)
-        with torch.inference_mode(), attention_context(run):
-            output = self.module(
-                input_ids=batch.token_T.unsqueeze(0),
-                position_ids=batch.position_T.unsqueeze(0),
-                use_cache=False,
-                # 0 keeps all rows and saves the gather (decode and verify steps).
-                logits_to_keep=0 if len(rows) == len(batch.token_T) else rows,
-                **({"output_hidden_states": True} if self.aux_layers else {}),
-            )
-        return ForwardOutput(output.logits.squeeze(0), self._aux(output, len(batch.token_T)))
-
-    def _aux(self, output: Any, tokens: int) -> tuple[Tensor, ...]:
-        """The hidden states asked for, each [tokens, hidden]; the self-check meets what is not."""
-        if not self.aux_layers:
-            return ()
-        states = getattr(output, "hidden_states", None) or ()
-        if len(states) != len(self.layer_shapes) + 1:
-            raise UnsupportedModelError(
-                f"`{self.config.model_type}` gives {len(states)} hidden states for "
-                f"{len(self.layer_shapes)} layers: a drafter that reads them cannot draft for it."
-            )
-        width = self.embedding.shape[1]
-        for i in self.aux_layers:
-            if states[i].shape != (1, tokens, width):
-                raise UnsupportedModelError(
-                    f"`{self.config.model_type}` gives hidden states of shape "
-                    f"{[*states[i].shape]} for {tokens} tokens. A drafter that reads one vector "
-                    f"of {width} numbers, as in its embedding, for each token cannot draft for it: "
-                    "take another `method`."
-                )
-        return tuple(states[i].squeeze(0) for i in self.aux_layers)
+        return self.network.run(batch, kv, self.aux_layers)

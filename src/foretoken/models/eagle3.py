@@ -1,36 +1,44 @@
-"""An EAGLE-3 head: one decoder layer on top of the target's hidden states and the next token.
+"""An EAGLE-3 head: its weights, in three layouts, as a stack with a feature rule.
 
-Belongs here: what a head is made of, its pass over packed rows, and whether a backend's own
-implementation may stand in for its operators: it is compared with them on random rows. (Wrong
-drafts would cost no more than speed: the target verifies them.) Does not: reading its folder
-(`eagle3_config.py`, `eagle3_checkpoint.py`), when it runs and what is kept between passes
-(`drafting/eagle3.py`).
+Belongs here: the layouts of tensors, which ids a head drafts, and whether a backend's own layout
+may be taken: it is compared with stock operators on random rows. (Wrong drafts would cost no more
+than speed: the target verifies them.) Does not: `config.json` (`eagle3_config.py`), when a head
+runs and what is kept between passes (`drafting/stacks.py`).
 
 Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
 and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
 not been yet, its own output of the row before stands in for the feature (Li et al. 2025, "EAGLE-3:
 Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
-
-Shape suffixes: T packed rows, N rows with wanted logits, C the head's hidden size, V the
-target's vocabulary, H heads, D head size, A numbers of a part that is normed by itself, R half of
-the numbers of a head that are turned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
-from foretoken.errors import UnsupportedModelError
+from foretoken.cache.kv_pool import KVPool
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.models.checkpoint import check_weights, reading
 from foretoken.models.eagle3_config import Eagle3Config
-from foretoken.models.guards import TOLERANCE
-from foretoken.ops import AttentionBatch, AttentionOptions, Backend, UnfitError
-from foretoken.ops.decoder import DraftHead, HeadExtras, HeadModel, HeadWeights, RoundHead
+from foretoken.models.guards import TOLERANCE, check_finite
+from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
+from foretoken.ops import AttentionBatch, AttentionOptions, Backend
+from foretoken.ops.stack import (
+    Attention,
+    Dense,
+    FeatureRule,
+    Gated,
+    Layer,
+    Linear,
+    LoadedStack,
+    Rope,
+    Stack,
+    UnfitError,
+)
 from foretoken.ops.steps import ForwardBatch
 
 _log = logging.getLogger(__name__)
@@ -39,233 +47,324 @@ _BLOCK = 4  # tokens per cache block of the check
 _PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
 """New rows of each request in turn: a prompt, drafts of three, what the target verified, of one."""
 _LONGEST = sum(map(max, _PASSES))
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# What names of tensors begin with in one layout or another, and here: as in `speculators`.
+_PREFIXES = {"model.": "", "midlayer.": "layers.0."}
+_LAYER = "layers.0."
+OUTPUT_LAYER, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
+_UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+_DUMMY_LOGIT_STD = 2.0
 
 
-class Eagle3Head:
-    """A loaded head; everything is in the dtype and on the device of its embedding.
+def lacks_head(folder: Path, config: Eagle3Config) -> bool:
+    """Whether the weights leave the output layer to the target; reads names alone.
 
-    `forward` is one ordinary decoder block with a wider input. Nothing here waits for a device.
-
-    config, weights, extras: as loaded
-    layer_shapes: what a `KVPool` for it needs
-    target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, rising or not;
-        None if they are the same
-    fused: the backend's own implementation, which then computes all of it; see `fuse`
+    Raises:
+        CheckpointError: the weights cannot be read.
     """
+    from safetensors import safe_open
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        weights: HeadWeights,
-        extras: HeadExtras,
-        target_ids: Tensor | None,
-        embedding: Tensor,
-        backend: Backend,
-    ) -> None:
-        layer = config.layer
-        self.config, self.weights, self.extras = config, weights, extras
-        self.target_ids = target_ids
-        self.embedding, self.backend = embedding, backend
-        self.fused: DraftHead | None = None
-        self.dtype, self.device = embedding.dtype, embedding.device
-        self._sizes = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
-        _, kv_heads, head_dim = self._sizes
-        self.layer_shapes: list[LayerShape] = [(kv_heads, head_dim, head_dim)]
-        self._attention = AttentionOptions(head_dim**-0.5, config.sliding_window)
-        self._frequency_R = config.frequency_R.to(self.device)
-        self._rotary_scale = config.rotary_scale
-
-    def features(self, aux: Sequence[Tensor]) -> Tensor:
-        """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
-        states_TA, gain_PA = torch.cat(list(aux), dim=-1), self.extras.fc_norm
-        if gain_PA is not None:
-            states_TA = self._norm_parts(states_TA.view(-1, *gain_PA.shape), gain_PA).flatten(1)
-        return F.linear(states_TA, self.weights.fc)
-
-    def forward(
-        self, batch: ForwardBatch, aux: Sequence[Tensor], kv: KVPool, row_N: Tensor | None = None
-    ) -> Tensor:
-        """Run packed rows and write their K/V.
-
-        Args:
-            batch: `token_T` is the token *after* each row's position; `logit_row_N` is not read.
-            aux: as for `features`, of each row's position.
-            row_N: int64, rows that are wanted; None: all.
-
-        Returns:
-            [N, C], for `logits` and for the next row of the same request.
-        """
-        if self.fused is not None:
-            return self.fused.forward(batch.token_T, aux, kv.only_layer(batch.attention), row_N)
-        return self._pass(batch, self.features(aux), kv, row_N)
-
-    def _pass(
-        self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool, row_N: Tensor | None = None
-    ) -> Tensor:
-        def attend(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
-            index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
-            kv.write(0, index_T, key_THD, value_THD)
-            return self.backend.attention(
-                query_THD, kv.keys[0], kv.values[0], batch.attention, self._attention
-            )
-
-        return self.block(batch.token_T, batch.position_T, feature_TC, attend, row_N)
-
-    def block(
-        self,
-        token_T: Tensor,
-        position_T: Tensor,
-        feature_TC: Tensor,
-        attend: Attend,
-        row_N: Tensor | None = None,
-    ) -> Tensor:
-        """A pass with any attention: [T, H, D] of queries, keys and values, turned."""
-        hidden_TC, projected = self.project(token_T, position_T, feature_TC)
-        attended_TD = attend(*projected).flatten(1)
-        if row_N is not None:
-            hidden_TC, attended_TD = hidden_TC[row_N], attended_TD[row_N]
-        return self.finish(hidden_TC, attended_TD)
-
-    def project(
-        self, token_T: Tensor, position_T: Tensor, feature_TC: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """What a pass does before its attention: the residual [T, C], and what that takes."""
-        w = self.weights
-        token_TC = self._norm(self.embedding[token_T], w.input_norm)
-        normed_TC = self._norm(feature_TC, w.hidden_norm)
-        hidden_TC = normed_TC if self.config.norm_before_residual else feature_TC
-        return hidden_TC, self._project(torch.cat([token_TC, normed_TC], dim=-1), position_T)
-
-    def finish(self, hidden_NC: Tensor, attended_ND: Tensor) -> Tensor:
-        """What a pass does after its attention, [N, C]."""
-        w = self.weights
-        hidden_NC = hidden_NC + F.linear(attended_ND, w.o, self.extras.o_bias)
-        inner_NC = self._norm(hidden_NC, w.post_norm)
-        gate_NI, up_NI = F.linear(inner_NC, w.gate_up).chunk(2, dim=-1)
-        hidden_NC = hidden_NC + F.linear(F.silu(gate_NI) * up_NI, w.down)
-        return self._norm(hidden_NC, w.norm) if self.config.norm_output else hidden_NC
-
-    def draft(self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool) -> tuple[Tensor, Tensor]:
-        """What `forward` returns of all rows, and the `logits` of it.
-
-        Args:
-            feature_TC: where the target has not been: what the row before put out.
-        """
-        if self.fused is not None:
-            return self.fused.draft(batch.token_T, feature_TC, kv.only_layer(batch.attention))
-        hidden_TC = self._pass(batch, feature_TC, kv)
-        return hidden_TC, self.logits(hidden_TC)
-
-    def logits(self, hidden_NC: Tensor) -> Tensor:
-        """Raw logits [N, V] by the target's ids; -inf for those that the head never drafts.
-
-        By the target's ids noise is the target's own, q is comparable with p, and the rules need no
-        map. It costs writing rows of V instead of `draft_vocab_size`. They may lie in memory that
-        the next call overwrites.
-        """
-        if self.fused is not None:
-            return self.fused.logits(hidden_NC)
-        w = self.weights
-        normed_NC = hidden_NC if self.config.norm_output else self._norm(hidden_NC, w.norm)
-        logits = F.linear(normed_NC, w.head)
-        if self.target_ids is None:
-            return logits
-        wide_NV = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
-        return wide_NV.index_copy_(1, self.target_ids, logits)
-
-    def model(self, positions: int) -> HeadModel:
-        """All that it computes with, for contexts of so many positions."""
-        return HeadModel(
-            self.weights, self.extras, self.embedding, self.config.vocab_size, self.target_ids,
-            *self._sizes, self.config.layer.rms_norm_eps, self.config.norm_before_residual,
-            self.config.norm_output, self.config.sliding_window, self._frequency_R,
-            self._rotary_scale, positions,
-        )  # fmt: skip
-
-    def drop_matrices(self) -> None:
-        """Free what `fused` keeps itself; nothing else can compute this head any more."""
-        kept = (w if w.dim() == 1 else torch.empty_like(w, device="meta") for w in self.weights)
-        self.weights = HeadWeights(*kept)
-
-    def _project(self, both_T2C: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, turned, and values; [T, H, D]."""
-        heads, kv_heads, head_dim = self._sizes
-        turned = heads + kv_heads
-        qkv_TD = F.linear(both_T2C, self.weights.qkv, self.extras.qkv_bias)
-        qkv_THD = qkv_TD.view(len(both_T2C), -1, head_dim)
-        straight_THD = qkv_THD[:, :turned]
-        if self.extras.qk_norm is not None:
-            straight_THD = self._norm_parts(straight_THD, self.extras.qk_norm)
-        turned_THD = self._rotate(straight_THD, position_T)
-        return turned_THD[:, :heads], turned_THD[:, heads:], qkv_THD[:, turned:]
-
-    def _rotate(self, x_THD: Tensor, position_T: Tensor) -> Tensor:
-        """Queries and keys turned by their positions: of the first 2R numbers of each head those
-        that are R apart."""
-        angle_T1R = position_T.float()[:, None, None] * self._frequency_R
-        cos = (angle_T1R.cos() * self._rotary_scale).to(x_THD.dtype)
-        sin = (angle_T1R.sin() * self._rotary_scale).to(x_THD.dtype)
-        size = cos.shape[-1]
-        a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
-
-    def _norm(self, x_TC: Tensor, gain_C: Tensor) -> Tensor:
-        return F.rms_norm(x_TC, gain_C.shape, gain_C, self.config.layer.rms_norm_eps)
-
-    def _norm_parts(self, x_TPA: Tensor, gain_PA: Tensor) -> Tensor:
-        eps = self.config.layer.rms_norm_eps
-        return F.rms_norm(x_TPA, gain_PA.shape[1:], None, eps) * gain_PA
+    names = set[str]()
+    for path in check_weights(folder):
+        with reading(path), safe_open(path, "pt") as file:
+            names |= {_our_name(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
+    return OUTPUT_LAYER not in names and config.draft_vocab_size == config.vocab_size
 
 
-def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
-    """Let the backend's own implementation compute the head, if it has one that agrees.
+def load_head(
+    folder: Path,
+    config: Eagle3Config,
+    *,
+    embedding: Tensor,
+    backend: Backend,
+    positions: int,
+    most_rows: int,
+    head: Tensor | None = None,
+    dummy_seed: int | None = None,
+) -> LoadedStack:
+    """Load a head in the backend's own layout, or in stock operators if that does not agree.
 
     Args:
         positions: longest context, in tokens.
         most_rows: requests that draft at once.
+        config, embedding, head, dummy_seed: see `read_head`.
 
     Raises:
-        UnsupportedModelError: its operators give NaN or infinity.
+        UnsupportedModelError: it gives NaN or infinity.
+        CheckpointError, EngineMemoryError: see `read_head`.
     """
+    stack = read_head(folder, config, embedding, head=head, dummy_seed=dummy_seed)
+    stock = backend.stock_stack(stack)
+    tried = [stock]
     try:
-        fused = head.backend.draft_head(head.model(max(positions, _LONGEST)), most_rows)
+        own = backend.load_stack(stack, max(positions, _LONGEST), most_rows)
+        if type(own) is not type(stock):
+            tried.append(own)
     except UnfitError as reason:
-        _log.info("The EAGLE-3 head runs operator by operator: %s", reason)
-        fused = None
-    tried = (None,) if fused is None else (None, fused)
-    head.backend.compile_ahead(lambda: [_outputs(head, one) for one in tried])
-    expected, *others = (_outputs(head, one) for one in tried)
+        _log.info("The EAGLE-3 head runs in stock operators: %s", reason)
+    backend.compile_ahead(lambda: [_outputs(one, config) for one in tried])
+    expected, *others = (_outputs(one, config) for one in tried)
     if not all(bool((output < torch.inf).all()) for output in expected):  # -inf: never drafted
         raise UnsupportedModelError(
-            f"The EAGLE-3 head gives numbers that are not finite in {head.dtype}: its weights are "
+            f"The EAGLE-3 head gives numbers that are not finite in {stack.dtype}: its weights are "
             "damaged, or too large for this dtype (float16 ends at 65504). Try another `dtype`."
         )
-    if fused is None:
-        return
+    if not others:
+        return stock
     error = _difference(expected, *others)
-    if not error <= (tolerance := TOLERANCE[head.dtype]):  # NaN too
-        head.fused = None
+    if not error <= (tolerance := TOLERANCE[stack.dtype]):  # NaN too
         _log.warning(
-            "The EAGLE-3 head runs operator by operator, slower: that of backend `%s` differs by "
+            "The EAGLE-3 head runs in stock operators, slower: that of backend `%s` differs by "
             "%.1e of the largest number (bound %.0e).",
-            head.backend.name,
+            backend.name,
             error,
             tolerance,
         )
-    elif isinstance(fused, RoundHead):
-        head.drop_matrices()
+        return stock
+    return tried[1]
+
+
+def read_head(
+    folder: Path,
+    config: Eagle3Config,
+    embedding: Tensor,
+    *,
+    head: Tensor | None = None,
+    dummy_seed: int | None = None,
+) -> Stack:
+    """The weights of a head, in any of the layouts.
+
+    Args:
+        config: of this folder.
+        embedding: the target's, [V, hidden]; the head takes its dtype and its device, too. One of
+            the head's own is used in its stead, and has to be there if its vectors have another
+            size.
+        head: the target's output layer, if the head has none; see `lacks_head`.
+        dummy_seed: if given, weights are random numbers of this seed, the ids that it drafts are
+            spread evenly over the target's, and `config.json` is all that the folder must have.
+
+    Raises:
+        CheckpointError: the weights cannot be read, are not those of `config.json`, or not finite.
+        EngineMemoryError: random weights of its sizes are beyond the device.
+    """
+    shapes, optional = tensor_shapes(config), _optional_shapes(config)
+    if embedding.shape[1] != config.hidden_size:
+        shapes[_EMBEDDING] = optional[_EMBEDDING]
+    drafted, known = config.draft_vocab_size, config.vocab_size
+    if dummy_seed is None:
+        stored = _read_weights(folder, config)
+        target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
+        if head is not None:
+            stored.setdefault(OUTPUT_LAYER, head)
+        if _EMBEDDING in shapes and _EMBEDDING not in stored:
+            raise CheckpointError(
+                f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
+                f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
+            )
+        _check_names(folder, stored, shapes, optional)
+    else:
+        check_room(folder, config.layer, shapes, embedding.dtype, embedding.device)
+        stored = _random_weights(shapes, dummy_seed, embedding)
+        target_ids = torch.arange(drafted) * known // drafted
+    tensors = {name: w.to(embedding.device, embedding.dtype) for name, w in stored.items()}
+    check_finite(folder, tensors.items())
+    own = tensors.pop(_EMBEDDING, embedding)
+    if torch.equal(own, embedding):  # a copy of the target's
+        own = embedding
+    is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
+    to_target = None if is_identity else target_ids.to(embedding.device)
+    return stack_of(tensors, config, own, to_target)
+
+
+def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a head must have, by our names, except the map of ids."""
+    layer, width = config.layer, config.hidden_size
+    queries = layer.num_attention_heads * layer.head_dim
+    keys, inner = layer.num_key_value_heads * layer.head_dim, layer.intermediate_size
+    states = config.num_aux * config.target_hidden_size
+    in_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "hidden_norm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, 2 * width),
+        "self_attn.k_proj.weight": (keys, 2 * width),
+        "self_attn.v_proj.weight": (keys, 2 * width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if config.attention_bias:
+        sizes = {"q": queries, "k": keys, "v": keys}
+        in_layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if config.qk_norm:
+        in_layer |= {f"self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
+    norms = _fc_norms(config)
+    return {
+        **{name: (states // len(norms),) for name in norms},
+        "fc.weight": (width, states),
+        **{_LAYER + name: shape for name, shape in in_layer.items()},
+        "norm.weight": (width,),
+        OUTPUT_LAYER: (config.draft_vocab_size, width),
+    }
+
+
+def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """What a head may have beside `tensor_shapes`; not every output layer has its bias."""
+    bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
+    return {
+        _EMBEDDING: (config.vocab_size, config.hidden_size),
+        **(bias if config.attention_bias else {}),
+    }
+
+
+def _fc_norms(config: Eagle3Config) -> list[str]:
+    """The norms in front of `fc`, each of an equal part of what it reads."""
+    if config.norm_before_fc:
+        return ["input_norm.weight"]
+    return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
+
+
+def stack_of(
+    tensors: dict[str, Tensor], config: Eagle3Config, embedding: Tensor, target_ids: Tensor | None
+) -> Stack:
+    """Tensors by our names as a stack. Without `target_ids` logits are by the head's own ids."""
+    sizes, device = config.layer, embedding.device
+
+    def linear(*names: str) -> Linear:
+        weights = [tensors[f"{_LAYER}{name}.weight"] for name in names]
+        biases = [tensors[f"{_LAYER}{n}.bias"] for n in names if f"{_LAYER}{n}.bias" in tensors]
+        split = tuple(map(len, weights))
+        return Linear(Dense(_joined(weights)), _joined(biases) if biases else None, split)
+
+    norms = [_LAYER + f"self_attn.{name}_norm.weight" for name in "qk" if config.qk_norm]
+    mixer = Attention(
+        linear(*(f"self_attn.{name}_proj" for name in "qkv")),
+        linear("self_attn.o_proj"),
+        sizes.num_attention_heads,
+        sizes.num_key_value_heads,
+        sizes.head_dim,
+        Rope(config.frequency_R.to(device), config.rotary_scale),
+        AttentionOptions(sizes.head_dim**-0.5, config.sliding_window),
+        *(tensors[name] for name in norms),
+    )
+    feed = Gated(linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj"))
+    layer = Layer(
+        tensors[_LAYER + "input_layernorm.weight"],
+        mixer,
+        tensors[_LAYER + "post_attention_layernorm.weight"],
+        feed,
+    )
+    fc_norms = [tensors[name] for name in _fc_norms(config)]
+    rule = FeatureRule(
+        Linear(Dense(tensors["fc.weight"])),
+        torch.stack(fc_norms) if fc_norms else None,
+        tensors[_LAYER + "hidden_norm.weight"],
+        config.norm_before_residual,
+        config.norm_output,
+    )
+    head = Linear(Dense(tensors[OUTPUT_LAYER]))
+    own_ids = config.draft_vocab_size if target_ids is None else config.vocab_size
+    return Stack(
+        embedding, (layer,), tensors["norm.weight"], head, sizes.rms_norm_eps, own_ids,
+        target_ids, rule,
+    )  # fmt: skip
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _our_name(name: str) -> str:
+    """That of `speculators`, whatever the layout."""
+    for prefix, ours in _PREFIXES.items():
+        if name.startswith(prefix):
+            name = ours + name.removeprefix(prefix)
+    return name
+
+
+def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor]:
+    """By our names."""
+    from safetensors.torch import load_file
+
+    tensors, headers = dict[str, Tensor](), check_weights(folder)
+    check_sizes(folder, config.layer.to_dict(), stored_sizes(headers.values()))
+    for path in headers:
+        with reading(path):
+            stored = load_file(path)
+        tensors |= {_our_name(name): tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
+
+
+def _check_names(
+    folder: Path,
+    stored: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[int, ...]],
+) -> None:
+    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so."""
+    known = {**optional, **shapes}
+    problems = {
+        "missing": [name for name in shapes if name not in stored],
+        "unexpected": [name for name in stored if name not in known],
+        "mismatched": [
+            f"{name} {[*tensor.shape]} in place of {[*known[name]]}"
+            for name, tensor in stored.items()
+            if name in known and tensor.shape != known[name]
+        ],
+    }
+    check_fit(folder, problems)
+
+
+def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Tensor:
+    """The target's id of each id of the head's: stored as what is to be added."""
+    drafted, known = config.draft_vocab_size, config.vocab_size
+    if offset is None:
+        if drafted != known:
+            raise CheckpointError(
+                f"The weights in `{folder}` lack `{_MAP}`, which says what the {drafted} ids of "
+                f"the head are among the {known} of the target."
+            )
+        return torch.arange(known)
+    if offset.shape != (drafted,) or offset.is_floating_point():
+        raise CheckpointError(
+            f"`{_MAP}` in `{folder}` is {offset.dtype} {[*offset.shape]}: must be one integer for "
+            f"each of {drafted} ids."
+        )
+    target_ids = torch.arange(drafted) + offset.long()
+    low, high, different = int(target_ids.min()), int(target_ids.max()), {*target_ids.tolist()}
+    if low < 0 or high >= known or len(different) < drafted:
+        raise CheckpointError(
+            f"`{_MAP}` in `{folder}` maps {drafted} ids to {len(different)} in {low}..{high}: must "
+            f"be as many, in 0..{known - 1}."
+        )
+    return target_ids
+
+
+def _random_weights(
+    shapes: dict[str, tuple[int, ...]], seed: int, like: Tensor
+) -> dict[str, Tensor]:
+    """Norms of one, products that keep the size of what they read, logits that are no near-ties."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[name] = torch.ones(shape, dtype=like.dtype, device=like.device)
+        if len(shape) == 2:
+            scale = (_DUMMY_LOGIT_STD if name == OUTPUT_LAYER else 1.0) * shape[1] ** -0.5
+            tensors[name].normal_(std=scale, generator=generator)
+    return tensors
 
 
 @torch.no_grad()
-def _outputs(head: Eagle3Head, fused: DraftHead | None) -> list[Tensor]:
+def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
     """Hidden states and logits of `_PASSES`, each from random hidden states of a target."""
-    head.fused, device, config = fused, head.device, head.config
+    stack, device = head.stack, head.stack.device
     generator = torch.Generator().manual_seed(0)
     columns = -(-_LONGEST // _BLOCK)
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
-    kv = KVPool(head.layer_shapes, 3 * columns + 1, _BLOCK, dtype=head.dtype, device=device)
+    kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=stack.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
+    hidden_NC: Any = None
     for rows in _PASSES:
         new_B = torch.tensor(rows)
         length_B = length_B[: len(rows)] + new_B
@@ -279,16 +378,15 @@ def _outputs(head: Eagle3Head, fused: DraftHead | None) -> list[Tensor]:
         )  # fmt: skip
         total = len(position_T)
         token_T = torch.randint(config.vocab_size, (total,), generator=generator).to(device)
-        batch = ForwardBatch(token_T, position_T.to(device), token_T[:0], attention)
-        aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator).to(
-            device, head.dtype
-        )
-        if max(rows) == 1:
-            feature_TC = head.features(aux.unbind())
-            hidden_NC, logits_NV = head.draft(batch, feature_TC, kv)
-        else:
-            hidden_NC = head.forward(batch, aux.unbind(), kv, (start_B1[1:] - 1).to(device))
-            logits_NV = head.logits(hidden_NC)
+        last_B, is_draft = (start_B1[1:] - 1).to(device), max(rows) == 1
+        batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
+        aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
+        states = aux.to(device, stack.dtype).unbind()
+        # Drafts go on from what the row before put out; here from some of a target's numbers.
+        features = hidden_NC[: len(rows)] if is_draft else states
+        found = head.run(batch, kv, features=features, logits=is_draft)
+        hidden_NC = found.hidden_NC
+        logits_NV = found.logits_NV if is_draft else head.logits(hidden_NC)
         outputs += [hidden_NC, logits_NV.clone()]
     return outputs
 

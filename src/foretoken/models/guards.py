@@ -20,10 +20,15 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
+from foretoken.models.attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    AttentionPass,
+    attention_context,
+)
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
-from foretoken.ops import AttentionBatch, AttentionCall
+from foretoken.ops import AttentionBatch
 from foretoken.ops.steps import ForwardBatch
 
 # Classes without Transformers' support flag whose attention does go through its interface: the
@@ -57,6 +62,7 @@ _LAYER_REASONS = {
 # stayed below 2e-2, a bidirectional model was at 0.5.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+MOST_POSITIONS = 64  # of sequences of the self-check, and more
 _LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
 _BLOCK = 4  # tokens per cache block there
 

@@ -6,17 +6,19 @@ the checks themselves (`checkpoint.py`, `guards.py`).
 
 from __future__ import annotations
 
+import json
 import logging
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from foretoken.config import DTYPES, check_choice
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import guards
-from foretoken.models.attention import ATTENTION_NAME, register_attention
-from foretoken.models.causal_lm import CausalLM, TargetView
+from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
+from foretoken.models.causal_lm import CausalLM, ModuleNetwork, TargetView
 from foretoken.models.checkpoint import (
     check_generation_config,
     check_plain,
@@ -26,10 +28,16 @@ from foretoken.models.checkpoint import (
     quiet_transformers,
     read_config,
 )
+from foretoken.models.families import (
+    files_of,
+    miniature_of,
+    read_stack,
+    take_generation_config,
+    twin_of,
+)
 from foretoken.models.locate import resolve_checkpoint
-from foretoken.models.packing import can_pack, observe_linears, pack_linears
+from foretoken.models.packing import observe_linears, pack_linears
 from foretoken.models.sizes import (
-    Stored,
     check_fit,
     check_leftovers,
     check_numbers,
@@ -38,7 +46,9 @@ from foretoken.models.sizes import (
     parameter_shapes,
     stored_sizes,
 )
-from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
+from foretoken.ops import Backend, get_backend
+from foretoken.ops.backends.torch.stack import can_pack
+from foretoken.ops.stack import LoadedStack, Stack, UnfitError
 
 _log = logging.getLogger(__name__)
 
@@ -79,17 +89,22 @@ def load_model(
     backend = get_backend(backend) if isinstance(backend, str) else backend
     folder, is_dummy = resolve_checkpoint(path_or_name), dummy_seed is not None
     with quiet_transformers():
-        config, model_class, shapes = _description(folder, is_dummy=is_dummy)
+        described = _description(folder, is_dummy=is_dummy)
+        config, model_class = described.config, described.model_class
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         _check_layers(view.aux_layers, config)
         if not is_dummy:
-            module = _weighted_module(model_class, config, folder, torch_dtype, device)
+            module, stack = _weighted(described, folder, torch_dtype, device)
         else:
-            check_room(folder, config.get_text_config(), shapes, torch_dtype, device)
+            text = config.get_text_config()
+            check_room(folder, text, described.shapes, torch_dtype, device)
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed or 0)
+            stack = _stack_of(module)
+        if stack is not None:
+            _check_miniature(model_class, config)
         source = None if is_dummy else folder
-        return _checked(module, backend, limit, view, max_model_len or limit, source)
+        return _checked(module, stack, backend, limit, view, max_model_len or limit, source)
 
 
 def load_plain(path_or_name: str | Path) -> Any:
@@ -104,8 +119,8 @@ def load_plain(path_or_name: str | Path) -> Any:
     """
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
-        config, model_class, _ = _description(folder, is_dummy=False)
-        module = _weighted_module(model_class, config, folder, torch.float32, device)
+        described = _description(folder, is_dummy=False)
+        module = _weighted_module(described, folder, torch.float32, device)
         guards.check_finite(folder, module.named_parameters())
         expected = guards.eager_logits(module, device)
         module.set_attn_implementation("eager")
@@ -115,15 +130,17 @@ def load_plain(path_or_name: str | Path) -> Any:
 
 def _checked(
     module: Any,
+    stack: Stack | None,
     backend: Backend,
     max_model_len: int,
     view: TargetView,
     positions: int,
     folder: Path | None,
 ) -> CausalLM:
-    """The module made fast as far as it can be, after the self-check.
+    """What runs the model, after the self-check.
 
     Args:
+        module: runs it if there is no stack; else the stack's twin.
         positions: those of a draft may be longer than its own: past them it computes for nobody.
         folder: where the weights are from; None: they are random.
     """
@@ -134,24 +151,64 @@ def _checked(
     if folder is not None:
         guards.check_finite(folder, module.named_parameters())
     expected = guards.eager_logits(module, device)
+    network: LoadedStack | ModuleNetwork = ModuleNetwork(module, backend)
+    if stack is not None:
+        _check_windows(stack, calls)
+        network = _loaded(stack, backend, max(positions, module.config.max_position_embeddings))
     model = CausalLM(
-        module, backend=backend, layer_shapes=[call.shape for call in calls],
-        max_model_len=max_model_len, view=view, fused=_fused(module, backend, calls, positions),
+        module, network, backend=backend, layer_shapes=[call.shape for call in calls],
+        max_model_len=max_model_len, view=view,
     )  # fmt: skip
-    if model.fused is None and can_pack(model.dtype, device):
+    if stack is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
+    guards.self_check(model, expected)
+    return model
+
+
+def _check_windows(stack: Stack, calls: list[AttentionCall]) -> None:
+    """Compare with what the twin asks for: the self-check's sequences are shorter than windows."""
+    own = [layer.mixer.options.sliding_window for layer in stack.layers]
+    asked = [call.sliding_window for call in calls]
+    if own != asked:
+        raise UnsupportedModelError(
+            f"Its layers attend with sliding windows of {asked}, and were read with {own}."
+        )
+
+
+def _loaded(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
+    """A stack in the backend's layout, or in stock operators where the backend lacks something."""
+    try:
+        return backend.load_stack(stack, positions, 0)
+    except UnfitError as reason:
+        _log.info("The model runs in stock operators: %s", reason)
+        return backend.stock_stack(stack)
+
+
+@cache
+def _miniature_error(model_class: Any, config: str) -> str:
+    """Why a family's stack is not its module's, on a small model of the same switches."""
+    parsed = model_class.config_class.from_dict(json.loads(config))
+    module, backend = miniature_of(model_class, parsed, ATTENTION_NAME), get_backend("torch")
+    expected, stack = guards.eager_logits(module, torch.device("cpu")), read_stack(module)
+    model = CausalLM(
+        module, backend.stock_stack(stack), backend=backend, layer_shapes=stack.layer_shapes,
+        max_model_len=guards.MOST_POSITIONS, view=TargetView(),
+    )  # fmt: skip
     try:
         guards.self_check(model, expected)
     except UnsupportedModelError as error:
-        if model.fused is None:
-            raise
-        raise UnsupportedModelError(
-            f"{error} It ran in the decoder of backend `{backend.name}`; "
-            '`backend="torch"` runs it through its Transformers module.'
-        ) from error
-    if model.fused is not None:
-        model.fused.drop_module_weights()
-    return model
+        return str(error)
+    return ""
+
+
+def _check_miniature(model_class: Any, config: Any) -> None:
+    """Refuse a family whose stack differs from its module's eager attention on small, random weights.
+
+    It shows that the table of families has read the configuration right, on shorter windows and
+    bolder norms and biases than a checkpoint may have: 0.1 s, once for each configuration.
+    """
+    if error := _miniature_error(model_class, config.to_json_string(use_diff=False)):
+        raise UnsupportedModelError(f"A small model of this configuration fails: {error}")
 
 
 def _drop_towers(module: Any, ran: set[int]) -> None:
@@ -165,37 +222,34 @@ def _drop_towers(module: Any, ran: set[int]) -> None:
             _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
 
 
-def _fused(
-    module: Any, backend: Backend, calls: list[AttentionCall], positions: int
-) -> Decoder | None:
-    """The backend's decoder in the module's stead, if it implements all that the module has."""
-    try:
-        if getattr(module, "is_quantized", False):
-            raise UnfitError("its weights are quantised")
-        return backend.decoder(module, calls, positions)
-    except UnfitError as reason:
-        _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
-        return None
+class _Described(NamedTuple):
+    """A checkpoint before its weights are read.
+
+    headers: of its safetensors files
+    shapes:  of the parameters of `model_class`; None: it cannot be built
+    """
+
+    config: Any
+    model_class: Any
+    headers: dict[Path, dict[str, Any]]
+    shapes: dict[str, tuple[int, ...]] | None
 
 
-def _description(
-    folder: Path, *, is_dummy: bool
-) -> tuple[Any, Any, dict[str, tuple[int, ...]] | None]:
-    """The configuration, the class for it and the shapes of its parameters, which agree with the
-    weights, if there are any."""
+def _description(folder: Path, *, is_dummy: bool) -> _Described:
+    """The configuration, which agrees with the weights, if there are any."""
     check_generation_config(folder)
-    config, model_class, stored = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
+    config, model_class, headers = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
     register_attention()
     shapes = parameter_shapes(model_class, config)
-    if stored is not None:
-        check_numbers(folder, config.get_text_config(), shapes, stored)
-    return config, model_class, shapes
+    if not is_dummy:
+        check_numbers(folder, config.get_text_config(), shapes, stored_sizes(headers.values()))
+    return _Described(config, model_class, headers, shapes)
 
 
 def _config_and_class(
     folder: Path, raw: dict[str, Any], *, is_dummy: bool
-) -> tuple[Any, Any, Stored | None]:
-    """The configuration, the class for it and the sizes of the weights, if there are any, after
+) -> tuple[Any, Any, dict[Path, dict[str, Any]]]:
+    """The configuration, the class for it and the headers of the weights, if there are any, after
     the guards that do not run the model."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -219,12 +273,45 @@ def _config_and_class(
     elif is_dummy:
         bound = "`auto` for quantised weights: random ones would be of another kind"
         raise ConfigError("load_format", "dummy", bound)
-    return config, model_class, stored
+    return config, model_class, headers
+
+
+def _weighted(
+    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Stack | None]:
+    """A module with the checkpoint's weights, and its stack, if it has one.
+
+    Of families that backends run themselves the stack is read and the module is its twin; others,
+    and what is wrong, are left to Transformers' loader.
+    """
+    config, model_class, headers, shapes = described
+    is_plain = shapes is not None and not _is_quantised(config)
+    if is_plain and config.get_text_config() is config:
+        twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
+        with files_of(twin, headers) as get:
+            if get is not None:
+                take_generation_config(twin, folder)
+                return twin, read_stack(twin, get)
+    module = _weighted_module(described, folder, dtype, device)
+    return module, None if getattr(module, "is_quantized", False) else _stack_of(module)
+
+
+def _is_quantised(config: Any) -> bool:
+    return bool(getattr(config, "quantization_config", None))
+
+
+def _stack_of(module: Any) -> Stack | None:
+    try:
+        return read_stack(module)
+    except UnfitError as reason:
+        _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
+        return None
 
 
 def _weighted_module(
-    model_class: Any, config: Any, folder: Path, dtype: torch.dtype, device: torch.device
+    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
+    config, model_class = described.config, described.model_class
     # Layers of quantised weights choose their kernels by the device that they are loaded to.
     quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
     is_placed = device.type != "cpu" and not quantisation.get("dequantize")

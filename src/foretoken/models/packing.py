@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The row count that the packed layout is tuned for. With 1, single rows would take another kernel,
-# which is slower and rounds differently.
-_ROWS_HINT = 64
-
-# Smaller models stay as they are: their weights stay in the cache, where MKL's single rows are as
-# fast and its calls 10 us cheaper.
-MIN_BYTES = 16 << 20
+from foretoken.ops.backends.torch.stack import MIN_BYTES, multiply, packed
+from foretoken.ops.stack import Dense, Linear
 
 LinearCalls = list[tuple[nn.Linear, Tensor]]
 """Linear layers with their inputs, in the order in which a forward pass called them."""
@@ -51,28 +46,21 @@ class _Pack:
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
-        ops: Any = torch.ops.mkldnn
-        self._op = ops._linear_pointwise.default
         weight = torch.cat([linear.weight.detach() for linear in linears])
-        self._weight = ops._reorder_linear_weight(weight, _ROWS_HINT)
-        self._bias = _joint_bias(linears)
+        self._linear = packed(Linear(Dense(weight), _joint_bias(linears)))
         self._sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, Sequence[Tensor]] = (None, ())
 
     def output(self, x: Tensor, index: int) -> Tensor:
         if len(self._sizes) == 1:
-            return self._compute(x)
+            return multiply(x, self._linear)
         last, outputs = self._last  # one tuple: threads can only make each other compute afresh
         if last is not x:
-            outputs = torch.split_with_sizes(self._compute(x), self._sizes, -1)
+            outputs = torch.split_with_sizes(multiply(x, self._linear), self._sizes, -1)
             self._last = (x, outputs)
         elif index == len(outputs) - 1:
             self._last = (None, ())
         return outputs[index]
-
-    def _compute(self, x: Tensor) -> Tensor:
-        out: Tensor = self._op(x, self._weight, self._bias, "none", [], "")
-        return out
 
 
 def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
@@ -81,17 +69,6 @@ def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
     zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
     biases = [linear.bias for linear in linears]
     return torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]).detach()
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of PyTorch packs linear layers for this dtype and device."""
-    return bool(
-        device.type == "cpu"
-        and dtype is torch.float32
-        and torch._C._has_mkldnn
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
 
 
 @contextmanager

@@ -15,11 +15,15 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-
-from foretoken.ops.decoder import (  # isort: skip
-    AttentionCall, Decoder, DraftRound, ForwardOutput, RoundDecoder, UnfitError,
-)  # fmt: skip
 from foretoken.ops.dispatch import Backend, draft_cache
+from foretoken.ops.stack import (
+    DraftRound,
+    ForwardOutput,
+    LoadedStack,
+    RoundStack,
+    Stack,
+    UnfitError,
+)
 
 from foretoken.ops.types import (  # isort: skip
     DRAFT, RESIDUAL, TARGET, AttentionBatch, AttentionOptions, DraftBlock, DraftCache, Edits,
@@ -27,10 +31,10 @@ from foretoken.ops.types import (  # isort: skip
 )  # fmt: skip
 
 __all__ = [
-    "BACKENDS", "DRAFT", "RESIDUAL", "TARGET", "AttentionBatch", "AttentionCall",
-    "AttentionOptions", "Backend", "Decoder", "DraftBlock", "DraftCache", "DraftRound", "Edits",
-    "Evidence", "ForwardOutput", "Logprobs", "Noise", "RoundDecoder", "Rows", "Rule", "SlotParams",
-    "Stream", "UnfitError", "Verdict", "VerifyBatch", "draft_cache", "get_backend", "unavailable",
+    "BACKENDS", "DRAFT", "RESIDUAL", "TARGET", "AttentionBatch", "AttentionOptions", "Backend",
+    "DraftBlock", "DraftCache", "DraftRound", "Edits", "Evidence", "ForwardOutput", "LoadedStack",
+    "Logprobs", "Noise", "RoundStack", "Rows", "Rule", "SlotParams", "Stack", "Stream",
+    "UnfitError", "Verdict", "VerifyBatch", "draft_cache", "get_backend", "unavailable",
 ]  # fmt: skip
 
 BACKENDS = ("reference", "torch", "native", "triton")

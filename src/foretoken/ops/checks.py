@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import DraftRound
+from foretoken.ops.stack import DraftRound
 
 from foretoken.ops.types import (  # isort: skip
     DRAFT, RESIDUAL, TARGET, AttentionBatch, AttentionOptions, DraftBlock, DraftCache, Edits, Noise,

@@ -6,7 +6,7 @@ what an op computes (`ops/backends/`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops import checks
-from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
 from foretoken.ops.stack import LoadedStack, Stack
 from foretoken.ops.steps import SlotState, Steps
 
@@ -38,8 +37,6 @@ class Kernels:
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
     steps: Callable[[SlotState], Steps]
     load_stack: Callable[..., LoadedStack] | None = None
-    decoder: Callable[..., Decoder | None] = lambda *_, **__: None
-    draft_head: Callable[..., DraftHead | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
     compile_ahead: Callable[[Callable[[], object]], None] = lambda run: None
@@ -217,33 +214,6 @@ class Backend:
 
         return StockStack(stack, self._kernels.attention)
 
-    def decoder(
-        self, module: Any, calls: Sequence[AttentionCall], positions: int = 0
-    ) -> Decoder | None:
-        """An implementation of a whole model, or None if this backend has none of any model.
-
-        Args:
-            module: a Transformers causal language model in eval mode.
-            calls: what each of its layers asks of attention, in order.
-            positions: length of the longest context, if it is beyond the module's own positions:
-                what is computed there may be anything.
-
-        Raises:
-            UnfitError: this module has something that the decoder does not implement; it says what.
-        """
-        return self._kernels.decoder(module, calls, positions, deterministic=self.deterministic)
-
-    def draft_head(self, model: HeadModel, most_rows: int) -> DraftHead | None:
-        """An implementation of an EAGLE-3 head, or None if this backend has none of any head.
-
-        Args:
-            most_rows: rows of logits that memory is kept for; more are possible, and slower.
-
-        Raises:
-            UnfitError: this head has something that is not implemented; it says what.
-        """
-        return self._kernels.draft_head(model, most_rows, deterministic=self.deterministic)
-
     def steps(self, state: SlotState) -> Steps:
         """What an engine does with its slots; arguments of these functions are not checked."""
         return self._kernels.steps(state)
@@ -251,7 +221,7 @@ class Backend:
     def compile_ahead(self, run: Callable[[], object]) -> None:
         """Compile, in parallel processes, what `run` is about to launch on a GPU.
 
-        It is called once: in this thread, functions of this backend, its decoders and its heads
+        It is called once: in this thread, functions of this backend, its stacks
         launch no kernel then, and return zeros; PyTorch's operators do run. A step on memory that
         is not needed saves most of its first run's time. With other backends nothing is called.
         """

@@ -17,7 +17,9 @@ from foretoken.engine.engine import Engine
 from foretoken.errors import EngineMemoryError
 from foretoken.lab.results import read_bandwidth
 from foretoken.models import CausalLM
-from foretoken.models.eagle3 import Eagle3Head
+from foretoken.models.causal_lm import ModuleNetwork
+from foretoken.models.families import windows
+from foretoken.ops.stack import Linear, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +39,27 @@ class Reads:
     @classmethod
     def of(cls, model: CausalLM) -> Reads:
         """Those of a loaded model."""
+        if not isinstance(model.network, ModuleNetwork):
+            return cls.of_stack(model.network.stack)
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
-        windows = _windows(model.config.get_text_config(), len(sizes))
-        layers = tuple(zip(sizes, windows, strict=True))
-        return cls(_weight_bytes(model.module), layers)
+        layers = zip(sizes, windows(model.config.get_text_config(), len(sizes)), strict=True)
+        return cls(_weight_bytes(model.module), tuple(layers))
 
     @classmethod
-    def of_head(cls, head: Eagle3Head) -> Reads:
-        """Of an EAGLE-3 head. Its pass over the target's rows is one of a step's K; `fc`, which
-        makes its features once a step, is left out of `weights`."""
-        sizes = {name: weight.nbytes for name, weight in head.weights._asdict().items()}
-        kept = KVPool.bytes_per_block(head.layer_shapes, 1, head.dtype)
-        return cls(sum(sizes.values()) - sizes["fc"], ((kept, head.config.sliding_window),))
+    def of_stack(cls, stack: Stack) -> Reads:
+        """Those of a stack. An EAGLE-3 head's pass over the target's rows is one of a step's K; `fc`,
+        which makes its features once a step, is left out of `weights`."""
+        tensors = [stack.norm_C, *_tensors(stack.head)]
+        layers = []
+        for layer, shape in zip(stack.layers, stack.layer_shapes, strict=True):
+            mixer, feed = layer.mixer, layer.feed
+            tensors += [layer.mixer_norm_C, layer.feed_norm_C]
+            for linear in (mixer.qkv, mixer.o, feed.gate_up, feed.down):
+                tensors += _tensors(linear)
+            size = KVPool.bytes_per_block([shape], 1, stack.dtype)
+            layers.append((size, mixer.options.sliding_window))
+        numbers = sum(tensor.numel() for tensor in tensors)
+        return cls(numbers * stack.dtype.itemsize, tuple(layers))
 
     def per_pass(self, batch: float, context: float) -> float:
         """Bytes of a pass over `batch` requests whose contexts have `context` tokens each."""
@@ -74,8 +85,8 @@ class Floor:
         drafter, reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
             reads = Reads.of(model)
-        elif isinstance(head := getattr(drafter, "head", None), Eagle3Head):
-            reads = Reads.of_head(head)
+        elif isinstance(stack := getattr(getattr(drafter, "head", None), "stack", None), Stack):
+            reads = Reads.of_stack(stack)
         return cls(Reads.of(engine.runner.model), reads, bandwidth or _bandwidth(engine))
 
 
@@ -105,10 +116,5 @@ def _weight_bytes(module: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
 
-def _windows(config: Any, count: int) -> list[int | None]:
-    """Per layer how many of the last tokens it reads; None: all of them."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
-    if len(kinds) != count:
-        return [None] * count
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+def _tensors(linear: Linear) -> list[Tensor]:
+    return [linear.weight.values, *([] if linear.bias is None else [linear.bias])]

@@ -143,7 +143,7 @@ class Training:
             dtype=options.dtype,
             backend="torch",
             max_model_len=options.length,
-            view=TargetView(layers, head=True),
+            view=TargetView(layers, head=True, module=True),
         )
         model.module.set_attn_implementation("sdpa")  # whole texts instead of a paged cache
         target = Target(model.module, model.embedding, model.head, layers)

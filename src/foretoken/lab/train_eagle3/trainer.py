@@ -19,10 +19,10 @@ from torch import Tensor
 from foretoken.errors import CheckpointError
 from foretoken.lab.train_eagle3.unroll import Fuse, Rows, Unroll, agreement, loss_of
 from foretoken.models.checkpoint import reading
-from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import OUTPUT_LAYER, join_weights, tensor_shapes
+from foretoken.models.eagle3 import OUTPUT_LAYER, stack_of, tensor_shapes
 from foretoken.models.eagle3_config import Eagle3Config
-from foretoken.ops import get_backend
+from foretoken.ops.backends.torch.stack import output
+from foretoken.ops.stack import Stack
 
 
 def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -169,9 +169,7 @@ class Trainer:
         for weight in self.weights.values():
             weight.requires_grad_()
         self.begin(recipe, {})
-        joined = join_weights({**self.weights, **self._frozen}, config)
-        # By its own ids: p is gathered instead of q spread over all of the target's.
-        self._head = Eagle3Head(config, *joined, None, embedding, get_backend("torch"))
+        self._config = config
         self._unroll, self._rows = Unroll(embedding.device, fuse), Rows(*map(fuse, Rows()))
 
     @torch.no_grad()
@@ -183,11 +181,12 @@ class Trainer:
         shares = _WEIGHT_DECAY, recipe.muon_share
         self._optimizer = HeadOptimizer(self.weights, OUTPUT_LAYER, *shares)
 
-    def head(self) -> Eagle3Head:
+    def head(self) -> Stack:
         """What drafts by the present weights, in the target's dtype; gradients flow to them."""
-        tensors = {n: w.to(self._head.dtype) for n, w in (self.weights | self._frozen).items()}
-        self._head.weights, self._head.extras = join_weights(tensors, self._head.config)
-        return self._head
+        embedding = self.target.embedding
+        tensors = {n: w.to(embedding.dtype) for n, w in (self.weights | self._frozen).items()}
+        # By its own ids: p is gathered instead of q spread over all of the target's.
+        return stack_of(tensors, self._config, embedding, None)
 
     def train(self, token_BT: Tensor) -> Tensor:
         """One step on texts [B, T], int64. Returns its loss without waiting for it."""
@@ -217,7 +216,7 @@ class Trainer:
             p_BTV = p_BTV[..., self.target_ids]
         head, size, found = self.head(), token_BT.shape[1] - self.recipe.unroll, []
         for j, hidden_XC in enumerate(self._unroll(head, aux, token_BT, self.recipe.unroll)):
-            logits_XV = head.logits(hidden_XC)
+            logits_XV = output(head, hidden_XC)
             logits_BSV = logits_XV.view(len(token_BT), size, -1)
             p_BSV = p_BTV[:, j + 1 : j + 1 + size]
             found.append(agreement(logits_BSV, p_BSV, temperature, self._rows))
@@ -254,7 +253,7 @@ class Trainer:
         """
         from safetensors import safe_open
 
-        with reading(path), safe_open(path, "pt", device=str(self._head.device)) as file:
+        with reading(path), safe_open(path, "pt", device=str(self.target.embedding.device)) as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             told = json.loads((file.metadata() or {}).get("training", "{}"))
         shapes = {name: w.shape for name, w in stored.items() if not name.startswith("optimizer.")}

@@ -1,8 +1,8 @@
 """The training forward of an EAGLE-3 head: several draft steps from every position of a text.
 
 Belongs here: attention as drafting has it, for all positions at once, and what training minimises:
-how often drafts will be refused. The rest of a head is `models/eagle3.py` itself, so that what is
-trained is what drafts.
+how often drafts will be refused. The rest of a head is the stack in stock operators itself
+(`ops/backends/torch/stack.py`), so that what is trained is what drafts.
 
 Step j of position s stands for the pass that a drafter runs for its draft j after the text up to
 s + 1: it reads the token at s + j + 1, and what it puts out predicts the token at s + j + 2. Step 0
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from foretoken.models.eagle3 import Eagle3Head
+from foretoken.errors import IntegrityError
+from foretoken.ops.backends.torch.stack import begin, feature, finish, norm, project, turns
+from foretoken.ops.stack import FeatureRule, Stack
 
 # Numbers of a piece of logits: its copies in float32 shall fit a CPU's cache, or be few on a GPU.
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
@@ -38,21 +40,22 @@ class Unroll:
     """
 
     def __init__(self, device: torch.device, fuse: Fuse = lambda function: function) -> None:
-        self._project, self._finish = fuse(Eagle3Head.project), fuse(Eagle3Head.finish)
+        self._project, self._finish = fuse(_project), fuse(_finish)
         self._merge = fuse(_merge)
         self._first: Any = _Flex() if device.type == "cuda" else _causal
 
     def __call__(
-        self, head: Eagle3Head, aux: Sequence[Tensor], token_BT: Tensor, steps: int
+        self, head: Stack, aux: Sequence[Tensor], token_BT: Tensor, steps: int
     ) -> Iterator[Tensor]:
         """What each step puts out, [X, C] in turn; S = T - `steps`: all have tokens to read.
 
         Args:
-            aux: hidden states of the target, [B, T, target_hidden_size] each, as `features` takes
-                them.
+            aux: hidden states of the target, [B, T, target_hidden_size] each, in the order of
+                layers.
         """
         size = token_BT.shape[1] - steps
-        feature_XC = head.features([state[:, :size].flatten(0, 1) for state in aux])
+        states = [state[:, :size].flatten(0, 1) for state in aux]
+        feature_XC = feature(rule_of(head), states, head.eps)
         position_X = torch.arange(size, device=token_BT.device).repeat(len(token_BT))
         keys, values = list[Tensor](), list[Tensor]()
         for j in range(steps):
@@ -68,6 +71,29 @@ class Unroll:
             attended_XD = out_BHSD.transpose(1, 2).flatten(0, 1).flatten(1)
             feature_XC = self._finish(head, hidden_XC, attended_XD)
             yield feature_XC
+
+
+def rule_of(head: Stack) -> FeatureRule:
+    """The feature rule of a head; `IntegrityError` if it has none."""
+    if head.features is None:
+        raise IntegrityError("a stack without a feature rule is not a head")
+    return head.features
+
+
+def _project(
+    head: Stack, token_X: Tensor, position_X: Tensor, feature_XC: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """What a pass does before its attention: the residual [X, C], and what that takes."""
+    hidden_XC, read_XW = begin(head, token_X, feature_XC)
+    mixer = head.layers[0].mixer
+    return hidden_XC, project(head, mixer, read_XW, turns(mixer.rope, position_X, head.dtype))
+
+
+def _finish(head: Stack, hidden_XC: Tensor, attended_XD: Tensor) -> Tensor:
+    """What a pass does after its attention, [X, C]."""
+    hidden_XC = finish(head, head.layers[0], hidden_XC, attended_XD)
+    is_normed = rule_of(head).norm_output
+    return norm(hidden_XC, head.norm_C, head.eps) if is_normed else hidden_XC
 
 
 def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[Tensor, Tensor]:

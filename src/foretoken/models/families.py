@@ -1,0 +1,240 @@
+"""From a checkpoint to a `Stack`: one row for each family that backends run themselves.
+
+Belongs here: which families these are, and where their tensors go. Does not: whether the result is
+right (`guards.py`), all other families (`causal_lm.py`).
+
+A stack is read next to its *twin*, Transformers' module of the same configuration: it says which
+layers have biases and what RoPE is, and gets views of the stack's weights, so that it can be run
+for comparison without a second copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.checkpoint import has_file, reading
+from foretoken.models.sizes import check_leftovers
+from foretoken.ops.stack import Attention, Dense, Gated, Layer, Linear, Rope, Stack, UnfitError
+from foretoken.ops.types import AttentionOptions
+
+
+class Family(NamedTuple):
+    """What a family's layers have besides Llama's: RMSNorm, rotary attention, a gated SiLU layer.
+
+    qk_norm: each head's query and key is normed before it is turned
+    """
+
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "ministral": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(qk_norm=True),
+    "seed_oss": Family(),
+}
+"""By `model_type`."""
+
+# Frequencies that do not depend on what is computed; the others move with the longest position.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+Get = Callable[[str], Tensor]
+"""A tensor of the checkpoint by its name in Transformers' module."""
+
+
+def check_family(module: Any) -> Family:
+    """The family of a causal language model; `UnfitError` unless it is one of these."""
+    config = module.config
+    if config.model_type not in FAMILIES:
+        raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
+    rope = getattr(module.model.rotary_emb, "rope_type", None)
+    if rope not in _FIXED_ROPE:
+        raise UnfitError(f"RoPE of type `{rope}` changes its frequencies while running")
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnfitError(f"the gated layer's activation is `{config.hidden_act}`, not SiLU")
+    if module.lm_head.bias is not None:
+        raise UnfitError("the output layer has a bias")
+    return FAMILIES[config.model_type]
+
+
+def windows(config: Any, count: int) -> list[int | None]:
+    """Per layer how many of the last tokens it reads; None: all of them."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
+    if len(kinds) != count:
+        return [None] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def read_stack(module: Any, get: Get | None = None) -> Stack:
+    """The stack of a module; afterwards the module's weights are views of the stack's.
+
+    Args:
+        get: where weights are from; None: the module's own, which are then not held twice.
+
+    Raises:
+        UnfitError: see `check_family`.
+    """
+    family, config, model = check_family(module), module.config, module.model
+    tied = module.lm_head.weight is model.embed_tokens.weight
+    rotary = model.rotary_emb
+    weights = _Weights(module, get, rotary.inv_freq.device)
+    rope = Rope(rotary.inv_freq.float(), float(rotary.attention_scaling))
+    embedding = weights.join("model.embed_tokens.weight")
+    layers = []
+    for i, window in enumerate(windows(config, len(model.layers))):
+        at = f"model.layers.{i}."
+        attention = model.layers[i].self_attn
+        norms = [weights.join(f"{at}self_attn.{n}_norm.weight") for n in "qk" if family.qk_norm]
+        qkv = weights.linear(*(f"{at}self_attn.{name}_proj" for name in "qkv"))
+        size = attention.head_dim
+        mixer = Attention(
+            qkv, weights.linear(f"{at}self_attn.o_proj"), qkv.split[0] // size,
+            qkv.split[1] // size, size, rope, AttentionOptions(attention.scaling, window), *norms,
+        )  # fmt: skip
+        gate_up = weights.linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
+        layers.append(
+            Layer(
+                weights.join(f"{at}input_layernorm.weight"),
+                mixer,
+                weights.join(f"{at}post_attention_layernorm.weight"),
+                Gated(gate_up, weights.linear(f"{at}mlp.down_proj")),
+            )
+        )
+    norm = weights.join("model.norm.weight")
+    if tied:
+        module.lm_head.weight = model.embed_tokens.weight
+    head = Linear(Dense(embedding)) if tied else weights.linear("lm_head")
+    return Stack(
+        embedding, tuple(layers), norm, head, model.norm.variance_epsilon, len(head.weight.values)
+    )
+
+
+class _Weights:
+    """Tensors of a checkpoint on their way into a stack and its twin."""
+
+    def __init__(self, module: Any, get: Get | None, device: torch.device) -> None:
+        self._module, self._get, self._device = module, get, device
+        self._dtype: torch.dtype = module.lm_head.weight.dtype
+
+    def join(self, *names: str) -> Tensor:
+        """Tensors with their rows one after the other, contiguous; the twin gets views."""
+        tensors = [(self._get or self._module.get_parameter)(name) for name in names]
+        sizes = [len(tensor) for tensor in tensors]
+        whole = tensors[0].detach()
+        if self._get is not None or len(names) > 1 or not whole.is_contiguous():
+            shape = (sum(sizes), *tensors[0].shape[1:])
+            whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+            for view, tensor in zip(whole.split(sizes), tensors, strict=True):
+                view.copy_(tensor.detach())
+        for name, view in zip(names, whole.split(sizes), strict=True):
+            path, _, leaf = name.rpartition(".")
+            parameter = nn.Parameter(view, requires_grad=False)
+            setattr(self._module.get_submodule(path), leaf, parameter)
+        return whole
+
+    def linear(self, *paths: str) -> Linear:
+        """Linear layers that read the same rows, as one."""
+        parts = [self._module.get_submodule(path) for path in paths]
+        has_bias = [part.bias is not None for part in parts]
+        split = tuple(part.out_features for part in parts)
+        weight = Dense(self.join(*(f"{path}.weight" for path in paths)))
+        if all(has_bias):
+            return Linear(weight, self.join(*(f"{path}.bias" for path in paths)), split)
+        if not any(has_bias):
+            return Linear(weight, None, split)
+        biases = [
+            self.join(f"{path}.bias") if has else weight.values.new_zeros(size)
+            for path, has, size in zip(paths, has_bias, split, strict=True)
+        ]
+        return Linear(weight, torch.cat(biases), split)
+
+
+@contextmanager
+def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Iterator[Get | None]:
+    """Where the weights of a twin are read from, by slice, if its family is one of these and the
+    files hold exactly the tensors that it has; else None, for Transformers to say what is wrong.
+    """
+    from safetensors import safe_open
+
+    wanted = {name: tuple(w.shape) for name, w in module.named_parameters()}
+    found = {name: path for path, header in headers.items() for name in header}
+    stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
+    others = found.keys() - wanted.keys() - {"__metadata__"}
+    try:
+        check_family(module)
+    except UnfitError:
+        yield None
+        return
+    if (
+        any(stored.get(name) != shape for name, shape in wanted.items())
+        or "lm_head.weight" in others
+    ):
+        yield None
+        return
+    folder = next(iter(headers)).parent
+    check_leftovers(module, others, folder)
+    with ExitStack() as open_files:
+        files = {}
+        for path in headers:
+            with reading(path):
+                files[path] = open_files.enter_context(safe_open(path, "pt"))
+        yield lambda name: files[found[name]].get_tensor(name)
+
+
+def twin_of(
+    model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, attention: str
+) -> Any:
+    """Transformers' module without memory for weights; what it computes by itself is there."""
+    with torch.device("meta"):
+        module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
+    rotary = getattr(module.base_model, "rotary_emb", None)
+    if rotary is not None:
+        module.base_model.rotary_emb = type(rotary)(config=config.get_text_config()).to(device)
+    return module.eval().requires_grad_(False)
+
+
+def take_generation_config(module: Any, folder: Path) -> None:
+    """Give a twin the checkpoint's `generation_config.json`, as `from_pretrained` does."""
+    from transformers import GenerationConfig
+
+    if has_file(folder / "generation_config.json"):
+        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
+    """A small module with a configuration's switches, each kind of layer once, random weights.
+
+    Windows are short enough for the self-check's sequences, and norms and biases are random, too:
+    so it sees what a checkpoint's own weights may hide.
+    """
+    small = copy.deepcopy(config)
+    grouped = config.num_attention_heads // config.num_key_value_heads > 1
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [""]))
+    changes = {
+        "hidden_size": 48, "intermediate_size": 80, "vocab_size": 128, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4,
+        "num_hidden_layers": len(kinds), "pad_token_id": None,
+    }  # fmt: skip
+    if getattr(config, "layer_types", None):
+        changes["layer_types"] = kinds
+    if getattr(config, "sliding_window", None):
+        changes["sliding_window"] = 5
+    for name, value in changes.items():
+        setattr(small, name, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = model_class._from_config(small, attn_implementation=attention, dtype=torch.float32)
+        module.requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return module.eval()

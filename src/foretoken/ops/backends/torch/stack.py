@@ -1,0 +1,241 @@
+"""A stack in stock operators: portable, readable, and what other backends are compared with.
+
+Reading order: `StockStack.run` (the pass), then what a layer does before and after its attention
+(also what training unrolls), `multiply` (the product of each weight format), `pack`.
+
+Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W numbers that a mixer
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.ops.backends.torch.attention import write_index
+from foretoken.ops.passes import pass_begins
+from foretoken.ops.stack import (
+    KV,
+    Attention,
+    Dense,
+    FeatureRule,
+    Features,
+    ForwardOutput,
+    Gated,
+    Layer,
+    Linear,
+    Rope,
+    Stack,
+)
+from foretoken.ops.steps import ForwardBatch
+from foretoken.ops.types import AttentionBatch, AttentionOptions
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
+
+# What oneDNN's layout is tuned for. With 1, single rows would take another kernel, which is slower
+# and rounds differently.
+_ROWS_HINT = 64
+
+MIN_BYTES = 16 << 20
+"""Smaller models stay as they are: their weights stay in the cache, where MKL's single rows are as
+fast and its calls 10 us cheaper."""
+
+
+class StockStack:
+    """The `LoadedStack` of stock operators, around any backend's attention; see `pack`."""
+
+    multiplies_masked_keys: ClassVar[bool] = True
+
+    def __init__(self, stack: Stack, attention: Attend) -> None:
+        self.stack, self._attention = pack(stack), attention
+
+    def run(
+        self,
+        batch: ForwardBatch,
+        kv: KV,
+        aux_layers: Sequence[int] = (),
+        features: Features | None = None,
+        *,
+        logits: bool = True,
+    ) -> ForwardOutput:
+        """See `LoadedStack.run`. After the last attention only wanted rows are computed."""
+        pass_begins()
+        with torch.inference_mode():
+            return self._run(batch, kv, aux_layers, features, logits)
+
+    def _run(
+        self,
+        batch: ForwardBatch,
+        kv: KV,
+        aux_layers: Sequence[int],
+        features: Features | None,
+        logits: bool,
+    ) -> ForwardOutput:
+        stack, row_N, last = self.stack, batch.logit_row_N, len(self.stack.layers)
+        index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
+        x_TC, read_TW = begin(stack, batch.token_T, features)
+        angles, aux = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
+        narrow = len(row_N) < len(batch.token_T) and last not in aux_layers
+        for i, layer in enumerate(stack.layers):
+            aux[i], rope = x_TC, layer.mixer.rope
+            if i:
+                read_TW = norm(x_TC, layer.mixer_norm_C, stack.eps)
+            if id(rope) not in angles:
+                angles[id(rope)] = turns(rope, batch.position_T, stack.dtype)
+            query, *new = project(stack, layer.mixer, read_TW, angles[id(rope)])
+            for cache, new_THD in zip((kv.keys[i], kv.values[i]), new, strict=True):
+                cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
+            where = (kv.keys[i], kv.values[i], batch.attention, layer.mixer.options)
+            mixed_TW = self._attention(query, *where).flatten(1)
+            if narrow and i + 1 == last:
+                x_TC, mixed_TW = x_TC[row_N], mixed_TW[row_N]
+            x_TC = finish(stack, layer, x_TC, mixed_TW)
+        if last in aux_layers:
+            aux[last] = norm(x_TC, stack.norm_C, stack.eps)
+        if not narrow and len(row_N) < len(batch.token_T):
+            x_TC = x_TC[row_N]
+        found = tuple(aux[i] for i in aux_layers)
+        if stack.features is None:
+            return ForwardOutput(output(stack, x_TC), found)
+        hidden_NC = norm(x_TC, stack.norm_C, stack.eps) if stack.features.norm_output else x_TC
+        rows_NC = hidden_NC if logits else hidden_NC[:0]
+        return ForwardOutput(output(stack, rows_NC), found, hidden_NC)
+
+    @torch.inference_mode()
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """See `LoadedStack.logits`."""
+        return output(self.stack, hidden_NC)
+
+
+def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
+    """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
+    token_TC, gain_C, rule = (
+        stack.embedding_VC[token_T],
+        stack.layers[0].mixer_norm_C,
+        stack.features,
+    )
+    if rule is None:
+        return token_TC, norm(token_TC, gain_C, stack.eps)
+    feature_TC = (
+        features if isinstance(features, Tensor) else feature(rule, features or (), stack.eps)
+    )
+    normed_TC = norm(feature_TC, rule.feature_norm_C, stack.eps)
+    read_TW = torch.cat([norm(token_TC, gain_C, stack.eps), normed_TC], dim=-1)
+    return normed_TC if rule.norm_before_residual else feature_TC, read_TW
+
+
+def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
+    """[T, C] of the target's hidden states, in the order of layers."""
+    states_TA = torch.cat(list(states), dim=-1)
+    if (gain_PA := rule.fc_norm_PA) is not None:
+        states_TPA = states_TA.view(-1, *gain_PA.shape)
+        states_TA = (F.rms_norm(states_TPA, gain_PA.shape[1:], None, eps) * gain_PA).flatten(1)
+    return multiply(states_TA, rule.fc)
+
+
+def project(
+    stack: Stack, mixer: Attention, read_TW: Tensor, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normed and turned, and values; [T, H, D]."""
+    heads, kv_heads = mixer.heads, mixer.kv_heads
+    qkv_THD = multiply(read_TW, mixer.qkv).view(len(read_TW), -1, mixer.head_size)
+    query, key, value = qkv_THD.split([heads, kv_heads, kv_heads], dim=1)
+    if mixer.q_norm_D is not None:
+        query = norm(query, mixer.q_norm_D, stack.eps)
+    if mixer.k_norm_D is not None:
+        key = norm(key, mixer.k_norm_D, stack.eps)
+    return turn(query, angles), turn(key, angles), value
+
+
+def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor:
+    """The stream after a layer, from what its attention gave."""
+    x_NC = x_NC + multiply(mixed_NW, layer.mixer.o)
+    feed, inner_NC = layer.feed, norm(x_NC, layer.feed_norm_C, stack.eps)
+    gate_NI, up_NI = multiply(inner_NC, feed.gate_up).chunk(2, dim=-1)
+    return x_NC + multiply(F.silu(gate_NI) * up_NI, feed.down)
+
+
+def output(stack: Stack, x_NC: Tensor) -> Tensor:
+    """Logits [N, V] of the stream's rows, or of what rows put out."""
+    rule = stack.features
+    is_normed = rule is not None and rule.norm_output
+    logits = multiply(x_NC if is_normed else norm(x_NC, stack.norm_C, stack.eps), stack.head)
+    if stack.target_ids is None:
+        return logits
+    wide_NV = logits.new_full((len(logits), stack.vocab_size), -torch.inf)
+    return wide_NV.index_copy_(1, stack.target_ids, logits)
+
+
+def turns(rope: Rope, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions, [T, 1, R]."""
+    angle_T1R = position_T.float()[:, None, None] * rope.frequency_R
+    return (angle_T1R.cos() * rope.scale).to(dtype), (angle_T1R.sin() * rope.scale).to(dtype)
+
+
+def turn(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads turned by their positions."""
+    cos, sin = angles
+    size = cos.shape[-1]
+    a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension."""
+    return F.rms_norm(x, gain.shape, gain, eps)
+
+
+def multiply(x: Tensor, linear: Linear) -> Tensor:
+    """[..., in] times a layer: [..., out]."""
+    weight = linear.weight.values
+    if weight.is_mkldnn:
+        ops: Any = torch.ops.mkldnn
+        packed: Tensor = ops._linear_pointwise(x, weight, linear.bias, "none", [], "")
+        return packed
+    return F.linear(x, weight, linear.bias)
+
+
+def pack(stack: Stack) -> Stack:
+    """The same in oneDNN's layout on a CPU, if it is there and pays (decision 004)."""
+    linears = [stack.head]
+    for _, mixer, _, feed in stack.layers:
+        linears += [mixer.qkv, mixer.o, feed.gate_up, feed.down]
+    if not can_pack(stack.dtype, stack.device) or not pays(linears):
+        return stack
+    layers = [
+        layer._replace(
+            mixer=layer.mixer._replace(qkv=packed(layer.mixer.qkv), o=packed(layer.mixer.o)),
+            feed=Gated(packed(layer.feed.gate_up), packed(layer.feed.down)),
+        )
+        for layer in stack.layers
+    ]
+    rule = stack.features and stack.features._replace(fc=packed(stack.features.fc))
+    return replace(stack, layers=tuple(layers), head=packed(stack.head), features=rule)
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build of PyTorch packs linear layers for this dtype and device."""
+    return bool(
+        device.type == "cpu"
+        and dtype is torch.float32
+        and torch._C._has_mkldnn
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def pays(linears: Sequence[Linear]) -> bool:
+    """Whether weights are so large that packing makes them faster."""
+    return sum(linear.weight.values.nbytes for linear in linears) >= MIN_BYTES
+
+
+def packed(linear: Linear) -> Linear:
+    """A layer in oneDNN's layout."""
+    ops: Any = torch.ops.mkldnn
+    values: Tensor = ops._reorder_linear_weight(linear.weight.values.detach(), _ROWS_HINT)
+    return linear._replace(weight=Dense(values))

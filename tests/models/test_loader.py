@@ -12,7 +12,8 @@ import torch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, load_model, packing
-from foretoken.models.packing import PackedLinear, can_pack, observe_linears, pack_linears
+from foretoken.models.packing import PackedLinear, observe_linears, pack_linears
+from foretoken.ops.backends.torch.stack import can_pack
 from foretoken.ops import ForwardOutput
 from foretoken.ops.backends.native.decoder import FusedDecoder
 from tests.models import families

@@ -134,9 +134,9 @@ class _Weights:
         if self._get is not None or len(names) > 1 or not whole.is_contiguous():
             shape = (sum(sizes), *tensors[0].shape[1:])
             whole = torch.empty(shape, dtype=self._dtype, device=self._device)
-            for view, tensor in zip(whole.split(sizes), tensors, strict=True):
+            for view, tensor in zip(torch.split(whole, sizes), tensors, strict=True):
                 view.copy_(tensor.detach())
-        for name, view in zip(names, whole.split(sizes), strict=True):
+        for name, view in zip(names, torch.split(whole, sizes), strict=True):
             path, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(view, requires_grad=False)
             setattr(self._module.get_submodule(path), leaf, parameter)
@@ -220,7 +220,7 @@ def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
     small = copy.deepcopy(config)
     grouped = config.num_attention_heads // config.num_key_value_heads > 1
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [""]))
-    changes = {
+    changes: dict[str, Any] = {
         "hidden_size": 48, "intermediate_size": 80, "vocab_size": 128, "head_dim": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4,
         "num_hidden_layers": len(kinds), "pad_token_id": None,

@@ -202,7 +202,7 @@ def _miniature_error(model_class: Any, config: str) -> str:
 
 
 def _check_miniature(model_class: Any, config: Any) -> None:
-    """Refuse a family whose stack differs from its module's eager attention on small, random weights.
+    """Refuse a family whose stack differs from its module's eager attention in a miniature.
 
     It shows that the table of families has read the configuration right, on shorter windows and
     bolder norms and biases than a checkpoint may have: 0.1 s, once for each configuration.

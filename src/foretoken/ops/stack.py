@@ -128,8 +128,8 @@ class Stack:
     embedding_VC: of `vocab_size` tokens or more
     norm_C, head: through which logits read the stream
     vocab_size:   V, columns of the logits
-    target_ids:   int64 [head's outputs], in 0..V-1, no two alike: the token of each; all others have
-                  -inf. None: they are the same
+    target_ids:   int64 [head's outputs], in 0..V-1, no two alike: the token of each; all other
+                  tokens have -inf. None: they are the same
     features:     None: rows begin with their tokens' vectors
     """
 
@@ -176,7 +176,7 @@ class KV(Protocol):
 
 
 Features = Sequence[Tensor] | Tensor
-"""Of each row the target's hidden states, in the order of layers; or what the row before put out."""
+"""Each row's hidden states of the target, by layers; or what the row before put out."""
 
 
 class ForwardOutput(NamedTuple):
@@ -237,8 +237,8 @@ class LoadedStack(Protocol):
     Keys and values that it wrote may be laid out in its own way within each block: neither
     `attention` nor another backend's stack can read them.
 
-    stack: what it runs; of weights that it keeps in another layout alone, shapes are left: these are
-        on the device `meta`
+    stack: what it runs; of weights that it keeps in another layout alone, shapes are left: these
+        are on the device `meta`
     multiplies_masked_keys: whether a NaN in an unused part of a block would spread: such blocks
         must be cleared when they change hands
     """

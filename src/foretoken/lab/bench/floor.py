@@ -47,8 +47,11 @@ class Reads:
 
     @classmethod
     def of_stack(cls, stack: Stack) -> Reads:
-        """Those of a stack. An EAGLE-3 head's pass over the target's rows is one of a step's K; `fc`,
-        which makes its features once a step, is left out of `weights`."""
+        """Those of a stack.
+
+        An EAGLE-3 head's pass over the target's rows is one of a step's K; `fc`, which makes its
+        features once a step, is left out of `weights`.
+        """
         tensors = [stack.norm_C, *_tensors(stack.head)]
         layers = []
         for layer, shape in zip(stack.layers, stack.layer_shapes, strict=True):

@@ -124,9 +124,9 @@ def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Ten
     feature_TC = (
         features if isinstance(features, Tensor) else feature(rule, features or (), stack.eps)
     )
-    normed_TC = norm(feature_TC, rule.feature_norm_C, stack.eps)
-    read_TW = torch.cat([norm(token_TC, gain_C, stack.eps), normed_TC], dim=-1)
-    return normed_TC if rule.norm_before_residual else feature_TC, read_TW
+    normed_TC = norm(feature_TC, rule.feature_norm_C, eps)
+    stream_TC = normed_TC if rule.norm_before_residual else feature_TC
+    return stream_TC, torch.cat([read_TC, normed_TC], dim=-1)
 
 
 def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
@@ -144,7 +144,7 @@ def project(
     """Queries and keys, normed and turned, and values; [T, H, D]."""
     heads, kv_heads = mixer.heads, mixer.kv_heads
     qkv_THD = multiply(read_TW, mixer.qkv).view(len(read_TW), -1, mixer.head_size)
-    query, key, value = qkv_THD.split([heads, kv_heads, kv_heads], dim=1)
+    query, key, value = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
     if mixer.q_norm_D is not None:
         query = norm(query, mixer.q_norm_D, stack.eps)
     if mixer.k_norm_D is not None:

@@ -44,14 +44,14 @@ def timed(owner: Any, name: str, seconds: dict[str, float], part: str) -> None:
 def child(options: dict[str, Any], begun: float) -> dict[str, float]:
     """What the process that was begun then took, in this one."""
     from foretoken import LLM, SamplingParams
-    from foretoken.drafting import eagle3
+    from foretoken.drafting import stacks
     from foretoken.engine import build
     from foretoken.engine.assembly import Assembly
     from foretoken.engine.runner import Runner
 
     seconds = {"import": time.time() - begun}
     timed(build, "load_model", seconds, "target")
-    timed(eagle3, "_load_checked", seconds, "head")
+    timed(stacks, "_load_head", seconds, "head")
     timed(Assembly, "plan", seconds, "plan")
     timed(Runner, "capture", seconds, "graphs")
     llm = LLM(**options)

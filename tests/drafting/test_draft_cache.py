@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafting.autoregressive import Autoregressive
-from foretoken.drafting.draft_model import DraftModel
-from foretoken.drafting.eagle3 import Eagle3
-from foretoken.drafting.lockstep import LockstepDraftModel
+from foretoken.drafting.stacks import Autoregressive, DraftModel, Eagle3, LockstepDraftModel
 from foretoken.drafting.registry import DRAFTERS, ON_DEVICE, ON_HOST_ALONE
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.ops import unavailable

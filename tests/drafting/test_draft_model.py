@@ -13,7 +13,7 @@ import torch
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
-from foretoken.drafting.draft_model import DraftModel
+from foretoken.drafting.stacks import DraftModel
 from foretoken.drafting.vocabulary import DraftNetwork
 from foretoken.models import CausalLM
 from foretoken.ops import TARGET, DraftBlock, Noise, Rows, Rule, SlotParams, get_backend
@@ -70,13 +70,10 @@ def build(
 
 
 class Unfused:
-    """A model that has the native decoder's passes, but not its round of drafting."""
-
-    fused = None
+    """A model that has the native stack's passes, but not its round of drafting."""
 
     def __init__(self, model: CausalLM) -> None:
-        self.model = model
-        self.multiplies_masked_keys = model.multiplies_masked_keys
+        self.model = self.network = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
-from foretoken.drafting.eagle3 import Eagle3
+from foretoken.drafting.stacks import Eagle3
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models import TargetView
 from foretoken.ops import (
@@ -24,6 +24,7 @@ from foretoken.ops import (
     TARGET,
     AttentionBatch,
     DraftBlock,
+    ForwardOutput,
     Noise,
     Rows,
     Rule,
@@ -81,13 +82,13 @@ class Target:
 
     def __init__(self, folder: Path, backend: str, **speculation: Any) -> None:
         self.drafter = Eagle3(setup_of(folder, backend, **speculation))
-        forward = self.drafter.head.forward
+        run = self.drafter.head.run
 
-        def looking(batch: ForwardBatch, *args: Any) -> Tensor:
+        def looking(batch: ForwardBatch, *args: Any, **named: Any) -> ForwardOutput:
             assert batch.token_T.min() >= 0, "no token"
-            return forward(batch, *args)
+            return run(batch, *args, **named)
 
-        self.drafter.head.forward = looking  # type: ignore[method-assign]
+        self.drafter.head.run = looking  # type: ignore[method-assign]
         trash, self.on_host = SLOTS * COLUMNS, backend == "native"
         sizes = {"max_tokens": BLOCK * COLUMNS - MOST, "max_drafts": MOST, "blocks": COLUMNS}
         self.slots = GivenSlots(
@@ -245,15 +246,15 @@ def test_a_round_in_one_call_is_its_passes_to_the_bit(
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **HEADS[head])
     target = Target(folder, "native", draft_sample_method=method)
     drafter, rng = target.drafter, random.Random(3)
-    assert drafter._round_head is not None
+    assert drafter._rounds is not None
     for slot, length in enumerate((9, 2, 21)):
         target.admit(slot, [rng.randrange(VOCABULARY) for _ in range(length)])
     texts = {slot: text[:] for slot, text in enumerate(target.texts)}
     target.step(texts, {slot: [rng.randrange(VOCABULARY)] for slot in texts}, pad=0)
     for counts in ((4, 4, 4), (0, 3, 1), (2, 0, 4), (0, 0, 0), (1, 4, 0)):
         outcomes = []
-        for round_head in (drafter._round_head, None):
-            with mock.patch.object(drafter, "_round_head", round_head):
+        for rounds in (drafter._rounds, None):
+            with mock.patch.object(drafter, "_rounds", rounds):
                 block = target.propose(dict(enumerate(counts)), pad=0)
             assert (block.token_BK >= 0).sum(dim=1).tolist() == [*counts]
             outcomes.append([block.token_BK[:, : max(counts)].clone()])
@@ -322,7 +323,7 @@ def test_a_head_of_another_target_is_refused(
 def test_a_head_of_another_size_has_vectors_of_its_own(tmp_path: Path) -> None:
     sizes = {"hidden": 48, "vocabulary": VOCABULARY, "target_hidden_size": HIDDEN}
     folder = save_head(tmp_path, **sizes)
-    assert Eagle3(setup_of(folder)).head.embedding.shape == (VOCABULARY, 48)
+    assert Eagle3(setup_of(folder)).head.stack.embedding_VC.shape == (VOCABULARY, 48)
     tensors = load_file(folder / "model.safetensors")
     del tensors["embed_tokens.weight"]
     save_file(tensors, folder / "model.safetensors")

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.heads import save_head
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.drafting import draft_model as draft_models
+from foretoken.drafting import vocabulary
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
@@ -197,13 +197,13 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(draft_models, "folder_of", lambda config, name, *_: Path(name))
-            patch.setattr(draft_models, "load_model", lambda *_, **__: model)
+            patch.setattr(vocabulary, "folder_of", lambda config, name, *_: Path(name))
+            patch.setattr(vocabulary, "load_model", lambda *_, **__: model)
             tokenizer = letters(TEXTS[texts]) if texts else None
-            patch.setattr(draft_models, "load_tokenizer", lambda _: tokenizer)
+            patch.setattr(vocabulary, "load_tokenizer", lambda _: tokenizer)
             built: Any = find_drafter(setup.speculation)(setup)
         if name == "eagle3":
-            assert (built.head.fused is not None) == (backend.name == "native")
+            assert (built._rounds is not None) == (backend.name == "native")
         # A slot owns one block; no text is longer.
         slots = GivenSlots(
             params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1, spare_block=num_slots,

@@ -266,7 +266,7 @@ def test_weights_that_do_not_fit(target: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr("foretoken.engine.build.load_model", fail)
         with pytest.raises(EngineMemoryError, match=said):
             LLM(str(target), **OPTIONS)
-    monkeypatch.setattr("foretoken.drafting.draft_model.load_model", fail)
+    monkeypatch.setattr("foretoken.drafting.vocabulary.load_model", fail)
     with pytest.raises(EngineMemoryError, match=r"drafter was loaded.*Take a smaller draft model"):
         LLM(str(target), {"model": str(target)}, **OPTIONS)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafting import draft_model
+from foretoken.drafting import vocabulary
 from foretoken.engine import build
 from foretoken.engine.gauge import Gauge, gauge_of
 from foretoken.engine.runner import Runner
@@ -85,7 +85,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
         monkeypatch.setattr(build, "gauge_of", Gauge)
         monkeypatch.setattr(build, "is_on_host", lambda device: False)
 
-        for module, weights in ((build, WEIGHTS), (draft_model, DRAFT_WEIGHTS)):
+        for module, weights in ((build, WEIGHTS), (vocabulary, DRAFT_WEIGHTS)):
 
             def load(*args: Any, real: Any = module.load_model, n: int = weights, **kw: Any) -> Any:
                 device.reserved += n

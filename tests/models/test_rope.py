@@ -12,7 +12,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.draft_model import DraftModel
+from foretoken.drafting.stacks import DraftModel
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, guards, load_model
 from tests.models import families

@@ -19,11 +19,10 @@ from foretoken.ops.steps import ForwardBatch
 class TableModel:
     """Logits of `chain`, over vocabulary + 1 ids: the last is a beginning-of-text token."""
 
-    fused = None
     multiplies_masked_keys = True
 
     def __init__(self, chain: Chain, num_positions: int, max_model_len: int = 4096) -> None:
-        self.chain = chain
+        self.network, self.chain = self, chain
         self.vocab_size = chain.vocabulary
         self.bos = chain.vocabulary
         self.max_model_len = max_model_len

@@ -51,21 +51,17 @@ from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
 from foretoken.models.eagle3 import lacks_head, load_head
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows, Rule
-from foretoken.ops.stack import (
-    DraftRound,
-    Features,
-    ForwardOutput,
-    LoadedStack,
-    Outcome,
-    RoundStack,
-    Stack,
-)  # fmt: skip
+from foretoken.ops.stack import Features, Outcome
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, StepTokens
 from foretoken.sampling.grammar import Matcher, fill_ahead
 from foretoken.slots.plan import StepInput
 from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import Array, SlotTable
+
+from foretoken.ops import (  # isort: skip
+    DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRound, ForwardOutput, LoadedStack, Noise,
+    RoundStack, Rows, Rule, Stack,
+)  # fmt: skip
 
 BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3"}
 _ALL = 2**62  # a limit that no request reaches
@@ -234,6 +230,10 @@ class _ModelDrafter(Autoregressive):
     def _pass(self, batch: ForwardBatch, features: Features | None = None) -> ForwardOutput:
         return self.network.forward(batch, self.kv)
 
+    def _fill(self, batch: ForwardBatch) -> None:
+        """Run a batch for its K/V alone."""
+        self._pass(batch._replace(logit_row_N=batch.logit_row_N[:0]))
+
 
 class DraftModel(_ModelDrafter):
     """A draft model on a host.
@@ -268,22 +268,20 @@ class DraftModel(_ModelDrafter):
         self._catch_up(wanted)
         # Coupled requests draw, if without keeping q.
         samples = self.slots.draws_at_random(wanted)
-        cache, num_B = self.cache if samples else None, torch.from_numpy(_int64(counts))
-        kinds, real = list[bool | None](), list[bool]()
-        for slot, count in zip(slots, counts, strict=True):
-            kinds.append(self.has_grammar(slot) if count else None)
-            real.append(cache is not None and count > 0 and self._keeps_q(slot))
+        cache, num_B = self.cache if samples else None, torch.from_numpy(np.array(counts))
         asked = asked._replace(num_B=num_B, most=max(counts), samples=samples)
+        kinds = [self.has_grammar(slot) if slot in wanted else None for slot in slots]
         token_BK = _apart(asked, kinds, partial(self._round, cache))
         for slot in wanted:
             self._advance(slot, length_S[slot])
-        kept = cache if any(real) else None
-        return DraftBlock(token_BK, num_B, kept, torch.from_numpy(np.array(real, dtype=bool)))
+        real = [cache is not None and slot in wanted and self._keeps_q(slot) for slot in slots]
+        real_q_B = torch.from_numpy(np.array(real))
+        return DraftBlock(token_BK, num_B, cache if any(real) else None, real_q_B)
 
     def _round(self, cache: DraftCache | None, asked: DraftRequests, masked: bool) -> Tensor:
         slot_B, length_B = asked.slot_B, asked.position_B
         missing_B = length_B - torch.from_numpy(self._num_computed_S[slot_B.numpy()])
-        first = self._pack(slot_B, missing_B, ahead=asked.most - 1)
+        first = self._pack(slot_B, missing_B, asked.most - 1)
         if self._rounds is not None and not masked:
             return self._rounds.draft(first, self.kv, self._drafting(asked, cache))
         plan = self._steps.begin_round(asked, 1, self.model.max_model_len, self.block_size)
@@ -354,18 +352,11 @@ class DraftModel(_ModelDrafter):
         for block in self.slots.block_SL[slot, first // size : num_computed // size]:
             self.complete[block] = True
 
-    def _pack(
-        self, slot_B: Tensor, count_B: Tensor, *, ahead: int = 0, wanted: bool = True
-    ) -> ForwardBatch:
-        """So many missing tokens of each request; with the logits of the last one, if wanted."""
-        none_B = torch.zeros_like(count_B)
-        tokens = StepTokens(slot_B, count_B, None, none_B)
-        if not wanted:
-            tokens = StepTokens(slot_B, count_B, none_B - 1, none_B[:0])
-        total = int(count_B.sum())
-        return self._steps.pack(
-            tokens, PackSizes(total, len(slot_B), total, ahead), self.block_size
-        )
+    def _pack(self, slot_B: Tensor, count_B: Tensor, ahead: int = 0) -> ForwardBatch:
+        """So many missing tokens of each request, with the logits of the last one."""
+        tokens, total = StepTokens(slot_B, count_B, None, torch.zeros_like(count_B)), count_B.sum()
+        sizes = PackSizes(int(total), len(slot_B), int(total), ahead)
+        return self._steps.pack(tokens, sizes, self.block_size)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
         """Compute missing tokens until those left fit one pass of the engine's token budget."""
@@ -384,8 +375,8 @@ class DraftModel(_ModelDrafter):
         """Compute so many tokens of each slot that the cache lacks."""
         if not counts:
             return
-        numbers = torch.from_numpy(_int64([[*counts], [*counts.values()]]))
-        self._pass(self._pack(*numbers, wanted=False))
+        numbers = np.array([[*counts], [*counts.values()]], dtype=np.int64)
+        self._fill(self._pack(*torch.from_numpy(numbers)))
         for slot, count in counts.items():
             self._advance(slot, self._num_computed_S[slot] + count)
 
@@ -417,9 +408,8 @@ class LockstepDraftModel(_ModelDrafter):
                 batch = self._last_two(requests)
             elif 1 in requests.step.num_tokens_B:
                 batch = self._with_prompts(requests)
-        position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)
-        none_N = batch.logit_row_N[:0]
-        self._pass(batch._replace(position_T=position_T, logit_row_N=none_N))
+        last = self.model.max_model_len - 1
+        self._fill(batch._replace(position_T=batch.position_T.clamp(max=last)))
 
     def _last_two(self, requests: StepRequests) -> ForwardBatch:
         """Of a step of decoding alone: the last two tokens that the target has computed."""
@@ -604,7 +594,3 @@ def _head_folder(config: EngineConfig) -> Path:
 def _decodes(requests: StepRequests) -> bool:
     """Whether all requests of a step decode."""
     return requests.of_B is None and max(requests.step.num_tokens_B, default=1) == 1
-
-
-def _int64(numbers: Sequence[Any]) -> Array:
-    return np.array(numbers, dtype=np.int64)

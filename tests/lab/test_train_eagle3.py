@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.models.eagle3_checkpoint import load_eagle3
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -23,7 +24,6 @@ from foretoken.lab.train_eagle3.texts import Batches, Documents, cut, pick_promp
 from foretoken.lab.train_eagle3.trainer import Trainer
 from foretoken.lab.train_eagle3.unroll import Unroll, agreement, loss_of
 from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import get_backend
 from tests.models.batches import Span, build_batch

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.eagle3 import Eagle3Head, fuse
-from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.ops import get_backend
 from tests.models import families

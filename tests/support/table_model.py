@@ -10,16 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.lab.laws.chain import Chain
 from foretoken.ops import ForwardOutput
+from foretoken.ops.backends.torch.attention import write_index
 from foretoken.ops.steps import ForwardBatch
 
 
 class TableModel:
     """Logits of `chain`, over vocabulary + 1 ids: the last is a beginning-of-text token."""
 
-    fused = None
+    network = None
     multiplies_masked_keys = True
 
     def __init__(self, chain: Chain, num_positions: int, max_model_len: int = 4096) -> None:

@@ -63,7 +63,7 @@ class StockStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. After the last attention only wanted rows are computed."""
+        """See `LoadedStack.run`. All rows go through all layers: operators round few rows otherwise."""
         pass_begins()
         with torch.inference_mode():
             return self._run(batch, kv, aux_layers, features, logits)
@@ -80,7 +80,6 @@ class StockStack:
         index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
         x_TC, read_TW = begin(stack, batch.token_T, features)
         angles, aux = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
-        narrow = len(row_N) < len(batch.token_T) and last not in aux_layers
         for i, layer in enumerate(stack.layers):
             aux[i], rope = x_TC, layer.mixer.rope
             if i:
@@ -92,12 +91,10 @@ class StockStack:
                 cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
             where = (kv.keys[i], kv.values[i], batch.attention, layer.mixer.options)
             mixed_TW = self._attention(query, *where).flatten(1)
-            if narrow and i + 1 == last:
-                x_TC, mixed_TW = x_TC[row_N], mixed_TW[row_N]
             x_TC = finish(stack, layer, x_TC, mixed_TW)
         if last in aux_layers:
             aux[last] = norm(x_TC, stack.norm_C, stack.eps)
-        if not narrow and len(row_N) < len(batch.token_T):
+        if len(row_N) < len(batch.token_T):
             x_TC = x_TC[row_N]
         found = tuple(aux[i] for i in aux_layers)
         if stack.features is None:

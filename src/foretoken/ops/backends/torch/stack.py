@@ -63,7 +63,7 @@ class StockStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. All rows go through all layers: operators round few rows otherwise."""
+        """See `LoadedStack.run`. All rows go through all layers: fewer would round otherwise."""
         pass_begins()
         with torch.inference_mode():
             return self._run(batch, kv, aux_layers, features, logits)
@@ -111,16 +111,11 @@ class StockStack:
 
 def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
     """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
-    token_TC, gain_C, rule = (
-        stack.embedding_VC[token_T],
-        stack.layers[0].mixer_norm_C,
-        stack.features,
-    )
+    token_TC, rule, eps = stack.embedding_VC[token_T], stack.features, stack.eps
+    read_TC = norm(token_TC, stack.layers[0].mixer_norm_C, eps)
     if rule is None:
-        return token_TC, norm(token_TC, gain_C, stack.eps)
-    feature_TC = (
-        features if isinstance(features, Tensor) else feature(rule, features or (), stack.eps)
-    )
+        return token_TC, read_TC
+    feature_TC = features if isinstance(features, Tensor) else feature(rule, features or (), eps)
     normed_TC = norm(feature_TC, rule.feature_norm_C, eps)
     stream_TC = normed_TC if rule.norm_before_residual else feature_TC
     return stream_TC, torch.cat([read_TC, normed_TC], dim=-1)

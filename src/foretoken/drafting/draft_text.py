@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
-from foretoken.drafting.draft_model import DraftModel, find_draft, load_weights
-from foretoken.drafting.vocabulary import DraftNetwork
+from foretoken.drafting.stacks import DraftModel
+from foretoken.drafting.vocabulary import DraftNetwork, find_draft, load_weights
 from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock

@@ -12,16 +12,16 @@ from foretoken.errors import ConfigError
 from foretoken.foreign.python import SPECULATIVE_METHODS
 
 DRAFTERS = {
-    "draft_model": "foretoken.drafting.draft_model:DraftModel",
+    "draft_model": "foretoken.drafting.stacks:DraftModel",
     "draft_text": "foretoken.drafting.draft_text:DraftText",
-    "eagle3": "foretoken.drafting.eagle3:Eagle3",
+    "eagle3": "foretoken.drafting.stacks:Eagle3",
     "forced": "foretoken.drafting.forced:Forced",
     "ngram": "foretoken.drafting.ngram:NGram",
     "prediction": "foretoken.drafting.prediction:Prediction",
     "suffix": "foretoken.drafting.suffix:Suffix",
 }
 
-ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
+ON_DEVICE = {"draft_model": "foretoken.drafting.stacks:LockstepDraftModel"}
 """Those that are others on an asynchronous device."""
 
 ON_HOST_ALONE = {

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
-from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.drafting.choice import Choice, follow
 from foretoken.drafting.registry import find_drafter
+from foretoken.drafting.stacks import Autoregressive
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import DraftBlock, DraftCache

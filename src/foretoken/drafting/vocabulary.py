@@ -16,17 +16,22 @@ Shape suffixes: T packed tokens, N rows of logits, V the target's vocabulary.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
+from foretoken.drafting.base import DrafterSetup
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM
+from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
+from foretoken.ops import ForwardOutput
 from foretoken.ops.steps import ForwardBatch
 
 _log = logging.getLogger(__name__)
+
+BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 LEAST_SHARE, LOW_SHARE = 0.01, 0.25
 """Of the target's tokens: with less the draft is refused, or warned of. The tokens that two
@@ -52,13 +57,58 @@ class DraftNetwork(NamedTuple):
     model: CausalLM
     ids: IdMap | None
 
-    def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        """Run the packed tokens and write their K/V; raw logits [N, V]."""
+    def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
+        """Run the packed tokens and write their K/V."""
         if self.ids is None:
-            return self.model.forward(batch, kv).logits_NV
+            return self.model.forward(batch, kv)
         own = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
-        logits = self.model.forward(own, kv).logits_NV
-        return logits[:, self.ids.draft_id_V].masked_fill_(self.ids.missing_V, -torch.inf)
+        logits = self.model.forward(own, kv).logits_NV[:, self.ids.draft_id_V]
+        return ForwardOutput(logits.masked_fill_(self.ids.missing_V, -torch.inf))
+
+
+def load_draft(setup: DrafterSetup) -> DraftNetwork:
+    """Load the draft model.
+
+    Raises:
+        ConfigError: it shares too few tokens with the target; or it has another number of logits,
+            and there are no two tokenizers to compare.
+    """
+    name, folder, tokenizer = find_draft(setup)
+    match = Match(None, {})
+    is_known = setup.tokenizer is not None and tokenizer is not None
+    if is_known:
+        match = match_tokenizers(name, setup.tokenizer, tokenizer)
+    model = load_weights(setup, folder)
+    if not is_known and model.vocab_size != setup.vocab_size:
+        bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
+        remedy = (
+            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
+            "tokenizers nothing says which tokens are the same. Choose another, or `ngram`."
+        )
+        raise ConfigError("speculative_config.model", name, bound, remedy)
+    ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)
+    return DraftNetwork(model, ids)
+
+
+def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
+    """The draft model's name, its folder, and its tokenizer, if it has one."""
+    config = setup.config
+    name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
+    if name is None:
+        remedy = "Name a small checkpoint that shares the target's tokenizer, or use `ngram`."
+        raise ConfigError("speculative_config.model", None, "a draft model", remedy)
+    folder = folder_of(config, name, setup.speculation.revision)
+    return name, folder, load_tokenizer(folder)
+
+
+def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
+    """The draft model, of no longer a context than the target's."""
+    config = setup.config
+    return load_model(
+        folder, device=setup.device, dtype=config.dtype, backend=setup.backend,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        max_model_len=setup.max_model_len, shorten=True,
+    )  # fmt: skip
 
 
 class Match(NamedTuple):

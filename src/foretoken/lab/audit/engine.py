@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from foretoken.config import LOSSLESS_METHODS
-from foretoken.drafting.draft_model import BUILT_IN_DRAFTS
+from foretoken.drafting.vocabulary import BUILT_IN_DRAFTS
 from foretoken.errors import ConfigError
 from foretoken.lab.audit.evidence import ALPHA, Model, Shown
 from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual

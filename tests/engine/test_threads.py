@@ -262,7 +262,7 @@ def test_without_kernels_the_engine_says_so_and_runs_on(
     (record,) = caplog.records
     said = f"Backend `torch`, which is slower: `native` cannot run: {REASON}."
     assert (record.levelname, record.getMessage()) == ("WARNING", said)
-    assert llm.engine.runner.model.fused is None
+    assert not llm.engine.runner.model.runs_in_kernels
     assert llm.generate("abc", params)[0].outputs[0].token_ids == expected
 
 

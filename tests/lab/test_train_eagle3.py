@@ -22,10 +22,10 @@ from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.lab.train_eagle3.texts import Batches, Documents, cut, pick_prompts
 from foretoken.lab.train_eagle3.trainer import Trainer
 from foretoken.lab.train_eagle3.unroll import Unroll, agreement, loss_of
-from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import load_eagle3
+from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
-from foretoken.ops import get_backend
+from foretoken.ops import LoadedStack, get_backend
+from foretoken.ops.backends.torch.stack import output
 from tests.models.batches import Span, build_batch
 from tests.models.heads import SWITCHES
 from tests.support.checkpoints import save_checkpoint
@@ -36,18 +36,20 @@ UNROLL, LENGTH, BLOCK = 4, 24, 4
 # --- the same mathematics as drafting ---
 
 
-def drafted(head: Eagle3Head, aux: Tensor, tokens: list[int], last: int) -> list[Tensor]:
+def drafted(head: LoadedStack, aux: Tensor, tokens: list[int], last: int) -> list[Tensor]:
     """Logits of each draft step behind position `last`, by packed rows and a paged cache."""
-    kv = KVPool(head.layer_shapes, 9, BLOCK, dtype=head.dtype, device=head.device)
+    stack, device = head.stack, head.stack.device
+    kv = KVPool(stack.layer_shapes, 9, BLOCK, dtype=stack.dtype, device=device)
     blocks = [3, 1, 7, 5, 2, 8]
     states = aux[:, : last + 1].unbind()
-    batch = build_batch([Span(blocks, 0, tokens[1 : last + 2], 1)], BLOCK, head.device)
-    hidden_1C, found = head.forward(batch, states, kv)[-1:], list[Tensor]()
+    batch = build_batch([Span(blocks, 0, tokens[1 : last + 2], 1)], BLOCK, device)
+    hidden_1C, found = head.run(batch, kv, features=states).hidden_NC, list[Tensor]()
     for j in range(UNROLL):
         if j:
             at = last + j
-            batch = build_batch([Span(blocks, at, tokens[at + 1 : at + 2], 1)], BLOCK, head.device)
-            hidden_1C, _ = head.draft(batch, hidden_1C, kv)
+            batch = build_batch([Span(blocks, at, tokens[at + 1 : at + 2], 1)], BLOCK, device)
+            hidden_1C = head.run(batch, kv, features=hidden_1C).hidden_NC
+        assert hidden_1C is not None
         found.append(head.logits(hidden_1C)[0])
     return found
 
@@ -58,18 +60,15 @@ def drafted(head: Eagle3Head, aux: Tensor, tokens: list[int], last: int) -> list
 def test_every_step_of_training_is_a_pass_of_drafting(tmp_path: Path, switches: str) -> None:
     folder = save_head(tmp_path, hidden=32, vocabulary=60, **SWITCHES[switches])
     generator = torch.Generator().manual_seed(1)
-    head = load_eagle3(
-        folder,
-        read_eagle3_config(folder),
-        embedding=torch.randn(60, 32, generator=generator),
-        backend=get_backend("torch"),
-    )
+    embedding = torch.randn(60, 32, generator=generator)
+    head = read_head(folder, read_eagle3_config(folder), embedding)
+    loaded = get_backend("torch").stock_stack(head)
     token_BT = torch.randint(60, (2, LENGTH), generator=generator)
     aux = torch.randn(3, 2, LENGTH, 32, generator=generator)
-    steps = [head.logits(h) for h in Unroll(head.device)(head, aux.unbind(), token_BT, UNROLL)]
+    steps = [output(head, h) for h in Unroll(head.device)(head, aux.unbind(), token_BT, UNROLL)]
     size = LENGTH - UNROLL
     for b, last in ((0, 0), (0, 7), (1, size - 1)):
-        expected = drafted(head, aux[:, b], token_BT[b].tolist(), last)
+        expected = drafted(loaded, aux[:, b], token_BT[b].tolist(), last)
         for found, want in zip(steps, expected, strict=True):
             torch.testing.assert_close(found[b * size + last], want, atol=1e-4, rtol=1e-4)
 

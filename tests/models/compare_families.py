@@ -50,7 +50,7 @@ def compare(name: str, folder: Path, device: str) -> Row:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         texts.append([output.outputs[0].token_ids for output in outputs])
         runner = llm.engine.runner
-        labels = {"fused": runner.model.fused is not None, "graphs": bool(runner.graphs.sizes)}
+        labels = {"fused": runner.model.runs_in_kernels, "graphs": bool(runner.graphs.sizes)}
     plain, equal, ties = families.plain_model(folder).to(device), 0, 0
     for prompt, text in zip(prompts, texts[0], strict=True):
         with torch.inference_mode():

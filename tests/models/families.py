@@ -249,6 +249,12 @@ def plain_model(folder: Path) -> Any:
     return model.eval()
 
 
+def same_weights(one: Any, other: Any) -> bool:
+    """Whether two modules have the same tensors, by name and to the bit."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
 def plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """[n, V] logits of one sequence."""
     with torch.inference_mode():

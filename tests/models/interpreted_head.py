@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.models.eagle3_checkpoint import load_eagle3
 
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models.eagle3 import Eagle3Head, fuse
-from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import AttentionBatch, UnfitError, get_backend
 from foretoken.ops.backends.triton.decoder import FusedDraftHead

@@ -14,7 +14,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
-from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
+from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
 from tests.models import families
 from tests.support.checkpoints import save_checkpoint, save_tokenizer
 
@@ -33,7 +33,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path | str, **kwargs: object) -> CausalLM:
-    return load_model(folder, device="cpu", backend="torch", **kwargs)  # type: ignore[arg-type]
+    view = TargetView(module=True)
+    return load_model(folder, device="cpu", backend="torch", view=view, **kwargs)  # type: ignore[arg-type]
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -345,8 +346,7 @@ def test_unsupported_folder(whole: Path, tmp_path: Path, change: Callable[[Path]
 
 
 def same_weights(one: CausalLM, other: CausalLM) -> bool:
-    mine, theirs = one.module.state_dict(), other.module.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+    return families.same_weights(one.module, other.module)
 
 
 def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path) -> None:

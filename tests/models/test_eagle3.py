@@ -17,10 +17,10 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.eagle3 import Eagle3Head, fuse
-from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
+from foretoken.models.eagle3 import lacks_head, load_head, read_head
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
-from foretoken.ops import get_backend
+from foretoken.ops import LoadedStack, RoundStack, Stack, get_backend
+from foretoken.ops.backends.torch.stack import output, turn, turns
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.heads import SWITCHES, NaiveHead, NaiveRows
@@ -35,11 +35,40 @@ def embedding(vocabulary: int = VOCABULARY, hidden: int = HIDDEN) -> Tensor:
     return torch.randn(vocabulary, hidden, generator=torch.Generator().manual_seed(9))
 
 
-def load(folder: Path, backend: str = "torch", dummy_seed: int | None = None) -> Eagle3Head:
+def read(folder: Path, dummy_seed: int | None = None) -> Stack:
     config = read_eagle3_config(folder)
     weight = embedding(config.vocab_size, config.target_hidden_size)
-    kernels = get_backend(backend)
-    return load_eagle3(folder, config, embedding=weight, backend=kernels, dummy_seed=dummy_seed)
+    return read_head(folder, config, weight, dummy_seed=dummy_seed)
+
+
+def load(folder: Path, backend: str) -> LoadedStack:
+    config, kernels = read_eagle3_config(folder), get_backend(backend)
+    weight = embedding(config.vocab_size, config.target_hidden_size)
+    return load_head(
+        folder, config, embedding=weight, backend=kernels, positions=LENGTH, most_rows=3
+    )
+
+
+def same_weights(one: Stack, other: Stack) -> list[bool]:
+    """Of each tensor of two heads, whether it is the same to the bit; vectors first."""
+    pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
+    pairs.sort(key=lambda pair: pair[0].dim())
+    return [torch.equal(*pair) for pair in pairs]
+
+
+def tensors_of(stack: Stack) -> list[Tensor]:
+    layer, rule = stack.layers[0], stack.features
+    assert rule is not None
+    linears = (
+        rule.fc,
+        layer.mixer.qkv,
+        layer.mixer.o,
+        layer.feed.gate_up,
+        layer.feed.down,
+        stack.head,
+    )
+    norms = [rule.feature_norm_C, layer.mixer_norm_C, layer.feed_norm_C, stack.norm_C]
+    return [*norms, *(linear.weight.values for linear in linears)]
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
@@ -50,29 +79,34 @@ def test_packed_rows_are_those_of_the_equations(
     """Three texts in ragged chunks, through a cache whose blocks lie apart; in native code, too."""
     folder = save_head(tmp_path, **{**SIZES, **SWITCHES[switches]})
     head, naive = load(folder, backend), NaiveHead(folder, embedding())
-    fuse(head, positions=LENGTH, most_rows=3)
-    size = head.config.layer.head_dim
-    assert (head.fused is not None) == (backend == "native" and size % 16 == 0)
+    config, stack = read_eagle3_config(folder), head.stack
+    size = config.layer.head_dim
+    assert isinstance(head, RoundStack) == (backend == "native" and size % 16 == 0)
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
     texts = [[rng.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(3)]
-    shape = (3, head.config.num_aux, LENGTH, HIDDEN)
+    shape = (3, config.num_aux, LENGTH, HIDDEN)
     aux = torch.randn(shape, generator=generator)
     blocks = rng.sample(range(1, 18), 15)
-    kv = KVPool(head.layer_shapes, 18, BLOCK, dtype=head.dtype, device=CPU)
-    done, found = [0] * 3, torch.empty(3, LENGTH, head.config.hidden_size)
+    kv = KVPool(stack.layer_shapes, 18, BLOCK, dtype=stack.dtype, device=CPU)
+    done, found = [0] * 3, torch.empty(3, LENGTH, stack.hidden_size)
     while min(done) < LENGTH:
         spans, taken, parts = [], [], []
         for i in rng.sample(range(3), rng.randint(1, 3)):
             end = min(done[i] + rng.choice([1, 1, 3, 8]), LENGTH)
             if end > done[i]:
-                spans.append(Span(blocks[5 * i : 5 * i + 5], done[i], texts[i][done[i] : end], 0))
+                span = Span(
+                    blocks[5 * i : 5 * i + 5], done[i], texts[i][done[i] : end], end - done[i]
+                )
+                spans.append(span)
                 taken.append(aux[i, :, done[i] : end])
                 parts.append((i, done[i], end))
                 done[i] = end
         if not spans:
             continue
         states = torch.cat(taken, dim=1).unbind()
-        hidden_TC = head.forward(build_batch(spans, BLOCK, CPU), states, kv)
+        batch = build_batch(spans, BLOCK, CPU)
+        hidden_TC = head.run(batch, kv, features=states, logits=False).hidden_NC
+        assert hidden_TC is not None
         for i, start, end in parts:
             found[i, start:end], hidden_TC = hidden_TC[: end - start], hidden_TC[end - start :]
     for i, text in enumerate(texts):
@@ -99,6 +133,10 @@ ROPE: dict[str, dict[str, Any]] = {
 POSITIONS = torch.tensor([0, 1, 77, 250])
 
 
+def turned_by(head: Stack, x_THD: Tensor) -> Tensor:
+    return turn(x_THD, turns(head.layers[0].mixer.rope, POSITIONS, x_THD.dtype))
+
+
 @pytest.mark.parametrize("name", ["rope_type", "type"])
 @pytest.mark.parametrize("kind", ROPE)
 def test_rotary_angles_are_those_of_transformers(tmp_path: Path, kind: str, name: str) -> None:
@@ -106,12 +144,12 @@ def test_rotary_angles_are_those_of_transformers(tmp_path: Path, kind: str, name
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     told = {"rope_scaling": {name: kind, **ROPE[kind]}, "max_position_embeddings": 256}
-    head = load(save_head(tmp_path, **SIZES, **told))
+    head = read(save_head(tmp_path, **SIZES, **told))
     rotary: Any = LlamaRotaryEmbedding(LlamaConfig(head_dim=16, **told))
     cos, sin = rotary(torch.zeros(1), POSITIONS[None])
     x_THD = torch.randn(4, 2, 16)
     want, _ = apply_rotary_pos_emb(x_THD, x_THD, cos[0], sin[0])
-    torch.testing.assert_close(head._rotate(x_THD, POSITIONS), want)
+    torch.testing.assert_close(turned_by(head, x_THD), want)
 
 
 @pytest.mark.parametrize("kind", ["default", "mrope"])
@@ -121,7 +159,7 @@ def test_rotary_angles_in_sections_are_those_of_transformers(
 ) -> None:
     """In a text; of a token in a picture, whose places differ, they are others."""
     scaling = {"rope_type": kind, "mrope_section": [2, 3, 3]}
-    head = load(save_head(tmp_path, **SIZES, rope_scaling=dict(scaling)))
+    head = read(save_head(tmp_path, **SIZES, rope_scaling=dict(scaling)))
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     [name] = [n for n in dir(modeling) if n.endswith("RotaryEmbedding") and "Vision" not in n]
     overrides = {
@@ -136,7 +174,7 @@ def test_rotary_angles_in_sections_are_those_of_transformers(
         turned: Tensor = modeling.apply_rotary_pos_emb(x_THD, x_THD, cos[0], sin[0])[0]
         return turned
 
-    found = head._rotate(x_THD, POSITIONS)
+    found = turned_by(head, x_THD)
     torch.testing.assert_close(found, turned(POSITIONS.expand(3, -1)))
     assert not torch.allclose(found, turned(torch.stack([POSITIONS, POSITIONS, POSITIONS + 1])))
 
@@ -210,19 +248,17 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
     folder = save_head(tmp_path, **SIZES, layout="model", target_hidden_size=HIDDEN)
     config, target = read_eagle3_config(folder), embedding()
     assert not lacks_head(folder, config)
-    own = load(folder)
-    assert not torch.equal(own.embedding, target)
+    assert not torch.equal(read(folder).embedding_VC, target)
     change_weights(folder, embed_tokens=lambda _: target, lm_head=lambda _: None)
     assert lacks_head(folder, config)
-    output = torch.randn(VOCABULARY, HIDDEN)
-    kernels = get_backend("torch")
-    head = load_eagle3(folder, config, embedding=target, backend=kernels, head=output)
-    assert head.embedding is target
-    assert head.weights.head is output
+    weight = torch.randn(VOCABULARY, HIDDEN)
+    head = read_head(folder, config, target, head=weight)
+    assert head.embedding_VC is target
+    assert head.head.weight.values is weight
     with pytest.raises(CheckpointError, match=r"mismatched .*lm_head.weight \[60, 31\] in place"):
-        load_eagle3(folder, config, embedding=target, backend=kernels, head=output[:, 1:])
+        read_head(folder, config, target, head=weight[:, 1:])
     with pytest.raises(CheckpointError, match=r"missing tensors, for example `lm_head.weight`"):
-        load(folder)
+        read(folder)
     few = save_head(tmp_path / "few", **SIZES, drafted=9)
     change_weights(few, lm_head=lambda _: None)
     assert not lacks_head(few, read_eagle3_config(few))  # the target's has other ids
@@ -231,35 +267,36 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
 def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
     folder = save_head(tmp_path, hidden=64, vocabulary=400, drafted=100)
     (folder / "model.safetensors").unlink()
-    first, again, other = (load(folder, dummy_seed=seed) for seed in (5, 5, 6))
-    for name, weight in first.weights._asdict().items():
-        assert torch.equal(weight, getattr(again.weights, name))
-        assert weight.dim() == 1 or not torch.equal(weight, getattr(other.weights, name))
+    first, again, other = (read(folder, dummy_seed=seed) for seed in (5, 5, 6))
+    assert all(same_weights(first, again))
+    assert same_weights(first, other) == [True] * 4 + [False] * 6
     assert first.target_ids is not None
     assert first.target_ids.tolist() == list(range(0, 400, 4))
-    logits_NV = first.logits(torch.randn(50, 64))
+    logits_NV = output(first, torch.randn(50, 64))
     assert logits_NV.shape == (50, 400)
     assert logits_NV[:, ::4].std().item() == pytest.approx(2.0, rel=0.1)
-    assert load(save_head(tmp_path, hidden=64, vocabulary=40), dummy_seed=1).target_ids is None
+    assert read(save_head(tmp_path, hidden=64, vocabulary=40), dummy_seed=1).target_ids is None
     folder = save_head(tmp_path, **{**SIZES, **SWITCHES["all at once"]})
     (folder / "model.safetensors").unlink()
-    head = load(folder, dummy_seed=1)
-    assert None not in (head.extras.fc_norm, head.extras.qk_norm, head.extras.qkv_bias)
-    assert head.embedding.shape == (VOCABULARY, head.config.hidden_size)
+    head = read(folder, dummy_seed=1)
+    mixer, rule = head.layers[0].mixer, head.features
+    assert rule is not None
+    assert None not in (rule.fc_norm_PA, mixer.q_norm_D, mixer.k_norm_D, mixer.qkv.bias)
+    assert head.embedding_VC.shape == (VOCABULARY, head.hidden_size)
 
 
 def test_a_map_that_changes_nothing_is_left_out(tmp_path: Path) -> None:
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=40, drafted=40)
-    assert load(folder).target_ids is None
+    assert read(folder).target_ids is None
     change_weights(folder, d2t=lambda d2t: torch.arange(39, -40, -2))
-    head = load(folder)
+    head = read(folder)
     assert head.target_ids is not None
     assert head.target_ids.tolist() == list(range(39, -1, -1))
 
 
 def test_weights_in_several_files(tmp_path: Path) -> None:
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, drafted=23)
-    whole, tensors = load(folder), load_file(folder / "model.safetensors")
+    whole, tensors = read(folder), load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     parts = [dict(list(tensors.items())[i::2]) for i in range(2)]
     names = [f"model-{i}.safetensors" for i in range(2)]
@@ -267,8 +304,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         save_file(part, folder / name)
     places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    for name, weight in load(folder).weights._asdict().items():
-        assert torch.equal(weight, getattr(whole.weights, name))
+    assert all(same_weights(read(folder), whole))
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -375,7 +411,7 @@ def test_weights_that_do_not_fit(
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, drafted=23)
     change_weights(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
-        load(folder)
+        read(folder)
 
 
 @pytest.mark.parametrize("backend", host_backends())
@@ -394,6 +430,5 @@ def test_a_head_that_computes_no_numbers(tmp_path: Path, backend: str) -> None:
     """Its weights are finite; their products are beyond float32."""
     folder = save_head(tmp_path, **SIZES)
     change_weights(folder, gate_proj=lambda w: w.abs() * 1e30, up_proj=lambda w: w * 1e30)
-    head = load(folder, backend)
     with pytest.raises(UnsupportedModelError, match=r"head gives .* not finite in torch.float32"):
-        fuse(head, positions=LENGTH, most_rows=3)
+        load(folder, backend)

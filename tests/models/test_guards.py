@@ -14,6 +14,7 @@ import torch
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, guards, load_model
+from foretoken.ops import Backend, get_backend
 from foretoken.ops.backends.torch.attention import attention
 from tests.models import families
 from tests.project.source import ROOT
@@ -158,8 +159,8 @@ MUTANTS = {
 
 
 def _backend_of(attention: Any) -> Any:
-    none = {"decoder": lambda *_: None, "compile_ahead": lambda run: None}
-    return SimpleNamespace(attention=attention, **none)
+    """The stock operators around another attention."""
+    return Backend("mutant", replace(get_backend("torch")._kernels, attention=attention))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

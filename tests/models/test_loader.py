@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.ops.backends.native.stack import NativeStack
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, load_model, packing
 from foretoken.models.packing import PackedLinear, observe_linears, pack_linears
-from foretoken.ops.backends.torch.stack import can_pack
 from foretoken.ops import ForwardOutput
-from foretoken.ops.backends.native.decoder import FusedDecoder
+from foretoken.ops.backends.torch.stack import can_pack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
@@ -67,16 +67,16 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
 def test_a_native_decoder_that_differs_is_named_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, forward = families.save_model(tmp_path, "llama", {"head_dim": 16}), FusedDecoder.forward
+    folder, forward = families.save_model(tmp_path, "llama", {"head_dim": 16}), NativeStack.run
 
-    def wrong(self: FusedDecoder, *args: Any) -> ForwardOutput:
+    def wrong(self: NativeStack, *args: Any) -> ForwardOutput:
         return ForwardOutput(1.01 * forward(self, *args).logits_NV)
 
-    monkeypatch.setattr(FusedDecoder, "forward", wrong)
+    monkeypatch.setattr(NativeStack, "run", wrong)
     with pytest.raises(UnsupportedModelError, match="`llama` differs from its own") as caught:
         load_model(folder, device="cpu", backend="native")
-    assert 'decoder of backend `native`; `backend="torch"` runs it through' in str(caught.value)
-    assert load_model(folder, device="cpu", backend="torch").fused is None
+    assert 'kernels of backend `native`; `backend="torch"` runs it' in str(caught.value)
+    assert load_model(folder, device="cpu", backend="torch").runs_in_kernels is False
 
 
 class Siblings(torch.nn.Module):

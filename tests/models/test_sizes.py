@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.models.eagle3_checkpoint import load_eagle3
 
 from benchmarks.heads import save_head
 from foretoken import LLM
 from foretoken.config.machine import machine_bytes
 from foretoken.errors import CheckpointError, ConfigError, EngineMemoryError, ForetokenError
 from foretoken.models import load_model, load_tokenizer
-from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import get_backend
 from tests.models import families

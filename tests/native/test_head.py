@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.models.eagle3_checkpoint import load_eagle3
 
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.models.eagle3 import Eagle3Head, fuse
-from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import AttentionBatch, DraftCache, DraftRound, get_backend
 from foretoken.ops.decoder import RoundHead

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from foretoken.cache.kv_pool import write_index
 from foretoken.drafting.base import one_hot_block
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, Rule, Verdict, get_backend, unavailable
+from foretoken.ops.backends.torch.attention import write_index
 from foretoken.ops.checks import check_attention_batch
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import ForwardBatch, StepTokens

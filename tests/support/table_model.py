@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.lab.laws.chain import Chain
 from foretoken.ops import ForwardOutput
+from foretoken.ops.backends.torch.attention import write_index
 from foretoken.ops.steps import ForwardBatch
 
 

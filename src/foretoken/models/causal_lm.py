@@ -134,6 +134,11 @@ class CausalLM:
         """Whether a NaN in an unused part of a block would spread: such blocks must be cleared."""
         return self.network.multiplies_masked_keys
 
+    @property
+    def runs_in_kernels(self) -> bool:
+        """Whether a backend's own kernels run it, not stock operators or its module."""
+        return not self.multiplies_masked_keys
+
     def forward(self, batch: ForwardBatch, kv: KV) -> ForwardOutput:
         """Run the packed tokens and write their K/V into `kv`.
 

@@ -11,6 +11,7 @@ for comparison without a second copy.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -169,7 +170,11 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> It
     wanted = {name: tuple(w.shape) for name, w in module.named_parameters()}
     found = {name: path for path, header in headers.items() for name in header}
     stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
-    others = found.keys() - wanted.keys() - {"__metadata__"}
+    ignored = ["rotary_emb.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ())]
+    others = {
+        name for name in found.keys() - wanted.keys() - {"__metadata__"}
+        if not any(re.search(pattern, name) for pattern in ignored)
+    }  # fmt: skip
     try:
         check_family(module)
     except UnfitError:

@@ -161,7 +161,15 @@ def _checked(
     )  # fmt: skip
     if stack is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
-    guards.self_check(model, expected)
+    try:
+        guards.self_check(model, expected)
+    except UnsupportedModelError as error:
+        if not model.runs_in_kernels:
+            raise
+        raise UnsupportedModelError(
+            f"{error} It ran in the kernels of backend `{backend.name}`; "
+            '`backend="torch"` runs it in stock operators.'
+        ) from error
     return model
 
 

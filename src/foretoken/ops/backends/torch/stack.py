@@ -63,7 +63,7 @@ class StockStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. After the last attention only wanted rows are computed."""
+        """See `LoadedStack.run`. All rows go through all layers: fewer would round otherwise."""
         pass_begins()
         with torch.inference_mode():
             return self._run(batch, kv, aux_layers, features, logits)
@@ -80,7 +80,6 @@ class StockStack:
         index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
         x_TC, read_TW = begin(stack, batch.token_T, features)
         angles, aux = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
-        narrow = len(row_N) < len(batch.token_T) and last not in aux_layers
         for i, layer in enumerate(stack.layers):
             aux[i], rope = x_TC, layer.mixer.rope
             if i:
@@ -92,12 +91,10 @@ class StockStack:
                 cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
             where = (kv.keys[i], kv.values[i], batch.attention, layer.mixer.options)
             mixed_TW = self._attention(query, *where).flatten(1)
-            if narrow and i + 1 == last:
-                x_TC, mixed_TW = x_TC[row_N], mixed_TW[row_N]
             x_TC = finish(stack, layer, x_TC, mixed_TW)
         if last in aux_layers:
             aux[last] = norm(x_TC, stack.norm_C, stack.eps)
-        if not narrow and len(row_N) < len(batch.token_T):
+        if len(row_N) < len(batch.token_T):
             x_TC = x_TC[row_N]
         found = tuple(aux[i] for i in aux_layers)
         if stack.features is None:
@@ -114,16 +111,11 @@ class StockStack:
 
 def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
     """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
-    token_TC, gain_C, rule = (
-        stack.embedding_VC[token_T],
-        stack.layers[0].mixer_norm_C,
-        stack.features,
-    )
+    token_TC, rule, eps = stack.embedding_VC[token_T], stack.features, stack.eps
+    read_TC = norm(token_TC, stack.layers[0].mixer_norm_C, eps)
     if rule is None:
-        return token_TC, norm(token_TC, gain_C, stack.eps)
-    feature_TC = (
-        features if isinstance(features, Tensor) else feature(rule, features or (), stack.eps)
-    )
+        return token_TC, read_TC
+    feature_TC = features if isinstance(features, Tensor) else feature(rule, features or (), eps)
     normed_TC = norm(feature_TC, rule.feature_norm_C, eps)
     stream_TC = normed_TC if rule.norm_before_residual else feature_TC
     return stream_TC, torch.cat([read_TC, normed_TC], dim=-1)

@@ -32,8 +32,9 @@ struct Model {
 struct LayerWeights {
   const float *input_norm, *post_attention_norm;
   const float *q_norm, *k_norm;  // [head_size], over each head
-  const float *q, *k, *v, *o, *gate, *up, *down;
-  const float *q_bias, *k_bias, *v_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
+  // qkv: queries, keys, values, one after the other; gate_up: all of gate, then all of up.
+  const float *qkv, *o, *gate_up, *down;
+  const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
   int64_t window;
 };
 

@@ -40,10 +40,10 @@ Store smallest(const Model& m, const Eagle* eagle, const LayerWeights* const* la
   for (int64_t l = 0; l < m.layers && !lost; l++) {
     const LayerWeights& w = *layers[l];
     const int64_t inputs = eagle ? 2 * h : h;
-    look(w.q, q * inputs);
-    for (const float* weights : {w.k, w.v}) look(weights, kv * inputs);
+    look(w.qkv, (q + 2 * kv) * inputs);
     look(w.o, h * q);
-    for (const float* weights : {w.gate, w.up, w.down}) look(weights, m.intermediate * h);
+    look(w.gate_up, 2 * m.intermediate * h);
+    look(w.down, m.intermediate * h);
   }
   look(m.head, m.vocabulary * h);
   return lost ? Store::kFloat : Store::kHalf;
@@ -97,16 +97,15 @@ Decoder::Decoder(const Model& model, const Eagle* eagle, const LayerWeights* con
     };
     Layer layer{w, packed(q + 2 * kv, is_head_ ? 2 * h : h), packed(h, q),
                 packed(gate_up_outputs(model), h), packed(h, model.intermediate)};
-    layer.qkv.fill(0, w.q, w.q_bias, q);
-    layer.qkv.fill(q, w.k, w.k_bias, kv);
-    layer.qkv.fill(q + kv, w.v, w.v_bias, kv);
+    layer.qkv.fill(0, w.qkv, w.qkv_bias, q + 2 * kv);
     layer.o.fill(0, w.o, w.o_bias, h);
     for (int64_t i = 0; i < layer.gate_up.panels; i++) {
       const int64_t at = i * kHalf, count = std::min(model.intermediate - at, kHalf);
-      const float *gate_bias = w.gate_bias ? w.gate_bias + at : nullptr,
-                  *up_bias = w.up_bias ? w.up_bias + at : nullptr;
-      layer.gate_up.fill(i * kPanel, w.gate + at * h, gate_bias, count);
-      layer.gate_up.fill(i * kPanel + kHalf, w.up + at * h, up_bias, count);
+      for (int64_t half : {0, 1}) {
+        const int64_t first = half * model.intermediate + at;
+        const float* bias = w.gate_up_bias ? w.gate_up_bias + first : nullptr;
+        layer.gate_up.fill(i * kPanel + half * kHalf, w.gate_up + first * h, bias, count);
+      }
     }
     layer.down.fill(0, w.down, w.down_bias, h);
     layers_.push_back(std::move(layer));

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafting.stacks import Autoregressive, DraftModel, Eagle3, LockstepDraftModel
 from foretoken.drafting.registry import DRAFTERS, ON_DEVICE, ON_HOST_ALONE
+from foretoken.drafting.stacks import Autoregressive, DraftModel, Eagle3, LockstepDraftModel
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.ops import unavailable
 from foretoken.ops.steps import ForwardBatch

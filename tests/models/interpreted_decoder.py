@@ -24,8 +24,9 @@ import pytest
 import torch
 
 from foretoken.models import CausalLM, TargetView, load_model
-from foretoken.ops import AttentionCall, UnfitError, get_backend
-from foretoken.ops.backends.triton.decoder import FusedDecoder
+from foretoken.models.families import read_stack
+from foretoken.ops import UnfitError, get_backend
+from foretoken.ops.backends.triton.decoder import FusedStack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
@@ -55,11 +56,11 @@ LAYERS = (0, 1, 2)
 def loaded(
     folder: Path, family: str, overrides: dict[str, Any], layers: tuple[int, ...] = ()
 ) -> CausalLM:
-    """A model with random weights, saved in `folder` too, in the fused decoder."""
+    """A model with random weights, saved in `folder` too, in the fused stack."""
     families.save_model(folder, family, SIZES | overrides)
-    view = TargetView(layers)
+    view = TargetView(layers, module=True)
     model = load_model(folder, device="cpu", backend="triton", view=view)
-    assert isinstance(model.fused, FusedDecoder)
+    assert isinstance(model.network, FusedStack)
     return model
 
 
@@ -104,7 +105,6 @@ def no_logits(folder: Path) -> None:
 def padding(folder: Path) -> None:
     """Tokens behind those of all requests, whatever their ids, change no bit and no block."""
     model = loaded(folder, "llama", {})
-    assert model.fused is not None
     outcomes = []
     for behind in ([], [-1, 10**9, 3]):
         kv = new_pool(model, 6, BLOCK)
@@ -112,14 +112,14 @@ def padding(folder: Path) -> None:
         batch = build_batch(spans, BLOCK, CPU)
         token_T = torch.cat([batch.token_T, torch.tensor(behind, dtype=torch.int64)])
         attention = replace(batch.attention, values_fit=True)
-        output = model.fused.forward(token_T, batch.logit_row_N, kv.of(attention))
+        output = model.forward(batch._replace(token_T=token_T, attention=attention), kv)
         outcomes.append([output.logits_NV, *kv.keys, *kv.values])
     for without, with_padding in zip(*outcomes, strict=True):
         assert torch.equal(without, with_padding)
 
 
 def shared_weights(folder: Path) -> None:
-    """q, k and v, and gate and up, are views of one matrix, also after the module's are dropped."""
+    """q, k and v, and gate and up, are views of one matrix, in the twin, too."""
     model, plain = loaded(folder, "llama", {}), families.plain_model(folder)
     block, expected = model.module.model.layers[1], plain.model.layers[1]
     for part, names in (("self_attn", "qkv"), ("mlp", ("gate_", "up_"))):
@@ -128,19 +128,16 @@ def shared_weights(folder: Path) -> None:
         assert len({layer.weight.untyped_storage().data_ptr() for layer in ours}) == 1
         for our, their in zip(ours, theirs, strict=True):
             assert torch.equal(our.weight, their.weight)
-    assert model.fused is not None
-    model.fused.drop_module_weights()
-    assert torch.equal(block.mlp.up_proj.weight, expected.mlp.up_proj.weight)
 
 
 def refuses(folder: Path, what: str) -> None:
     """What the decoder does not implement is named."""
     family, overrides, message = UNFIT[what]
     families.save_model(folder, family, SIZES | overrides)
-    model = load_model(folder, device="cpu", backend="torch")
-    calls = [AttentionCall(i, shape, None) for i, shape in enumerate(model.layer_shapes)]
+    view = TargetView(module=True)
+    model = load_model(folder, device="cpu", backend="torch", view=view)
     with pytest.raises(UnfitError, match=message):
-        get_backend("triton").decoder(model.module, calls)
+        get_backend("triton").load_stack(read_stack(model.module), 40, 0)
 
 
 def beyond_its_positions(folder: Path) -> None:
@@ -148,8 +145,8 @@ def beyond_its_positions(folder: Path) -> None:
     families.save_model(folder, "llama", SIZES | {"max_position_embeddings": 16})
     model = load_model(folder, device="cpu", backend="triton", max_model_len=40, shorten=True)
     assert model.max_model_len == 16
-    assert isinstance(model.fused, FusedDecoder)
-    assert all(len(layer.heads.cos_PR) >= 40 for layer in model.fused._layers)
+    assert isinstance(model.network, FusedStack)
+    assert all(len(heads.cos_PR) >= 40 for heads in model.network._heads)
 
 
 CASES: dict[str, Callable[[Path], None]] = {

@@ -13,19 +13,20 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from foretoken.models.eagle3_checkpoint import load_eagle3
 
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models.eagle3 import Eagle3Head, fuse
+from foretoken.models.eagle3 import load_head, read_head
 from foretoken.models.eagle3_config import read_eagle3_config
-from foretoken.ops import AttentionBatch, UnfitError, get_backend
-from foretoken.ops.backends.triton.decoder import FusedDraftHead
+from foretoken.ops import AttentionBatch, Backend, LoadedStack, Stack, UnfitError, get_backend
+from foretoken.ops.backends.torch.stack import StockStack
+from foretoken.ops.backends.triton.decoder import FusedStack
 from tests.models.batches import Span, build_batch
 from tests.support import interpreter as interpreter
 
@@ -40,21 +41,29 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path, backend: str, **switches: Any) -> Eagle3Head:
+def embedding() -> torch.Tensor:
+    return torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+
+def read(folder: Path, **switches: Any) -> Stack:
     save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
-    generator = torch.Generator().manual_seed(9)
-    embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    return read_head(folder, read_eagle3_config(folder), embedding())
+
+
+def load(folder: Path, backend: Backend, **switches: Any) -> LoadedStack:
+    save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
     config = read_eagle3_config(folder)
-    return load_eagle3(folder, config, embedding=embedding, backend=get_backend(backend))
+    return load_head(
+        folder, config, embedding=embedding(), backend=backend, positions=40, most_rows=ROWS
+    )
 
 
-def both(folder: Path, **switches: Any) -> tuple[Eagle3Head, Eagle3Head]:
+def both(folder: Path, **switches: Any) -> tuple[LoadedStack, LoadedStack]:
     """A head in kernels, and the same one in operators."""
-    head, plain = load(folder, "triton", **switches), load(folder, "torch", **switches)
-    fuse(head, positions=40, most_rows=ROWS)
-    fuse(plain, positions=40, most_rows=ROWS)
-    assert isinstance(head.fused, FusedDraftHead)
-    assert plain.fused is None
+    kernels, operators = get_backend("triton"), get_backend("torch")
+    head, plain = load(folder, kernels, **switches), load(folder, operators, **switches)
+    assert isinstance(head, FusedStack)
+    assert isinstance(plain, StockStack)
     return head, plain
 
 
@@ -62,7 +71,8 @@ def agrees(folder: Path, switches: dict[str, Any]) -> None:
     """Features, hidden states, logits and K/V of one, five and eight rows, all wanted or some."""
     heads = both(folder, **switches)
     generator = torch.Generator().manual_seed(1)
-    pools = [KVPool(h.layer_shapes, 12, BLOCK, dtype=h.dtype, device=CPU) for h in heads]
+    shapes, num_aux = heads[0].stack.layer_shapes, read_eagle3_config(folder).num_aux
+    pools = [KVPool(shapes, 12, BLOCK, dtype=torch.float32, device=CPU) for _ in heads]
     blocks, done = ([1, 4, 7, 3], [5, 2, 9, 8]), [0, 0]
     for new, wanted in (((5, 0), None), ((3, 5), [2, 7]), ((1, 1), None), ((0, 1), None)):
         spans = []
@@ -71,17 +81,20 @@ def agrees(folder: Path, switches: dict[str, Any]) -> None:
             if count:
                 spans.append(Span(blocks[i], done[i], tokens, 0))
             done[i] += count
-        aux = torch.randn(heads[0].config.num_aux, sum(new), HIDDEN, generator=generator)
-        row_N = None if wanted is None else torch.tensor(wanted)
+        aux = torch.randn(num_aux, sum(new), HIDDEN, generator=generator)
+        feature_TC = torch.randn(sum(new), HIDDEN, generator=generator)
         outcomes = []
         for head, kv in zip(heads, pools, strict=True):
-            batch = build_batch(spans, BLOCK, CPU)
-            if row_N is None:
-                outcomes.append([*head.draft(batch, head.features(aux.unbind()), kv)])
-            else:
-                hidden_NC = head.forward(batch, aux.unbind(), kv, row_N)
-                outcomes.append([hidden_NC, head.logits(hidden_NC)])
-            outcomes[-1] += [*kv.keys, *kv.values]
+            row_N = torch.tensor(range(sum(new)) if wanted is None else wanted)
+            batch = build_batch(spans, BLOCK, CPU)._replace(logit_row_N=row_N)
+            features = feature_TC if wanted is None else aux.unbind()
+            output = head.run(batch, kv, features=features, logits=wanted is None)
+            logits_NV, hidden_NC = output.logits_NV, output.hidden_NC
+            assert hidden_NC is not None
+            if wanted is not None:
+                assert not len(logits_NV)
+                logits_NV = head.logits(hidden_NC)
+            outcomes.append([hidden_NC, logits_NV.clone(), *kv.keys, *kv.values])
         for found, expected in zip(*outcomes, strict=True):
             torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
 
@@ -104,7 +117,7 @@ def padding(folder: Path) -> None:
     aux = torch.randn(3, 7, HIDDEN, generator=generator)
     outcomes = []
     for behind in ([], [-1, 10**9, 3]):
-        kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=head.dtype, device=CPU)
+        kv = KVPool(head.stack.layer_shapes, 6, BLOCK, dtype=head.stack.dtype, device=CPU)
         spans = [Span([1, 2], 0, [5, 6, 7, 8, 9], 0), Span([4, 3], 0, [11, 12], 0)]
         batch = build_batch(spans, BLOCK, CPU)
         token_T = torch.cat([batch.token_T, torch.tensor(behind, dtype=torch.int64)])
@@ -113,9 +126,10 @@ def padding(folder: Path) -> None:
         attention = AttentionBatch(
             where.query_start_B1, where.length_B, where.block_BL, BLOCK, values_fit=True
         )
-        batch = batch._replace(token_T=token_T, attention=attention)
         row_N = torch.tensor([4, 6])
-        outcomes.append([head.forward(batch, padded.unbind(), kv, row_N), *kv.keys, *kv.values])
+        batch = batch._replace(token_T=token_T, attention=attention, logit_row_N=row_N)
+        output = head.run(batch, kv, features=padded.unbind(), logits=False)
+        outcomes.append([output.hidden_NC, *kv.keys, *kv.values])
     for without, with_padding in zip(*outcomes, strict=True):
         torch.testing.assert_close(with_padding, without, atol=1e-5, rtol=1e-5)
 
@@ -126,35 +140,32 @@ def refuses(folder: Path) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("foretoken.models.eagle3").addHandler(handler)
-    head = load(folder, "triton", drafted=128)
-    right = head.backend.draft_head
+    right = get_backend("triton")._kernels
 
-    def with_norm(model: Any, rows: int) -> Any:
-        weights = model.weights._replace(post_norm=model.weights.post_norm * 1.01)
-        return right(model._replace(weights=weights), rows)
+    def wrong_norm(stack: Stack, *sizes: int, deterministic: bool) -> LoadedStack:
+        (layer,) = stack.layers
+        layers = (layer._replace(feed_norm_C=layer.feed_norm_C * 1.01),)
+        return FusedStack(replace(stack, layers=layers), *sizes, deterministic=deterministic)
 
-    def with_ids(model: Any, rows: int) -> Any:
-        return right(model._replace(target_ids=model.target_ids.flip(0) // 2), rows)
+    def wrong_ids(stack: Stack, *sizes: int, deterministic: bool) -> LoadedStack:
+        assert stack.target_ids is not None
+        wrong = replace(stack, target_ids=stack.target_ids.flip(0) // 2)
+        return FusedStack(wrong, *sizes, deterministic=deterministic)
 
-    for wrong in (with_norm, with_ids):
-        head.backend.draft_head = wrong  # type: ignore[method-assign, assignment]
-        try:
-            fuse(head, positions=40, most_rows=ROWS)
-        finally:
-            del head.backend.draft_head
-        assert head.fused is None
+    for wrong in (wrong_norm, wrong_ids):
+        backend = Backend("triton", replace(right, load_stack=wrong))
+        assert isinstance(load(folder, backend, drafted=128), StockStack)
         assert "differs by" in records.pop()
-    head.embedding = head.embedding.to(torch.float64)
+    wide = replace(read(folder), embedding_VC=embedding().to(torch.float64))
     with pytest.raises(UnfitError, match="float64"):
-        head.backend.draft_head(head.model(40), ROWS)
+        get_backend("triton").load_stack(wide, 40, ROWS)
 
 
 def lacks(folder: Path) -> None:
     """What these kernels have not is named."""
     for switches, named in LACKING:
-        head = load(folder, "triton", **switches)
         with pytest.raises(UnfitError, match=named):
-            head.backend.draft_head(head.model(40), ROWS)
+            get_backend("triton").load_stack(read(folder, **switches), 40, ROWS)
 
 
 LACKING: list[tuple[dict[str, Any], str]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
-from foretoken.ops import DraftCache, DraftRound
-from foretoken.ops.types import PagedKV
+from foretoken.ops import DraftCache, DraftRound, RoundStack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
@@ -31,12 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
 def forward(model: CausalLM, **changes: Any) -> Any:
     """Two requests, of 3 and 1 new tokens, in a pool of 6 blocks."""
-    assert model.fused is not None
     kv = new_pool(model, 6, BLOCK)
     spans = [Span([1, 2], 2, [5, 6, 7], 1), Span([3], 0, [8], 1)]
     batch = build_batch(spans, BLOCK, CPU)
     attention = replace(batch.attention, **changes)
-    return model.fused.forward(batch.token_T, batch.logit_row_N, kv.of(attention))
+    return model.forward(batch._replace(attention=attention), kv)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_a_wrong_batch_is_named(model: CausalLM, changes: dict[str, Any], messag
 
 def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
     """Three drafts for a request of 6 known tokens in slot 1, two for one of 1 in slot 0."""
-    assert model.fused is not None
+    assert isinstance(model.network, RoundStack)
     kv = new_pool(model, 6, BLOCK)
     spans = [Span([1, 2], 0, [5, 6, 7, 8, 9, 10], 1), Span([3], 0, [8], 1)]
     first = build_batch(spans, BLOCK, CPU)
@@ -69,7 +68,7 @@ def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
         torch.tensor([3, 2]),
         DraftCache.empty(2, 3, model.vocab_size, torch.float32, CPU),
     )._replace(**changes)
-    return model.fused.draft(first.token_T, kv.of(attention), drafting)
+    return model.network.draft(first._replace(attention=attention), kv, drafting)
 
 
 def empty_cache(*sizes: int, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -101,8 +100,7 @@ def test_a_wider_block_table_changes_nothing(model: CausalLM) -> None:
 
 
 def test_a_pool_of_another_model_is_refused(model: CausalLM) -> None:
-    assert model.fused is not None
     kv, batch = new_pool(model, 2, BLOCK), build_batch([Span([0], 0, [1], 1)], BLOCK, CPU)
-    one = PagedKV(batch.attention, kv.keys[:1], kv.values[:1])
+    one = SimpleNamespace(keys=kv.keys[:1], values=kv.values[:1])
     with pytest.raises(ConfigError, match="`keys` is 1: must be tensors of 2 layers"):
-        model.fused.forward(batch.token_T, batch.logit_row_N, one)
+        model.forward(batch, one)

@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.models.eagle3_checkpoint import load_eagle3
 
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
-from foretoken.models.eagle3 import Eagle3Head, fuse
+from foretoken.models.eagle3 import load_head
 from foretoken.models.eagle3_config import read_eagle3_config
-from foretoken.ops import AttentionBatch, DraftCache, DraftRound, get_backend
-from foretoken.ops.decoder import RoundHead
+from foretoken.ops import (
+    AttentionBatch,
+    DraftCache,
+    DraftRound,
+    LoadedStack,
+    RoundStack,
+    get_backend,
+)
+from foretoken.ops.steps import ForwardBatch
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
@@ -25,26 +31,31 @@ HIDDEN, VOCABULARY, BLOCK, SLOTS = 32, 60, 4, 2
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **switches: Any) -> Eagle3Head:
+def load(folder: Path, dtype: torch.dtype = torch.float32, **switches: Any) -> LoadedStack:
     save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
     embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
     kernels = get_backend("native")
     config = read_eagle3_config(folder)
-    return load_eagle3(folder, config, embedding=embedding.to(dtype), backend=kernels)
+    embedding = embedding.to(dtype)
+    return load_head(
+        folder, config, embedding=embedding, backend=kernels, positions=40, most_rows=SLOTS
+    )
 
 
-def round_of(head: Eagle3Head, **changes: Any) -> torch.Tensor:
+def round_of(head: LoadedStack, **changes: Any) -> torch.Tensor:
     """Three drafts for slot 1, of 6 known tokens; none for slot 0, of 1."""
-    assert isinstance(head.fused, RoundHead)
+    assert isinstance(head, RoundStack)
     given = {"hidden_SC": torch.zeros(SLOTS, HIDDEN), "dtype": torch.float32, "blocks_1": [1, 2]}
     given = {**given, "step": 1, "num_B": torch.tensor([3, 0]), "cache": cache(), **changes}
-    kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=given["dtype"], device=CPU)
+    kv = KVPool(head.stack.layer_shapes, 6, BLOCK, dtype=given["dtype"], device=CPU)
     blocks_1 = given["blocks_1"]
     block_SL, length_B = torch.tensor([[3] * len(blocks_1), blocks_1]), torch.tensor([6, 1])
     params, slot_B = make_params(SLOTS, [0.8, 0.8]), torch.tensor([1, 0])
-    drafting = DraftRound(params, slot_B, given["num_B"], given["cache"])
+    drafting = DraftRound(
+        params, slot_B, given["num_B"], given["cache"], hidden_SC=given["hidden_SC"]
+    )
     where = AttentionBatch(slot_B, length_B, block_SL[:, :: given["step"]], BLOCK)
-    return head.fused.draft_round(given["hidden_SC"], kv.only_layer(where), drafting)
+    return head.draft(ForwardBatch(slot_B, slot_B, slot_B, where), kv, drafting)
 
 
 def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -67,7 +78,6 @@ def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
 def test_a_wrong_round_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     """The kernels check nothing."""
     head = load(tmp_path)
-    fuse(head, positions=40, most_rows=SLOTS)
     assert (round_of(head) >= 0).tolist() == [[True] * 3, [False] * 3]
     assert torch.equal(round_of(head, blocks_1=[1, 2, 5, 5]), round_of(head))
     with pytest.raises(ConfigError, match=message):
@@ -86,18 +96,20 @@ def test_wrong_hidden_states_are_named(
     tmp_path: Path, state_TH: torch.Tensor, message: str
 ) -> None:
     head = load(tmp_path)
-    fuse(head, positions=40, most_rows=SLOTS)
-    assert head.fused is not None
-    kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=torch.float32, device=CPU)
-    batch = AttentionBatch(torch.tensor([0, 3]), torch.tensor([3]), torch.tensor([[1]]), BLOCK)
+    kv = KVPool(head.stack.layer_shapes, 6, BLOCK, dtype=torch.float32, device=CPU)
+    where = AttentionBatch(torch.tensor([0, 3]), torch.tensor([3]), torch.tensor([[1]]), BLOCK)
+    row_T = torch.arange(3)
+    batch = ForwardBatch(torch.zeros(3, dtype=torch.int64), row_T, row_T, where)
     right = [torch.zeros(3, HIDDEN)] * 2
     for last in (right[0], state_TH):
-        given = (torch.zeros(3, dtype=torch.int64), [*right, last], kv.only_layer(batch))
+        states = [*right, last]
         if last is state_TH:
             with pytest.raises(ConfigError, match=message):
-                head.fused.forward(*given)
+                head.run(batch, kv, features=states)
         else:
-            assert head.fused.forward(*given).shape == (3, HIDDEN)
+            hidden_NC = head.run(batch, kv, features=states).hidden_NC
+            assert hidden_NC is not None
+            assert hidden_NC.shape == (3, HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +155,5 @@ def test_one_that_differs_is_not_used(
 
 def test_matrices_are_kept_once(tmp_path: Path) -> None:
     head = load(tmp_path)
-    fuse(head, positions=40, most_rows=SLOTS)
     kept = {name for name, weight in head.weights._asdict().items() if not weight.is_meta}
     assert kept == {"input_norm", "hidden_norm", "post_norm", "norm"}

@@ -10,10 +10,9 @@ needed; a *slot* is a request's permanent index into per-request state, not its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -307,20 +306,6 @@ class AttentionBatch:
     block_size: int
     most_queries: int = 0
     values_fit: bool = False
-
-
-_KV = TypeVar("_KV", Tensor, Sequence[Tensor])
-
-
-class PagedKV(NamedTuple, Generic[_KV]):
-    """A batch, and the K/V of a `cache.KVPool` that its block ids are about.
-
-    keys, values: of one layer; or of all, as sequences that always hold the same tensors
-    """
-
-    batch: AttentionBatch
-    keys: _KV
-    values: _KV
 
 
 class AttentionOptions(NamedTuple):

@@ -33,7 +33,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.triton import process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
     from foretoken.ops.backends.triton.compiled import compile_ahead, zero_if_noted
-    from foretoken.ops.backends.triton.decoder import FusedDecoder, FusedDraftHead
+    from foretoken.ops.backends.triton.decoder import FusedStack
 
     return Kernels(
         process_logits=zero_if_noted(process.process_logits),
@@ -44,7 +44,6 @@ def load() -> Kernels:
         logprobs=zero_if_noted(process.logprobs),
         attention=zero_if_noted(attention),
         steps=steps.Steps,
-        decoder=FusedDecoder,
-        draft_head=FusedDraftHead,
+        load_stack=FusedStack,
         compile_ahead=compile_ahead,
     )

@@ -1,7 +1,7 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
 Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
-layer is (`decoder.py`).
+layer is (`stack.py`).
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -28,19 +28,10 @@ from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
     MOST_ROWS, Epilogue, GemvTile, Shape, StreamTile, bucket, gemv_tile, stream_tile,
 )  # fmt: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
+from foretoken.ops.stack import Linear
 
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
 _PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
-
-
-class Linear(NamedTuple):
-    """A linear layer, or several that read the same rows, one after the other.
-
-    weight_NK: contiguous; of a gated layer the rows of `gate`, then those of `up`
-    """
-
-    weight_NK: Tensor
-    bias_N: Tensor | None = None
 
 
 class Products:
@@ -92,7 +83,7 @@ class Products:
         """Launch what `tile` names; see `tiles.py`."""
         parts = 0 if given.squares_PT is None else given.squares_PT.shape[0]
         tensors = (
-            given.y_TN, linear.bias_N, given.residual_TN, given.gain_N, given.scaled_TN,
+            given.y_TN, linear.bias, given.residual_TN, given.gain_N, given.scaled_TN,
             given.squares_PT, given.new_squares_PT,
         )  # fmt: skip
         constants = (
@@ -101,7 +92,7 @@ class Products:
         )  # fmt: skip
         if isinstance(tile, GemvTile):
             launch(
-                gemv_kernel, (shape.N // tile.block_n,), linear.weight_NK, given.x_TK, *tensors,
+                gemv_kernel, (shape.N // tile.block_n,), linear.weight.values, given.x_TK, *tensors,
                 *constants, tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
                 **self.dependent,
             )  # fmt: skip
@@ -109,7 +100,7 @@ class Products:
         # Gluon is imported where it runs alone: Triton's interpreter has none of it.
         from foretoken.ops.backends.triton.decoder import streamk
 
-        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), linear.weight_NK
+        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), linear.weight.values
         key = weight_NK.data_ptr(), tile.block_n, tile.block_k
         if key not in self._weight_maps:
             self._weight_maps[key] = streamk.tensor_map(weight_NK, tile.block_n, tile.block_k)
@@ -192,9 +183,9 @@ class ResidualStream:
         self.state_TH, self._gain_H, self._kept = new, gain_H, keep
         self._normed_TH, self._scaled = None, None
         if tile is None:
-            torch.addmm(old, x_TK, linear.weight_NK.T, out=new)
-            if linear.bias_N is not None:
-                new += linear.bias_N
+            torch.addmm(old, x_TK, linear.weight.values.T, out=new)
+            if linear.bias is not None:
+                new += linear.bias
             return
         scaled, squares = torch.empty_like(old), _squares(old, shape.N // tile.block_n)
         given = Operands(x_TK.contiguous(), new, None, old, gain_H, scaled, squares)
@@ -209,7 +200,7 @@ class ResidualStream:
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
         """The normed rows `row_N`, or all, times a layer: [N, V]; N may be 0."""
         if not len(self.state_TH if row_N is None else row_N):
-            return self.state_TH.new_empty(0, len(linear.weight_NK))
+            return self.state_TH.new_empty(0, len(linear.weight.values))
         if row_N is None:
             return self.project(linear)
         return self._products.multiply(linear, self.normed(row_N))
@@ -259,14 +250,14 @@ def embed(token_T: Tensor, table_VH: Tensor) -> Tensor:
 
 
 def _shape(linear: Linear, epilogue: Epilogue) -> Shape:
-    N, K = linear.weight_NK.shape
+    N, K = linear.weight.values.shape
     return Shape(N // 2 if epilogue is Epilogue.SILU else N, K, epilogue)
 
 
 def _multiply(x_TK: Tensor, linear: Linear) -> Tensor:
-    if linear.bias_N is None:
-        return torch.mm(x_TK, linear.weight_NK.T)
-    return torch.addmm(linear.bias_N, x_TK, linear.weight_NK.T)
+    if linear.bias is None:
+        return torch.mm(x_TK, linear.weight.values.T)
+    return torch.addmm(linear.bias, x_TK, linear.weight.values.T)
 
 
 def _squares(like: Tensor, parts: int) -> Tensor:

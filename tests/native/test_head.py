@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from foretoken.models.eagle3 import load_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import (
     AttentionBatch,
+    Backend,
     DraftCache,
     DraftRound,
     LoadedStack,
     RoundStack,
+    Stack,
     get_backend,
 )
+from foretoken.ops.backends.native.stack import NativeStack
 from foretoken.ops.steps import ForwardBatch
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
@@ -31,10 +36,15 @@ HIDDEN, VOCABULARY, BLOCK, SLOTS = 32, 60, 4, 2
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **switches: Any) -> LoadedStack:
+def load(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    backend: Backend | None = None,
+    **switches: Any,
+) -> LoadedStack:
     save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
     embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
-    kernels = get_backend("native")
+    kernels = backend or get_backend("native")
     config = read_eagle3_config(folder)
     embedding = embedding.to(dtype)
     return load_head(
@@ -115,45 +125,51 @@ def test_wrong_hidden_states_are_named(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"head_dim": 8}, "heads of size 8: no multiple of 16"),
+        ({"head_dim": 8}, r"heads of sizes [(2, 8, 8)]: not one multiple of 16"),
         ({"dtype": torch.bfloat16}, "weights are torch.bfloat16, not float32 on the CPU"),
     ],
 )
 def test_what_it_lacks_is_said_and_computed_by_operators(
     tmp_path: Path, given: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = load(tmp_path, **given)
     with caplog.at_level("INFO"):
-        fuse(head, positions=40, most_rows=4)
-    assert head.fused is None
-    assert f"The EAGLE-3 head runs operator by operator: {reason}" in caplog.text
-    assert head.logits(torch.zeros(1, HIDDEN, dtype=head.dtype)).shape == (1, VOCABULARY)
+        head = load(tmp_path, **given)
+    assert not isinstance(head, RoundStack)
+    assert f"The EAGLE-3 head runs in stock operators: {reason}" in caplog.text
+    assert head.logits(torch.zeros(1, HIDDEN, dtype=head.stack.dtype)).shape == (1, VOCABULARY)
 
 
+def wrong_norm(stack: Stack) -> Stack:
+    (layer,) = stack.layers
+    return replace(stack, layers=(layer._replace(feed_norm_C=layer.feed_norm_C * 1.01),))
+
+
+def wrong_ids(stack: Stack) -> Stack:
+    assert stack.target_ids is not None
+    return replace(stack, target_ids=stack.target_ids.flip(0) // 2)
+
+
+@pytest.mark.parametrize("wrong", [wrong_norm, wrong_ids])
 def test_one_that_differs_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: Callable[[Stack], Stack]
 ) -> None:
     """By what it computes, or by which ids it drafts."""
-    head = load(tmp_path, drafted=23)
-    right = head.backend.draft_head
 
-    def with_norm(model: Any, rows: int) -> Any:
-        weights = model.weights._replace(post_norm=model.weights.post_norm * 1.01)
-        return right(model._replace(weights=weights), rows)
+    def load_stack(stack: Stack, *sizes: int, deterministic: bool) -> NativeStack:
+        return NativeStack(wrong(stack), *sizes, deterministic=deterministic)
 
-    def with_ids(model: Any, rows: int) -> Any:
-        return right(model._replace(target_ids=model.target_ids.flip(0) // 2), rows)
-
-    for wrong in (with_norm, with_ids):
-        monkeypatch.setattr(head.backend, "draft_head", wrong)
-        fuse(head, positions=40, most_rows=SLOTS)
-        assert head.fused is None
-        assert "slower: that of backend `native` differs by" in caplog.text
-        caplog.clear()
-    assert not any(weight.is_meta for weight in head.weights)
+    kernels = replace(get_backend("native")._kernels, load_stack=load_stack)
+    head = load(tmp_path, backend=Backend("native", kernels), drafted=23)
+    assert not isinstance(head, RoundStack)
+    assert "slower: that of backend `native` differs by" in caplog.text
 
 
 def test_matrices_are_kept_once(tmp_path: Path) -> None:
-    head = load(tmp_path)
-    kept = {name for name, weight in head.weights._asdict().items() if not weight.is_meta}
-    assert kept == {"input_norm", "hidden_norm", "post_norm", "norm"}
+    stack = load(tmp_path).stack
+    (layer,), rule = stack.layers, stack.features
+    assert rule is not None
+    mixer, feed = layer.mixer, layer.feed
+    for linear in (rule.fc, mixer.qkv, mixer.o, feed.gate_up, feed.down, stack.head):
+        assert linear.weight.values.is_meta
+    for kept in (layer.mixer_norm_C, layer.feed_norm_C, rule.feature_norm_C, stack.norm_C):
+        assert not kept.is_meta

@@ -178,8 +178,10 @@ def turn(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return F.rms_norm(x, gain.shape, gain, eps)
+    """RMSNorm over the last dimension, rounded where Transformers rounds."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return gain * normed.to(x.dtype)
 
 
 def multiply(x: Tensor, linear: Linear) -> Tensor:

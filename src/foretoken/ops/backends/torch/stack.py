@@ -94,7 +94,7 @@ class StockStack:
             x_TC = finish(stack, layer, x_TC, mixed_TW)
         if last in aux_layers:
             aux[last] = norm(x_TC, stack.norm_C, stack.eps)
-        if len(row_N) < len(batch.token_T):
+        if len(row_N) != len(batch.token_T):
             x_TC = x_TC[row_N]
         found = tuple(aux[i] for i in aux_layers)
         if stack.features is None:

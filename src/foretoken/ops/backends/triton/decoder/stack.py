@@ -133,9 +133,7 @@ class FusedStack:
         for i, layer in enumerate(stack.layers, 1):
             if i > 1:
                 qkv_TW = stream.project(layer.mixer.qkv)
-            attended_TW = self._attend(
-                qkv_TW, layer, self._heads[i - 1], batch.attention, kv, i - 1
-            )
+            attended_TW = self._attend(qkv_TW, i - 1, batch.attention, kv)
             if narrow and i == last:
                 attended_TW = attended_TW[row_N]
                 stream.narrow(row_N)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,10 @@ def break_step(act: Callable[[], None]) -> None:
 
 def poison(model: CausalLM) -> None:
     """Prompts are embedded by another table, beside graphs; the output layer's is not touched."""
-    decoder: Any = model.fused
-    table_VH = decoder._table_VH.clone()
-    table_VH[POISON] = float("nan")
-    decoder._table_VH = table_VH
+    network: Any = model.network
+    table_VC = network.stack.embedding_VC.clone()
+    table_VC[POISON] = float("nan")
+    network.stack = replace(network.stack, embedding_VC=table_VC)
 
 
 def texts(outputs: list[Any]) -> list[list[int]]:

@@ -31,6 +31,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.floor import Floor, Reads
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.results import Row, Spread, collect, write_file
+from foretoken.ops import LoadedStack, Stack
 
 UNITS = {
     "calls": "per decode step",
@@ -48,12 +49,7 @@ NOTE = (
     "wait. kernel_ms is from the end of all before to the kernel's own; with `idle` it adds up to "
     "the step, `all`."
 )
-_PRODUCTS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
-    "o_proj": "o",
-    "down_proj": "down",
-}
+_PRODUCTS = ("qkv", "o", "gate_up", "down")
 SETTLING, RECORDED = 3, 8
 """Steps of the whole batch that pass before, and that are recorded."""
 
@@ -236,8 +232,8 @@ def measure(llm: LLM, batch: int, num_drafts: int | None, lengths: tuple[int, in
     if not recorder.kernels:
         bound = "longer: a run has too few steps, or PyTorch's profiler sees no kernels here"
         raise ConfigError("output_len", lengths[1], bound)
-    drafter = [getattr(engine.runner.drafter, name, None) for name in ("model", "head")]
-    fused = all(getattr(one, "fused", True) is not None for one in (engine.runner.model, *drafter))
+    stacks = [engine.runner.model.network, network_of(engine.runner.drafter)]
+    fused = not any(one is not None and one.multiplies_masked_keys for one in stacks)
     floor = Floor.of(engine, None)
     context = sum(step.num_context for step in recorder.steps) / RECORDED / batch
     found = kernel_figures(
@@ -266,25 +262,31 @@ def call_bytes(engine: Engine, floor: Floor, batch: int, context: float) -> dict
         kept = reads.per_pass(batch, context) - reads.weights
         return {**products, "attention": kept / max(1, len(reads.layers))}
 
-    module, drafted = engine.runner.model.module, dict[str, float]()
-    if (head := getattr(engine.runner.drafter, "head", None)) is not None:
-        drafted = {name: weight.nbytes for name, weight in head.weights._asdict().items()}
-        drafted["features"] = drafted.pop("fc")
-    elif (model := getattr(engine.runner.drafter, "model", None)) is not None:
-        drafted = products_of(model.module, len(floor.drafter.layers))
-    own = per_call(floor.target, products_of(module, len(floor.target.layers)))
-    return own | {f"draft {kind}": n for kind, n in per_call(floor.drafter, drafted).items()}
+    own = per_call(floor.target, products_of(engine.runner.model.network))
+    drafted = per_call(floor.drafter, products_of(network_of(engine.runner.drafter)))
+    return own | {f"draft {kind}": n for kind, n in drafted.items()}
 
 
-def products_of(module: Any, layers: int) -> dict[str, float]:
-    """Of a module whose parts have Llama's names, as those that a decoder is fused from."""
-    found: dict[str, float] = {}
-    for name, part in module.named_modules():
-        kind = _PRODUCTS.get(name.rpartition(".")[2])
-        if kind is not None and isinstance(part, torch.nn.Linear):
-            found[kind] = found.get(kind, 0.0) + part.weight.nbytes / layers
-    head = module.get_output_embeddings()
-    return found if head is None else {**found, "head": head.weight.nbytes}
+def network_of(drafter: Any) -> LoadedStack | None:
+    """What a drafter runs, if it runs a stack."""
+    head = getattr(drafter, "head", None)
+    return head if head is not None else getattr(getattr(drafter, "model", None), "network", None)
+
+
+def products_of(network: Any) -> dict[str, float]:
+    """Bytes of a layer's products by their names in `_PRODUCTS`, on average over layers."""
+    stack: Stack | None = getattr(network, "stack", None)
+    if stack is None:
+        return {}
+    found = {"head": stack.head}
+    if stack.features is not None:
+        found["features"] = stack.features.fc
+    sizes = {kind: float(linear.weight.values.nbytes) for kind, linear in found.items()}
+    for layer in stack.layers:
+        linears = (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down)
+        for kind, linear in zip(_PRODUCTS, linears, strict=True):
+            sizes[kind] = sizes.get(kind, 0.0) + linear.weight.values.nbytes / len(stack.layers)
+    return sizes
 
 
 def main() -> None:

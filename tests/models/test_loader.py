@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.ops.backends.native.stack import NativeStack
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
-from foretoken.models import CausalLM, load_model, packing
+from foretoken.models import CausalLM, load_model
 from foretoken.models.packing import PackedLinear, observe_linears, pack_linears
-from foretoken.ops import ForwardOutput
-from foretoken.ops.backends.torch.stack import can_pack
+from foretoken.ops import ForwardOutput, get_backend
+from foretoken.ops.backends.native.stack import NativeStack
+from foretoken.ops.backends.torch import stack as torch_stack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
@@ -95,7 +95,9 @@ class Siblings(torch.nn.Module):
         return [a, b, c, d, self.twice(self.twice(a))]
 
 
-@pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="no packed linear layers here")
+@pytest.mark.skipif(
+    not get_backend("torch").pack_pays([torch.empty(4096, 1024)]), reason="no packed layers here"
+)
 @pytest.mark.parametrize("bias", [[False] * 4, [True] * 4, [True, False, True, False]], ids=str)
 def test_packed_linears_equal_linears(bias: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -103,10 +105,10 @@ def test_packed_linears_equal_linears(bias: list[bool], monkeypatch: pytest.Monk
     packed = copy.deepcopy(plain)
     with observe_linears(packed) as calls:
         packed(torch.randn(1, 3, 40))
-    pack_linears(packed, calls)
+    pack_linears(packed, calls, get_backend("torch"))
     assert not any(type(child) is PackedLinear for child in packed.children())  # too small
-    monkeypatch.setattr(packing, "MIN_BYTES", 0)
-    pack_linears(packed, calls)
+    monkeypatch.setattr(torch_stack, "MIN_BYTES", 0)
+    pack_linears(packed, calls, get_backend("torch"))
     assert [type(child) is PackedLinear for child in packed.children()] == [True] * 4 + [False]
     inputs = [torch.randn(shape) for shape in ((1, 1, 40), (1, 5, 40), (7, 40), (1, 0, 40))]
     inputs.append(torch.randn(1, 40, 9).transpose(1, 2))

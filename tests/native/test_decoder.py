@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.attention import ATTENTION_NAME, register_attention
-from foretoken.models.guards import probe
-from foretoken.ops import Decoder, UnfitError, get_backend
+from foretoken.models.families import FAMILIES, read_stack
+from foretoken.ops import RoundStack, Stack, UnfitError, get_backend
 from foretoken.ops.backends.native import library
-from foretoken.ops.decoder import FAMILIES
+from foretoken.ops.stack import Dense
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
@@ -117,7 +118,7 @@ def save(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
 
 def load(folder: Path) -> CausalLM:
     model = load_model(folder, device="cpu", backend="native")
-    assert model.fused is not None
+    assert isinstance(model.network, RoundStack)
     return model
 
 
@@ -295,10 +296,13 @@ def test_what_it_does_not_cover_runs_through_its_module(
     folder = save(tmp_path, family, overrides)
     with caplog.at_level(logging.INFO, "foretoken"):
         model = load_model(folder, device="cpu", backend="native", max_model_len=64)
-    assert model.fused is None
+    assert not isinstance(model.network, RoundStack)
     assert model.multiplies_masked_keys
     (record,) = caplog.records
-    assert f"`{family}` runs through its Transformers module: " in record.getMessage()
+    stands_in = "`{family}` runs through its Transformers module: "
+    if "heads" in case:
+        stands_in = "The model runs in stock operators: "
+    assert stands_in.format(family=family) in record.getMessage()
     assert re.search(message, record.getMessage())
     text = random_text(20, 7)
     expected = families.plain_logits(families.plain_model(folder), text)
@@ -307,13 +311,13 @@ def test_what_it_does_not_cover_runs_through_its_module(
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_half_precision_runs_through_its_module(
+def test_half_precision_runs_in_stock_operators(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
     with caplog.at_level(logging.INFO, "foretoken"):
         model = load_model(folder, device="cpu", backend="native", dtype="bfloat16")
-    assert model.fused is None
+    assert not model.runs_in_kernels
     assert "weights are torch.bfloat16, not float32" in caplog.text
     kv = KVPool(model.layer_shapes, 1, 4, dtype=model.dtype, device=CPU)
     logits = model.forward(build_batch([Span([0], 0, [1, 2], 2)], 4, CPU), kv).logits_NV
@@ -322,7 +326,7 @@ def test_half_precision_runs_through_its_module(
 
 def test_other_backends_do_not_fuse(tmp_path: Path) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
-    assert load_model(folder, device="cpu", backend="torch").fused is None
+    assert not load_model(folder, device="cpu", backend="torch").runs_in_kernels
 
 
 def loose_module() -> Any:
@@ -334,25 +338,30 @@ def loose_module() -> Any:
     return module.eval().requires_grad_(False)
 
 
-def fuse(module: Any) -> Decoder | None:
-    backend = get_backend("native")
-    calls, _ = probe(module, CPU)
-    return backend.decoder(module, calls)
+def load_stack(stack: Stack) -> None:
+    get_backend("native").load_stack(stack, 64, 0)
 
 
-def biased_head(module: Any) -> None:
-    module.lm_head.bias = nn.Parameter(torch.zeros(families.VOCABULARY), requires_grad=False)
+def biased_head(stack: Stack) -> Stack:
+    return replace(stack, head=stack.head._replace(bias=torch.zeros(families.VOCABULARY)))
 
 
-def transposed_weight(module: Any) -> None:
-    linear = module.model.layers[1].mlp.up_proj
-    linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+def transposed_weight(stack: Stack) -> Stack:
+    layer, last = stack.layers
+    weight = Dense(last.feed.down.weight.values.t().contiguous().t())
+    down = last.feed.down._replace(weight=weight)
+    return replace(stack, layers=(layer, last._replace(feed=last.feed._replace(down=down))))
 
 
-def half_a_norm(module: Any) -> None:
-    norm = module.model.norm
-    norm.weight = nn.Parameter(norm.weight.double(), requires_grad=False)
-    norm.forward = lambda x: x
+def half_a_norm(stack: Stack) -> Stack:
+    return replace(stack, norm_C=stack.norm_C.double())
+
+
+def capped(stack: Stack) -> Stack:
+    layer, last = stack.layers
+    options = last.mixer.options._replace(softcap=3.0)
+    mixer = last.mixer._replace(options=options)
+    return replace(stack, layers=(layer, last._replace(mixer=mixer)))
 
 
 @pytest.mark.parametrize(
@@ -361,31 +370,39 @@ def half_a_norm(module: Any) -> None:
         (biased_head, "the output layer has a bias"),
         (transposed_weight, "a weight is not contiguous float32"),
         (half_a_norm, "a weight is not contiguous float32"),
+        (capped, "attention has soft caps or sinks"),
     ],
 )
-def test_odd_modules_do_not_fit(change: Any, message: str) -> None:
-    module = loose_module()
-    fuse(module)
-    change(module)
+def test_odd_stacks_do_not_fit(change: Callable[[Stack], Stack], message: str) -> None:
+    stack = read_stack(loose_module())
+    load_stack(stack)
     with pytest.raises(UnfitError, match=message):
-        fuse(module)
+        load_stack(change(stack))
+
+
+def test_a_module_whose_output_layer_has_a_bias_is_no_stack() -> None:
+    module = loose_module()
+    module.lm_head.bias = nn.Parameter(torch.zeros(families.VOCABULARY), requires_grad=False)
+    with pytest.raises(UnfitError, match="the output layer has a bias"):
+        read_stack(module)
 
 
 def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = loose_module()
-    native = get_backend("native")
-    calls, _ = probe(module, CPU)
+    stack = read_stack(loose_module())
     monkeypatch.setattr(library, "missing", lambda: "of a test")
     with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
-        native.decoder(module, calls)
+        load_stack(stack)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_modules_weights_are_dropped(tmp_path: Path, tied: bool) -> None:
-    folder = save(tmp_path, "llama", {**HEADS, "tie_word_embeddings": tied})
-    model = load(folder)
-    linears = [child for child in model.module.modules() if isinstance(child, nn.Linear)]
-    assert len(linears) == 2 * 7 + 1
-    assert all(linear.weight.is_meta and linear.bias is None for linear in linears)
-    assert not model.module.model.embed_tokens.weight.is_meta
+def test_matrices_are_kept_once(tmp_path: Path, tied: bool) -> None:
+    model = load(save(tmp_path, "llama", {**HEADS, "tie_word_embeddings": tied}))
+    assert isinstance(model.network, RoundStack)
+    stack = model.network.stack
+    for layer in stack.layers:
+        for linear in (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down):
+            assert linear.weight.values.is_meta
+    assert stack.head.weight.values.is_meta
+    assert not stack.embedding_VC.is_meta
+    assert model.module is None
     assert not model.multiplies_masked_keys

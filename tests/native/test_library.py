@@ -202,7 +202,7 @@ def results(folder: Path, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch)
     """Logits, tokens and verdicts by one library."""
     monkeypatch.setattr(library, "load", lambda: kernels)
     model, ops = load_model(folder, device="cpu", backend="native"), get_backend("native")
-    assert model.fused is not None
+    assert model.runs_in_kernels
     text = list(range(3, 25))
     seen = walk(model, [text, text[::-1]], 1, 16, fill=torch.nan)
     rows = [row for rows in seen for _, row in sorted(rows.items())]

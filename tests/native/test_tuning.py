@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foretoken.models import CausalLM, load_model
-from foretoken.ops.backends.native import decoder, library
+from foretoken.ops.backends.native import library, stack
+from foretoken.ops.backends.native.stack import NativeStack
 from tests.models import families
 from tests.models.walk import walk
 from tests.support.kernels import needs_kernels
@@ -29,19 +30,20 @@ def load(folder: Path) -> CausalLM:
 
 def load_saved(folder: Path) -> CausalLM:
     model = load_model(folder, device="cpu", backend="native")
-    assert model.fused is not None
+    assert isinstance(model.network, NativeStack)
     return model
 
 
 def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
     """Passes of one row, of a few and of several tiles, with one thread and with two."""
     model = load(tmp_path)
-    assert model.fused is not None
+    network = model.network
+    assert isinstance(network, NativeStack)
     texts = [[(7 * i + j) % 301 for j in range(22)] for i in range(4)]
     seen = []
     try:
-        for one_row, few_rows in itertools.product(range(len(decoder.FETCHES)), repeat=2):
-            model.fused.set_fetches(one_row, few_rows)
+        for one_row, few_rows in itertools.product(range(len(stack.FETCHES)), repeat=2):
+            network.set_fetches(one_row, few_rows)
             for threads in (1, 2):
                 library.set_num_threads(threads)
                 rows = walk(model, texts, 1, 16, fill=torch.nan)
@@ -67,7 +69,7 @@ def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
         save_file(weights, file, {"format": "pt"})
         monkeypatch.setattr(decoder, "_tunings", {})
         model = load_saved(folder)
-        assert [*decoder.tunings()] == [f"{size / 2**20:.1f} MiB"]
+        assert [*stack.tunings()] == [f"{size / 2**20:.1f} MiB"]
         rows = [row for seen in walk(model, texts, 1, 16) for row in seen.values()]
         found.append(torch.stack(rows))
     differs_V = (found[0] != found[1]).any(dim=0)
@@ -76,9 +78,9 @@ def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
 
 def test_times_of_tiny_weights_have_three_digits() -> None:
     """In microseconds alone, those within 3 % of each other could read 0.003 and 0.004 ms."""
-    few = decoder.describe_fetches(0, (4e-7, 3.51e-6))
+    few = stack.describe_fetches(0, (4e-7, 3.51e-6))
     assert few == {"taken": "no hint", "no hint": 0.0004, "cached": 0.00351}
-    slow = decoder.describe_fetches(1, (9.8765, 1.23456e-3))
+    slow = stack.describe_fetches(1, (9.8765, 1.23456e-3))
     assert slow == {"taken": "cached", "no hint": 9880.0, "cached": 1.23}
 
 
@@ -88,9 +90,9 @@ def test_what_is_taken_was_measured_here_and_is_reported(
     with caplog.at_level(logging.DEBUG, "foretoken"):
         model = load(tmp_path)
     linears = [m for m in model.module.modules() if isinstance(m, nn.Linear)]
-    tuning = decoder.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
+    tuning = stack.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
     for rows in ("1 row", "6 rows"):
-        measured = {name: float(tuning[rows][name]) for name in decoder.FETCHES}
+        measured = {name: float(tuning[rows][name]) for name in stack.FETCHES}
         assert min(measured.values()) > 0
         assert measured[str(tuning[rows]["taken"])] <= 1.06 * min(measured.values())
         assert any(f"{rows}, ms: {tuning[rows]}" in line for line in caplog.messages)

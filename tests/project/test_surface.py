@@ -22,9 +22,9 @@ PUBLIC = (
     "StructuredOutputsParams TextPrompt TokensPrompt UnsupportedModelError UsageError __version__"
 ).split()
 OPS = (
-    "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "
-    "DraftBlock DraftCache DraftRound Edits Evidence ForwardOutput Logprobs Noise RoundDecoder "
-    "Rows Rule SlotParams Stream UnfitError Verdict VerifyBatch draft_cache get_backend unavailable"
+    "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionOptions Backend "
+    "DraftBlock DraftCache DraftRound Edits Evidence ForwardOutput LoadedStack Logprobs Noise "
+    "RoundStack Rows Rule SlotParams Stack Stream UnfitError Verdict VerifyBatch draft_cache get_backend unavailable"
 ).split()
 LLM_METHODS = {
     "get_tokenizer": "",

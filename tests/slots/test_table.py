@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from foretoken.drafting.base import one_hot_block
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, Rule, Verdict, get_backend, unavailable
-from foretoken.ops.backends.torch.attention import write_index
 from foretoken.ops.checks import check_attention_batch
+from foretoken.ops.paging import write_index
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import ForwardBatch, StepTokens
 from foretoken.sampling.params import SamplingParams

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.ops import AttentionOptions, Backend
-from foretoken.ops.backends.torch.attention import write_index
+from foretoken.ops.paging import write_index, write_kv
 from foretoken.ops.stack import KV
 from foretoken.ops.steps import ForwardBatch
 
@@ -102,8 +102,8 @@ def paged_attention(
     if run.kv is None or run.backend is None:  # a shape probe: the result does not matter
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     keys, values = run.kv.keys[layer], run.kv.values[layer]
-    for cache, new in ((keys, key), (values, value)):
-        cache.flatten(0, 1).index_copy_(0, run.write_index_T, new.squeeze(0).transpose(0, 1))
+    new = (x.squeeze(0).transpose(0, 1) for x in (key, value))
+    write_kv((keys, values), run.write_index_T, *new)
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     query_THD = query.squeeze(0).transpose(0, 1)
     out_THD = run.backend.attention(query_THD, keys, values, run.batch, options)

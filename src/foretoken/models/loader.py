@@ -47,7 +47,6 @@ from foretoken.models.sizes import (
     stored_sizes,
 )
 from foretoken.ops import Backend, get_backend
-from foretoken.ops.backends.torch.stack import can_pack
 from foretoken.ops.stack import LoadedStack, Stack, UnfitError
 
 _log = logging.getLogger(__name__)
@@ -159,8 +158,8 @@ def _checked(
         module, network, backend=backend, layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len, view=view,
     )  # fmt: skip
-    if stack is None and can_pack(model.dtype, device):
-        pack_linears(module, linears)
+    if stack is None:
+        pack_linears(module, linears, backend)
     try:
         guards.self_check(model, expected)
     except UnsupportedModelError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.ops.backends.torch.stack import MIN_BYTES, multiply, packed
+from foretoken.ops import Backend
 from foretoken.ops.stack import Dense, Linear
 
 LinearCalls = list[tuple[nn.Linear, Tensor]]
@@ -45,18 +45,19 @@ class _Pack:
     not the one last seen is computed afresh, so the order of calls affects speed only.
     """
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: list[nn.Linear], backend: Backend) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
-        self._linear = packed(Linear(Dense(weight), _joint_bias(linears)))
+        self._linear = backend.pack(Linear(Dense(weight), _joint_bias(linears)))
+        self._multiply = backend.multiply
         self._sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, Sequence[Tensor]] = (None, ())
 
     def output(self, x: Tensor, index: int) -> Tensor:
         if len(self._sizes) == 1:
-            return multiply(x, self._linear)
+            return self._multiply(x, self._linear)
         last, outputs = self._last  # one tuple: threads can only make each other compute afresh
         if last is not x:
-            outputs = torch.split_with_sizes(multiply(x, self._linear), self._sizes, -1)
+            outputs = torch.split_with_sizes(self._multiply(x, self._linear), self._sizes, -1)
             self._last = (x, outputs)
         elif index == len(outputs) - 1:
             self._last = (None, ())
@@ -92,13 +93,13 @@ def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
             handle.remove()
 
 
-def pack_linears(module: nn.Module, calls: LinearCalls) -> None:
+def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> None:
     """Replace in place the linear layers that a forward pass called exactly once, if it pays.
 
     Siblings (children of one module) that read the same tensor share one pack. Others, such as
     experts, stay as they are. A weight shared with an embedding stays there too.
     """
-    if sum(linear.weight.nbytes for linear, _ in calls) < MIN_BYTES:
+    if not backend.pack_pays([linear.weight for linear, _ in calls]):
         return
     parents = {
         id(child): (parent, name)
@@ -111,7 +112,7 @@ def pack_linears(module: nn.Module, calls: LinearCalls) -> None:
         if times[id(linear)] == 1:
             packs.setdefault((id(parents[id(linear)][0]), id(x)), []).append(linear)
     for linears in packs.values():
-        pack = _Pack(linears)
+        pack = _Pack(linears, backend)
         for index, linear in enumerate(linears):
             parent, name = parents[id(linear)]
             setattr(parent, name, PackedLinear(pack, index, linear))

@@ -6,7 +6,7 @@ what an op computes (`ops/backends/`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops import checks
-from foretoken.ops.stack import LoadedStack, Stack
+from foretoken.ops.stack import Linear, LoadedStack, Stack
 from foretoken.ops.steps import SlotState, Steps
 
 from foretoken.ops.types import (  # isort: skip
@@ -210,9 +210,28 @@ class Backend:
 
     def stock_stack(self, stack: Stack) -> LoadedStack:
         """A stack in stock operators, around this backend's `attention`."""
-        from foretoken.ops.backends.torch.stack import StockStack
+        loaded: LoadedStack = self._stock.StockStack(stack, self._kernels.attention)
+        return loaded
 
-        return StockStack(stack, self._kernels.attention)
+    def multiply(self, x: Tensor, linear: Linear) -> Tensor:
+        """[..., in] times a layer, plain or of `pack`: [..., out]."""
+        product: Tensor = self._stock.multiply(x, linear)
+        return product
+
+    def pack_pays(self, weights: Sequence[Tensor]) -> bool:
+        """Whether linear layers of a model with these weights are faster in `pack`'s layout."""
+        return bool(self._stock.pays(weights))
+
+    def pack(self, linear: Linear) -> Linear:
+        """A layer in a layout that `multiply` reads faster, where `pack_pays`."""
+        packed: Linear = self._stock.packed(linear)
+        return packed
+
+    @property
+    def _stock(self) -> Any:
+        from foretoken.ops.backends.torch import stack
+
+        return stack
 
     def steps(self, state: SlotState) -> Steps:
         """What an engine does with its slots; arguments of these functions are not checked."""

@@ -224,28 +224,3 @@ def _mask(query_bQ: Tensor, key_L: Tensor, window: int | None, dtype: torch.dtyp
         hidden |= key_L <= query_bQ1 - window
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
-
-
-def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
-    """Where each layer writes new tokens: int64 [T], block * block_size + offset.
-
-    Padding after the last request's tokens goes to the pool's last block. On a CPU in plain
-    numbers: as operators there, a pass of one token took 40 us instead of 9.
-    """
-    size, trash = batch.block_size, (num_blocks - 1) * batch.block_size
-    if batch.length_B.device.type == "cpu":
-        index_T: list[int] = []
-        starts = batch.query_start_B1.tolist()
-        columns = (pairwise(starts), batch.length_B.tolist(), batch.block_BL.tolist())
-        for (start, end), length, blocks in zip(*columns, strict=True):
-            index_T += [
-                blocks[i // size] * size + i % size for i in range(length - end + start, length)
-            ]
-        return torch.tensor(index_T + [trash] * (num_tokens - len(index_T)))
-    token_T = torch.arange(num_tokens, device=batch.length_B.device)
-    end_B = batch.query_start_B1[1:]
-    owner_T = torch.searchsorted(end_B, token_T, right=True)
-    is_real_T, owner_T = owner_T < len(end_B), owner_T.clamp(max=len(end_B) - 1)
-    position_T = torch.where(is_real_T, token_T + (batch.length_B - end_B)[owner_T], 0)
-    block_T = batch.block_BL[owner_T, position_T // size]
-    return torch.where(is_real_T, block_T * size + position_T % size, trash)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.ops.backends.torch.attention import write_index
+from foretoken.ops.paging import write_index, write_kv
 from foretoken.ops.passes import pass_begins
 from foretoken.ops.stack import (
     KV,
@@ -86,11 +86,10 @@ class StockStack:
                 read_TW = norm(x_TC, layer.mixer_norm_C, stack.eps)
             if id(rope) not in angles:
                 angles[id(rope)] = turns(rope, batch.position_T, stack.dtype)
-            query, *new = project(stack, layer.mixer, read_TW, angles[id(rope)])
-            for cache, new_THD in zip((kv.keys[i], kv.values[i]), new, strict=True):
-                cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
-            where = (kv.keys[i], kv.values[i], batch.attention, layer.mixer.options)
-            mixed_TW = self._attention(query, *where).flatten(1)
+            query, key, value = project(stack, layer.mixer, read_TW, angles[id(rope)])
+            caches, options = (kv.keys[i], kv.values[i]), layer.mixer.options
+            write_kv(caches, index_T, key, value)
+            mixed_TW = self._attention(query, *caches, batch.attention, options).flatten(1)
             x_TC = finish(stack, layer, x_TC, mixed_TW)
         if last in aux_layers:
             aux[last] = norm(x_TC, stack.norm_C, stack.eps)
@@ -199,7 +198,7 @@ def pack(stack: Stack) -> Stack:
     linears = [stack.head]
     for _, mixer, _, feed in stack.layers:
         linears += [mixer.qkv, mixer.o, feed.gate_up, feed.down]
-    if not can_pack(stack.dtype, stack.device) or not pays(linears):
+    if not pays([linear.weight.values for linear in linears]):
         return stack
     layers = [
         layer._replace(
@@ -212,20 +211,17 @@ def pack(stack: Stack) -> Stack:
     return replace(stack, layers=tuple(layers), head=packed(stack.head), features=rule)
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of PyTorch packs linear layers for this dtype and device."""
+def pays(weights: Sequence[Tensor]) -> bool:
+    """Whether this build of PyTorch packs linear layers of these weights, and they are large."""
     return bool(
-        device.type == "cpu"
-        and dtype is torch.float32
+        weights
+        and weights[0].device.type == "cpu"
+        and weights[0].dtype is torch.float32
         and torch._C._has_mkldnn
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and sum(weight.nbytes for weight in weights) >= MIN_BYTES
     )
-
-
-def pays(linears: Sequence[Linear]) -> bool:
-    """Whether weights are so large that packing makes them faster."""
-    return sum(linear.weight.values.nbytes for linear in linears) >= MIN_BYTES
 
 
 def packed(linear: Linear) -> Linear:

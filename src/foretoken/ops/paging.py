@@ -1,0 +1,43 @@
+"""Where new keys and values go in the cache, for whoever writes them in stock operators."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from foretoken.ops.types import AttentionBatch
+
+
+def write_kv(
+    caches: tuple[Tensor, Tensor], index_T: Tensor, key_THD: Tensor, value_THD: Tensor
+) -> None:
+    """Store new tokens' keys and values of a layer at the flat indices of `write_index`."""
+    for cache, new_THD in zip(caches, (key_THD, value_THD), strict=True):
+        cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
+
+
+def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
+    """Where each layer writes new tokens: int64 [T], block * block_size + offset.
+
+    Padding after the last request's tokens goes to the pool's last block. On a CPU in plain
+    numbers: as operators there, a pass of one token took 40 us instead of 9.
+    """
+    size, trash = batch.block_size, (num_blocks - 1) * batch.block_size
+    if batch.length_B.device.type == "cpu":
+        index_T: list[int] = []
+        starts = batch.query_start_B1.tolist()
+        columns = (pairwise(starts), batch.length_B.tolist(), batch.block_BL.tolist())
+        for (start, end), length, blocks in zip(*columns, strict=True):
+            index_T += [
+                blocks[i // size] * size + i % size for i in range(length - end + start, length)
+            ]
+        return torch.tensor(index_T + [trash] * (num_tokens - len(index_T)))
+    token_T = torch.arange(num_tokens, device=batch.length_B.device)
+    end_B = batch.query_start_B1[1:]
+    owner_T = torch.searchsorted(end_B, token_T, right=True)
+    is_real_T, owner_T = owner_T < len(end_B), owner_T.clamp(max=len(end_B) - 1)
+    position_T = torch.where(is_real_T, token_T + (batch.length_B - end_B)[owner_T], 0)
+    block_T = batch.block_BL[owner_T, position_T // size]
+    return torch.where(is_real_T, block_T * size + position_T % size, trash)

@@ -22,6 +22,8 @@ from foretoken.lab.bench.options import (
     speculation_of,
 )
 from foretoken.lab.bench.workload import Item, Source, Workload, read_dataset, read_text
+from foretoken.models.causal_lm import ModuleNetwork
+from foretoken.ops import get_backend
 from tests.lab.small import NGRAM
 from tests.project.source import ROOT
 
@@ -239,7 +241,11 @@ def test_what_passes_read(pair: LLM) -> None:
 
 
 def model_of(module: Any, config: Any, shapes: Any, dtype: Any = torch.float32) -> Any:
-    return SimpleNamespace(module=module, config=config, layer_shapes=shapes, dtype=dtype)
+    kernels = get_backend("torch")
+    return SimpleNamespace(
+        module=module, network=ModuleNetwork(module, kernels), config=config,
+        layer_shapes=shapes, dtype=dtype,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

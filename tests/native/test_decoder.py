@@ -388,10 +388,10 @@ def test_a_module_whose_output_layer_has_a_bias_is_no_stack() -> None:
 
 
 def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = read_stack(loose_module())
+    stack, backend = read_stack(loose_module()), get_backend("native")
     monkeypatch.setattr(library, "missing", lambda: "of a test")
     with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
-        load_stack(stack)
+        backend.load_stack(stack, 64, 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

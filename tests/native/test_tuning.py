@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from foretoken.models import CausalLM, load_model
 from foretoken.ops.backends.native import library, stack
@@ -67,7 +66,7 @@ def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
     for excess, size in ((0.0, 2 * numbers), (2.0**-20, 4 * numbers)):
         weights["lm_head.weight"][7, 3] = 1 + excess
         save_file(weights, file, {"format": "pt"})
-        monkeypatch.setattr(decoder, "_tunings", {})
+        monkeypatch.setattr(stack, "_tunings", {})
         model = load_saved(folder)
         assert [*stack.tunings()] == [f"{size / 2**20:.1f} MiB"]
         rows = [row for seen in walk(model, texts, 1, 16) for row in seen.values()]
@@ -89,8 +88,13 @@ def test_what_is_taken_was_measured_here_and_is_reported(
 ) -> None:
     with caplog.at_level(logging.DEBUG, "foretoken"):
         model = load(tmp_path)
-    linears = [m for m in model.module.modules() if isinstance(m, nn.Linear)]
-    tuning = stack.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
+    assert isinstance(model.network, NativeStack)
+    own = model.network.stack
+    linears = [own.head]
+    for layer in own.layers:
+        linears += [layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down]
+    size = sum(linear.weight.values.nbytes for linear in linears)
+    tuning = stack.tunings()[f"{size / 2**20:.1f} MiB"]
     for rows in ("1 row", "6 rows"):
         measured = {name: float(tuning[rows][name]) for name in stack.FETCHES}
         assert min(measured.values()) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import kernels
+from benchmarks.heads import save_head
 from benchmarks.kernels import (
     RECORDED,
     SETTLING,
@@ -24,6 +26,8 @@ from benchmarks.kernels import (
 from foretoken import LLM
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.floor import Floor, Reads
+from foretoken.models.eagle3 import read_head
+from foretoken.models.eagle3_config import read_eagle3_config
 from tests.project.source import ROOT
 
 GEMM = "nvjet_sm90_tst_128x80_64x8_1x2_h_badd_TNT"
@@ -105,7 +109,7 @@ def llm() -> Iterator[LLM]:
     torch.set_num_threads(threads)
 
 
-def test_what_one_call_reads(llm: LLM) -> None:
+def test_what_one_call_reads(llm: LLM, tmp_path: Path) -> None:
     floor = Floor.of(llm.engine, 40.0)
     target, rows = call_bytes(llm.engine, floor, 2, 10), 4 * 256  # bytes of a row of weights
     sizes = {"qkv": 8 * 64, "o": 4 * 64, "gate_up": 2 * 640, "down": 640, "head": 4096}
@@ -114,18 +118,22 @@ def test_what_one_call_reads(llm: LLM) -> None:
     in_layers = floor.target.weights - target["head"] - rows * (20 * 2 + 1)
     assert 20 * sum(target[name] for name in list(sizes)[:4]) == pytest.approx(in_layers)
     assert 0 < target["draft qkv"] < target["qkv"]
-    weights = SimpleNamespace(_asdict=lambda: {"fc": torch.zeros(3), "o": torch.zeros(5)})
-    config = SimpleNamespace(sliding_window=1)
-    head: Any = SimpleNamespace(
-        weights=weights, layer_shapes=[(2, 8, 8)], dtype=torch.float32, config=config
-    )
-    drafter = Reads.of_head(head)
-    assert drafter == Reads(20, ((128, 1),))
+    folder = save_head(tmp_path, hidden=32, vocabulary=60, sliding_window=1)
+    stack = read_head(folder, read_eagle3_config(folder), torch.zeros(60, 32))
+    drafter, (layer,) = Reads.of_stack(stack), stack.layers
+    linears = (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down, stack.head)
+    numbers = sum(linear.weight.values.numel() for linear in linears) + 3 * 32
+    heads = layer.mixer.kv_heads * layer.mixer.head_size
+    assert drafter == Reads(4 * numbers, ((4 * 2 * heads, 1),))
+    head = SimpleNamespace(stack=stack)
     runner = SimpleNamespace(model=llm.engine.runner.model, drafter=SimpleNamespace(head=head))
     engine: Any = SimpleNamespace(runner=runner)
     found = call_bytes(engine, Floor(floor.target, drafter, 40.0), 3, 2)
     own = {name: found[f"draft {name}"] for name in ("o", "features", "attention")}
-    assert own == {"o": 20, "features": 12, "attention": 3 * 1 * 128}
+    assert own == {
+        "o": layer.mixer.o.weight.values.nbytes, "features": 4 * 32 * 96,
+        "attention": 3 * 1 * 4 * 2 * heads,
+    }  # fmt: skip
 
 
 def test_whole_steps_are_recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

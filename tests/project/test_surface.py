@@ -24,7 +24,8 @@ PUBLIC = (
 OPS = (
     "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionOptions Backend "
     "DraftBlock DraftCache DraftRound Edits Evidence ForwardOutput LoadedStack Logprobs Noise "
-    "RoundStack Rows Rule SlotParams Stack Stream UnfitError Verdict VerifyBatch draft_cache get_backend unavailable"
+    "RoundStack Rows Rule SlotParams Stack Stream UnfitError Verdict VerifyBatch draft_cache "
+    "get_backend unavailable"
 ).split()
 LLM_METHODS = {
     "get_tokenizer": "",

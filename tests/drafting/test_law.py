@@ -35,6 +35,7 @@ from foretoken.lab.laws.mutants import (
 from foretoken.ops import (
     Backend,
     DraftBlock,
+    RoundStack,
     Rule,
     SlotParams,
     VerifyBatch,
@@ -203,7 +204,7 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             patch.setattr(vocabulary, "load_tokenizer", lambda _: tokenizer)
             built: Any = find_drafter(setup.speculation)(setup)
         if name == "eagle3":
-            assert (built._rounds is not None) == (backend.name == "native")
+            assert isinstance(built.head, RoundStack) == (backend.name == "native")
         # A slot owns one block; no text is longer.
         slots = GivenSlots(
             params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1, spare_block=num_slots,

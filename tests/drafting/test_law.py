@@ -35,6 +35,7 @@ from foretoken.lab.laws.mutants import (
 from foretoken.ops import (
     Backend,
     DraftBlock,
+    RoundStack,
     Rule,
     SlotParams,
     VerifyBatch,

@@ -244,7 +244,7 @@ def test_a_head_without_an_output_layer_takes_the_target_s(few: Path, backend: s
     llm = build(few, head, backend=backend)
     runner, hidden_NC = llm.engine.runner, torch.randn(3, 32)
     own = runner.drafter.head
-    normed_NC = F.rms_norm(hidden_NC, (32,), own.weights.norm, own.config.layer.rms_norm_eps)
+    normed_NC = F.rms_norm(hidden_NC, (32,), own.stack.norm_C, own.stack.eps)
     torch.testing.assert_close(own.logits(hidden_NC), F.linear(normed_NC, runner.model.head))
     llm.generate([TEXT], params(temperature=0.0))
     assert llm.metrics.num_draft_tokens > 0

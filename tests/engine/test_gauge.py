@@ -284,7 +284,7 @@ def test_garbage_is_not_looked_for_in_what_is_loaded(
     llm = LLM(str(target), {"model": str(target), "num_speculative_tokens": 2}, backend="torch")
     assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()
     runner = llm.engine.runner
-    kept = [weakref.ref(one) for one in (runner.model.module, runner.drafter, runner.slots)]
+    kept = [weakref.ref(one) for one in (runner.model.network, runner.drafter, runner.slots)]
     del llm, runner
     assert [one() for one in kept] == [None] * 3, "nothing needs the collector to be given back"
     gc.unfreeze()

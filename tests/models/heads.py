@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.heads import save_head
 from foretoken.engine.runner import Runner
-from foretoken.ops import DraftBlock
+from foretoken.ops import DraftBlock, ForwardOutput
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.step import StepRequests, StepResult
 from tests.models import families
@@ -177,9 +177,9 @@ class Checked:
         self.states: dict[tuple[int, ...], Tensor] | None = {} if own_states else None
         self.drafter: Any = runner.drafter
         self.hidden_BC: list[Tensor] = []
-        self._propose, self._draft = self.drafter.propose, self.drafter.head.draft
+        self._propose, self._run = self.drafter.propose, self.drafter.head.run
         self._observe = self.drafter.observe
-        self.drafter.propose, self.drafter.head.draft = self.propose, self.draft
+        self.drafter.propose, self.drafter.head.run = self.propose, self.run
         self.drafter.observe = self.observe
 
     def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
@@ -194,10 +194,11 @@ class Checked:
                     self.states[tuple(text[: i + 1])] = aux[span.start + i - before].clone()
         self._observe(rows, batch, result)
 
-    def draft(self, *given: Any) -> tuple[Tensor, Tensor]:
-        hidden_BC, logits_BV = self._draft(*given)
-        self.hidden_BC.append(hidden_BC)
-        return hidden_BC, logits_BV
+    def run(self, *given: Any, logits: bool = True, **named: Any) -> ForwardOutput:
+        output = self._run(*given, logits=logits, **named)
+        if logits:  # else the target's rows, not a draft's
+            self.hidden_BC.append(output.hidden_NC)
+        return output
 
     def propose(self, rows: DraftRequests) -> DraftBlock:
         self.hidden_BC = [self.drafter._hidden_SC[rows.slot_B]]

@@ -1,7 +1,7 @@
 """C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
 
-Models that the native decoder runs attend inside it (`csrc/attention.cpp`); those that run through
-their Transformers modules attend in stock operators.
+Stacks that native code runs attend inside it (`csrc/attention.cpp`); others attend in stock
+operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.native import decoder, library, sampling, steps
+    from foretoken.ops.backends.native import library, sampling, stack, steps
     from foretoken.ops.backends.torch.attention import attention
     from foretoken.ops.backends.torch.verify import evidence_by
 
@@ -31,8 +31,7 @@ def load() -> Kernels:
         logprobs=sampling.logprobs,
         attention=attention,
         steps=steps.Steps,
-        decoder=decoder.FusedDecoder,
-        draft_head=decoder.FusedHead,
+        load_stack=stack.NativeStack,
         set_num_threads=library.set_num_threads,
-        tunings=decoder.tunings,
+        tunings=stack.tunings,
     )

@@ -31,6 +31,7 @@ from foretoken.ops.checks import (  # isort: skip
     INT64, check_attention_batch, check_aux, check_draft_round, check_hidden, check_tensor,
 )  # fmt: skip
 from foretoken.ops.passes import pass_begins
+
 from foretoken.ops.stack import (  # isort: skip
     KV, Dense, DraftRound, Features, ForwardOutput, Layer, Linear, Outcome, Stack, UnfitError,
 )  # fmt: skip
@@ -136,7 +137,11 @@ class NativeStack:
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
         """See `RoundStack.draft`."""
         attention, hidden_SC = batch.attention, drafting.hidden_SC
-        length_B, block_BL, block_size = attention.length_B, attention.block_BL, attention.block_size
+        length_B, block_BL, block_size = (
+            attention.length_B,
+            attention.block_BL,
+            attention.block_size,
+        )
         columns = block_BL.shape[1]
         room, least = columns * block_size, 0 if self._has_rule else 1
         nums = check_draft_round(drafting, length_B, room, self._vocab_size, least)

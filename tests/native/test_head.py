@@ -1,23 +1,20 @@
-"""The native EAGLE-3 head: what it takes, what it is given, and what it leaves in memory."""
+"""A native stack with a `FeatureRule`: what it takes, what it is given, what it leaves in memory."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
-from foretoken.models.eagle3 import Eagle3Head, fuse
-from foretoken.models.eagle3_checkpoint import load_eagle3
-from foretoken.models.eagle3_config import read_eagle3_config
-from foretoken.ops import AttentionBatch, DraftCache, DraftRound, get_backend
-from foretoken.ops.decoder import RoundHead
+from foretoken.ops import AttentionBatch, DraftCache, get_backend
+from foretoken.ops.stack import DraftRound, RoundStack, Stack, UnfitError
+from foretoken.ops.steps import ForwardBatch
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
+from tests.support.stacks import random_stack
 
 pytestmark = needs_kernels
 
@@ -25,26 +22,24 @@ HIDDEN, VOCABULARY, BLOCK, SLOTS = 32, 60, 4, 2
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **switches: Any) -> Eagle3Head:
-    save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
-    embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
-    kernels = get_backend("native")
-    config = read_eagle3_config(folder)
-    return load_eagle3(folder, config, embedding=embedding.to(dtype), backend=kernels)
+def load(stack: Stack | None = None) -> RoundStack:
+    loaded = get_backend("native").load_stack(stack or random_stack(target=HIDDEN), 40, SLOTS)
+    assert isinstance(loaded, RoundStack)
+    return loaded
 
 
-def round_of(head: Eagle3Head, **changes: Any) -> torch.Tensor:
+def round_of(head: RoundStack, **changes: Any) -> torch.Tensor:
     """Three drafts for slot 1, of 6 known tokens; none for slot 0, of 1."""
-    assert isinstance(head.fused, RoundHead)
     given = {"hidden_SC": torch.zeros(SLOTS, HIDDEN), "dtype": torch.float32, "blocks_1": [1, 2]}
     given = {**given, "step": 1, "num_B": torch.tensor([3, 0]), "cache": cache(), **changes}
-    kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=given["dtype"], device=CPU)
+    kv = KVPool(head.stack.layer_shapes, 6, BLOCK, dtype=given["dtype"], device=CPU)
     blocks_1 = given["blocks_1"]
     block_SL, length_B = torch.tensor([[3] * len(blocks_1), blocks_1]), torch.tensor([6, 1])
     params, slot_B = make_params(SLOTS, [0.8, 0.8]), torch.tensor([1, 0])
-    drafting = DraftRound(params, slot_B, given["num_B"], given["cache"])
+    hidden_SC, num_B = given["hidden_SC"], given["num_B"]
+    drafting = DraftRound(params, slot_B, num_B, given["cache"], hidden_SC=hidden_SC)
     where = AttentionBatch(slot_B, length_B, block_SL[:, :: given["step"]], BLOCK)
-    return head.fused.draft_round(given["hidden_SC"], kv.only_layer(where), drafting)
+    return head.draft(ForwardBatch(slot_B, slot_B, slot_B, where), kv, drafting)
 
 
 def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -64,10 +59,9 @@ def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
         ({"blocks_1": [1, 5, 2, 5], "step": 2}, "`block_SL.stride"),
     ],
 )
-def test_a_wrong_round_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_round_is_named(changes: dict[str, Any], message: str) -> None:
     """The kernels check nothing."""
-    head = load(tmp_path)
-    fuse(head, positions=40, most_rows=SLOTS)
+    head = load()
     assert (round_of(head) >= 0).tolist() == [[True] * 3, [False] * 3]
     assert torch.equal(round_of(head, blocks_1=[1, 2, 5, 5]), round_of(head))
     with pytest.raises(ConfigError, match=message):
@@ -82,67 +76,40 @@ def test_a_wrong_round_is_named(tmp_path: Path, changes: dict[str, Any], message
         (torch.zeros(HIDDEN, 3).T, r"`aux\[2\].stride"),
     ],
 )
-def test_wrong_hidden_states_are_named(
-    tmp_path: Path, state_TH: torch.Tensor, message: str
-) -> None:
-    head = load(tmp_path)
-    fuse(head, positions=40, most_rows=SLOTS)
-    assert head.fused is not None
-    kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=torch.float32, device=CPU)
-    batch = AttentionBatch(torch.tensor([0, 3]), torch.tensor([3]), torch.tensor([[1]]), BLOCK)
+def test_wrong_hidden_states_are_named(state_TH: torch.Tensor, message: str) -> None:
+    head = load()
+    kv = KVPool(head.stack.layer_shapes, 6, BLOCK, dtype=torch.float32, device=CPU)
+    where = AttentionBatch(torch.tensor([0, 3]), torch.tensor([3]), torch.tensor([[1]]), BLOCK)
+    token_T = torch.zeros(3, dtype=torch.int64)
+    batch = ForwardBatch(token_T, torch.arange(3), torch.tensor([2]), where)
     right = [torch.zeros(3, HIDDEN)] * 2
-    for last in (right[0], state_TH):
-        given = (torch.zeros(3, dtype=torch.int64), [*right, last], kv.only_layer(batch))
-        if last is state_TH:
-            with pytest.raises(ConfigError, match=message):
-                head.fused.forward(*given)
-        else:
-            assert head.fused.forward(*given).shape == (3, HIDDEN)
+    with pytest.raises(ConfigError, match=message):
+        head.run(batch, kv, features=[*right, state_TH])
+    output = head.run(batch, kv, features=[*right, right[0]])
+    assert output.hidden_NC is not None
+    assert torch.equal(head.logits(output.hidden_NC), output.logits_NV)
+    assert head.run(batch, kv, features=right[0], logits=False).logits_NV.shape == (0, VOCABULARY)
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"head_dim": 8}, "heads of size 8: no multiple of 16"),
+        ({"head_size": 8}, r"heads of sizes \[8\]: not one multiple of 16"),
         ({"dtype": torch.bfloat16}, "weights are torch.bfloat16, not float32 on the CPU"),
+        ({"layers": 2}, "a feature goes into several layers"),
     ],
 )
-def test_what_it_lacks_is_said_and_computed_by_operators(
-    tmp_path: Path, given: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    head = load(tmp_path, **given)
-    with caplog.at_level("INFO"):
-        fuse(head, positions=40, most_rows=4)
-    assert head.fused is None
-    assert f"The EAGLE-3 head runs operator by operator: {reason}" in caplog.text
-    assert head.logits(torch.zeros(1, HIDDEN, dtype=head.dtype)).shape == (1, VOCABULARY)
+def test_what_it_lacks_is_said(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnfitError, match=reason):
+        load(random_stack(target=HIDDEN, **given))
 
 
-def test_one_that_differs_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By what it computes, or by which ids it drafts."""
-    head = load(tmp_path, drafted=23)
-    right = head.backend.draft_head
-
-    def with_norm(model: Any, rows: int) -> Any:
-        weights = model.weights._replace(post_norm=model.weights.post_norm * 1.01)
-        return right(model._replace(weights=weights), rows)
-
-    def with_ids(model: Any, rows: int) -> Any:
-        return right(model._replace(target_ids=model.target_ids.flip(0) // 2), rows)
-
-    for wrong in (with_norm, with_ids):
-        monkeypatch.setattr(head.backend, "draft_head", wrong)
-        fuse(head, positions=40, most_rows=SLOTS)
-        assert head.fused is None
-        assert "slower: that of backend `native` differs by" in caplog.text
-        caplog.clear()
-    assert not any(weight.is_meta for weight in head.weights)
-
-
-def test_matrices_are_kept_once(tmp_path: Path) -> None:
-    head = load(tmp_path)
-    fuse(head, positions=40, most_rows=SLOTS)
-    kept = {name for name, weight in head.weights._asdict().items() if not weight.is_meta}
-    assert kept == {"input_norm", "hidden_norm", "post_norm", "norm"}
+def test_matrices_are_kept_once() -> None:
+    stack = load().stack
+    layer, rule = stack.layers[0], stack.features
+    assert rule is not None
+    linears = (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down)
+    for linear in (*linears, stack.head, rule.fc):
+        assert linear.weight.values.is_meta
+    for kept in (stack.embedding_VC, stack.norm_C, layer.mixer_norm_C, rule.feature_norm_C):
+        assert not kept.is_meta

@@ -1,4 +1,4 @@
-"""A native stack with a `FeatureRule`: what it takes, what it is given, what it leaves in memory."""
+"""A native stack with a `FeatureRule`: what it takes, is given, and leaves in memory."""
 
 from __future__ import annotations
 

@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import AttentionOptions
-from foretoken.ops.stack import (
-    Attention,
-    Dense,
-    FeatureRule,
-    Gated,
-    Layer,
-    Linear,
-    Rope,
-    Stack,
-)
+
+from foretoken.ops.stack import (  # isort: skip
+    Attention, Dense, FeatureRule, Gated, Layer, Linear, Rope, Stack,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

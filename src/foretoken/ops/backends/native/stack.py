@@ -75,13 +75,14 @@ class NativeStack:
     multiplies_masked_keys: ClassVar[bool] = False
 
     def __init__(
-        self, stack: Stack, positions: int = 0, most_rows: int = 0, *, deterministic: bool = False
+        self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool = False
     ) -> None:
         _check_fit(stack)
         rule, mixer = stack.features, stack.layers[0].mixer
         self._library, self._handle = library.load(), c_void_p()
         self._num_layers, self._size = len(stack.layers), stack.hidden_size
         self._vocab_size, self._has_rule = stack.vocab_size, rule is not None
+        self._no_logits = torch.empty(0, stack.vocab_size)
         self._read_numbers = 0 if rule is None else rule.fc.weight.values.shape[1]
         layers = [_native_layer(layer) for layer in stack.layers]
         addresses, native_rule = struct((), *map(address, layers)), _native_rule(stack)
@@ -113,7 +114,7 @@ class NativeStack:
         token_T, row_N = batch.token_T, batch.logit_row_N
         num_tokens, wanted = len(token_T), len(row_N)
         hidden_NC = torch.empty(wanted, self._size) if self._has_rule else None
-        logits_NV = torch.empty(wanted if logits else 0, self._vocab_size)
+        logits_NV = torch.empty(wanted, self._vocab_size) if logits else self._no_logits
         if self._aux_for != (aux_layers, num_tokens):
             self._allocate_aux(aux_layers, num_tokens)
         native = native_batch(batch, kv)

@@ -125,7 +125,7 @@ def test_wrong_hidden_states_are_named(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"head_dim": 8}, r"heads of sizes [(2, 8, 8)]: not one multiple of 16"),
+        ({"head_dim": 8}, r"heads of sizes [8]: not one multiple of 16"),
         ({"dtype": torch.bfloat16}, "weights are torch.bfloat16, not float32 on the CPU"),
     ],
 )

@@ -1,7 +1,7 @@
 """C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
 
-Stacks attend in native code (`csrc/attention.cpp`); those that run through
-their Transformers modules attend in stock operators.
+Stacks that native code runs attend inside it (`csrc/attention.cpp`); others attend in stock
+operators.
 """
 
 from __future__ import annotations

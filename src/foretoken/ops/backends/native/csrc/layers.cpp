@@ -1,8 +1,8 @@
-// The layers of a decoder: packing their weights, and a pass through them.
+// The layers of a stack: packing their weights, and a pass through them.
 #include <algorithm>
 #include <cmath>
 
-#include "decoder.h"
+#include "stack.h"
 
 namespace foretoken {
 namespace {
@@ -15,18 +15,18 @@ int64_t gate_up_outputs(const Model& model) {
 }
 
 // Floats that all packed weights take.
-int64_t arena_size(const Model& m, const Eagle* eagle, Store store) {
+int64_t arena_size(const Model& m, const FeatureRule* rule, Store store) {
   const int64_t q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
   const auto size = [&](int64_t outputs, int64_t inputs) {
     return Arena::padded(Packed::size(outputs, inputs, store));
   };
-  return size(m.vocabulary, m.hidden) + (eagle ? size(m.hidden, eagle->states) : 0) +
-         m.layers * (size(q + 2 * kv, (eagle ? 2 : 1) * m.hidden) + size(m.hidden, q) +
+  return size(m.outputs, m.hidden) + (rule ? size(m.hidden, rule->states) : 0) +
+         m.layers * (size(q + 2 * kv, (rule ? 2 : 1) * m.hidden) + size(m.hidden, q) +
                      size(gate_up_outputs(m), m.hidden) + size(m.hidden, m.intermediate));
 }
 
 // Half as many bytes to read where no weight needs more: those of a bfloat16 checkpoint do not.
-Store smallest(const Model& m, const Eagle* eagle, const LayerWeights* const* layers) {
+Store smallest(const Model& m, const FeatureRule* rule, const LayerWeights* const* layers) {
   const int64_t h = m.hidden, q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
   uint32_t lost = 0;
   const auto look = [&](const float* weights, int64_t count) {
@@ -36,16 +36,16 @@ Store smallest(const Model& m, const Eagle* eagle, const LayerWeights* const* la
       lost |= bits & 0xffffu;
     }
   };
-  if (eagle) look(eagle->fc, h * eagle->states);
+  if (rule) look(rule->fc, h * rule->states);
   for (int64_t l = 0; l < m.layers && !lost; l++) {
     const LayerWeights& w = *layers[l];
-    const int64_t inputs = eagle ? 2 * h : h;
+    const int64_t inputs = rule ? 2 * h : h;
     look(w.qkv, (q + 2 * kv) * inputs);
     look(w.o, h * q);
     look(w.gate_up, 2 * m.intermediate * h);
     look(w.down, m.intermediate * h);
   }
-  look(m.head, m.vocabulary * h);
+  look(m.head, m.outputs * h);
   return lost ? Store::kFloat : Store::kHalf;
 }
 
@@ -74,62 +74,61 @@ void norm_row(const float* x, const float* weight, int64_t size, float epsilon, 
   for (i = 0; i < size; i++) out[i] = weight[i] * (x[i] * scale);
 }
 
-Decoder::Decoder(const Model& model, const Eagle* eagle, const LayerWeights* const* layers,
+Stack::Stack(const Model& model, const FeatureRule* rule, const LayerWeights* const* layers,
                  float norm_epsilon, float attention_scale, float rotary_scale)
     : model_(model),
-      eagle_(eagle ? *eagle : Eagle{}),
-      is_head_(eagle),
+      rule_(rule ? *rule : FeatureRule{}),
+      has_rule_(rule),
       norm_epsilon_(norm_epsilon),
       attention_scale_(attention_scale),
       rotary_scale_(rotary_scale),
-      store_(smallest(model, eagle, layers)),
-      arena_(arena_size(model, eagle, store_)) {
+      store_(smallest(model, rule, layers)),
+      arena_(arena_size(model, rule, store_)) {
   const int64_t h = model.hidden, q = model.heads * model.head_size,
                 kv = model.kv_heads * model.head_size;
-  if (is_head_) {
-    fc_ = Packed(h, eagle_.states, store_, arena_);
-    fc_.fill(0, eagle_.fc, nullptr, h);
+  if (has_rule_) {
+    fc_ = Packed(h, rule_.states, store_, arena_);
+    fc_.fill(0, rule_.fc, nullptr, h);
   }
   for (int64_t l = 0; l < model.layers; l++) {
     const LayerWeights& w = *layers[l];
     const auto packed = [&](int64_t outputs, int64_t inputs) {
       return Packed(outputs, inputs, store_, arena_);
     };
-    Layer layer{w, packed(q + 2 * kv, is_head_ ? 2 * h : h), packed(h, q),
+    Layer layer{w, packed(q + 2 * kv, has_rule_ ? 2 * h : h), packed(h, q),
                 packed(gate_up_outputs(model), h), packed(h, model.intermediate)};
     layer.qkv.fill(0, w.qkv, w.qkv_bias, q + 2 * kv);
     layer.o.fill(0, w.o, w.o_bias, h);
     for (int64_t i = 0; i < layer.gate_up.panels; i++) {
-      const int64_t at = i * kHalf, count = std::min(model.intermediate - at, kHalf);
-      for (int64_t half : {0, 1}) {
-        const int64_t first = half * model.intermediate + at;
-        const float* bias = w.gate_up_bias ? w.gate_up_bias + first : nullptr;
-        layer.gate_up.fill(i * kPanel + half * kHalf, w.gate_up + first * h, bias, count);
+      const int64_t gate = i * kHalf, count = std::min(model.intermediate - gate, kHalf);
+      for (const int64_t at : {gate, model.intermediate + gate}) {
+        const float* bias = w.gate_up_bias ? w.gate_up_bias + at : nullptr;
+        layer.gate_up.fill(i * kPanel + (at == gate ? 0 : kHalf), w.gate_up + at * h, bias, count);
       }
     }
     layer.down.fill(0, w.down, w.down_bias, h);
     layers_.push_back(std::move(layer));
   }
-  head_ = Packed(model.vocabulary, h, store_, arena_);  // last, as in a pass
-  head_.fill(0, model.head, nullptr, model.vocabulary);
+  head_ = Packed(model.outputs, h, store_, arena_);  // last, as in a pass
+  head_.fill(0, model.head, nullptr, model.outputs);
 }
 
-std::vector<const Packed*> Decoder::weights() const {
+std::vector<const Packed*> Stack::weights() const {
   std::vector<const Packed*> all;
-  if (is_head_) all.push_back(&fc_);
+  if (has_rule_) all.push_back(&fc_);
   for (const Layer& layer : layers_)
     all.insert(all.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
   all.push_back(&head_);
   return all;
 }
 
-void Decoder::place(int64_t tokens, int64_t rows) {
+void Stack::place(int64_t tokens, int64_t rows) {
   const int64_t q = model_.heads * model_.head_size, kv = model_.kv_heads * model_.head_size;
-  const int64_t half = model_.rotary_size / 2, inputs = is_head_ ? 2 * model_.hidden : model_.hidden;
+  const int64_t half = model_.rotary_size / 2, inputs = has_rule_ ? 2 * model_.hidden : model_.hidden;
   const std::pair<float**, int64_t> parts[] = {
       {&x_, model_.hidden}, {&normed_, inputs}, {&qkv_, q + 2 * kv},
       {&query_, q},         {&mixed_, q},       {&activated_, model_.intermediate},
-      {&cos_, half},        {&sin_, half},      {&joined_, eagle_.states}};
+      {&cos_, half},        {&sin_, half},      {&joined_, rule_.states}};
   const auto floats = [&](int64_t size) { return size * std::max(tokens, rows) + 2 * kWidth; };
   int64_t total = 0;
   for (const auto& part : parts) total += floats(part.second);
@@ -141,7 +140,7 @@ void Decoder::place(int64_t tokens, int64_t rows) {
   }
 }
 
-void Decoder::run_layers(const Batch& batch, float* const* keys, float* const* values,
+void Stack::run_layers(const Batch& batch, float* const* keys, float* const* values,
                          float* const* aux) {
   const int64_t h = model_.hidden;
   const size_t layers = layers_.size();
@@ -158,11 +157,11 @@ void Decoder::run_layers(const Batch& batch, float* const* keys, float* const* v
     norm(model_.final_norm, rows, aux[layers]);
     keep_wanted(batch);
   }
-  if (eagle_.norm_output) norm(model_.final_norm, batch.num_rows, x_);
+  if (rule_.norm_output) norm(model_.final_norm, batch.num_rows, x_);
 }
 
 // Go on with the wanted rows of x_ and mixed_ alone; returns their number.
-int64_t Decoder::keep_wanted(const Batch& batch) {
+int64_t Stack::keep_wanted(const Batch& batch) {
   const int64_t h = model_.hidden, q = model_.heads * model_.head_size;
   if (batch.num_rows == batch.num_tokens) return batch.num_rows;
   for (int64_t n = 0; n < batch.num_rows; n++) {
@@ -175,7 +174,7 @@ int64_t Decoder::keep_wanted(const Batch& batch) {
 }
 
 // Of the first rows of x_.
-void Decoder::norm(const float* weight, int64_t rows, float* out) const {
+void Stack::norm(const float* weight, int64_t rows, float* out) const {
   parallel_for(rows, rows * model_.hidden > 100000, [&](int64_t r) {
     const int64_t at = r * model_.hidden;
     norm_row(x_ + at, weight, model_.hidden, norm_epsilon_, out + at);
@@ -183,7 +182,7 @@ void Decoder::norm(const float* weight, int64_t rows, float* out) const {
 }
 
 // Where each token stands in its request and in the cache.
-void Decoder::locate(const AttentionBatch& batch) {
+void Stack::locate(const AttentionBatch& batch) {
   const int64_t half = model_.rotary_size / 2, width = batch.block_size;
   const int64_t tokens = batch.query_start_B1[batch.requests];
   slots_.resize(tokens);
@@ -205,7 +204,7 @@ void Decoder::locate(const AttentionBatch& batch) {
   plan_attention(batch, model_.heads, model_.kv_heads, &plan_);
 }
 
-void Decoder::rotate(float* head, int64_t token) const {
+void Stack::rotate(float* head, int64_t token) const {
   const int64_t half = model_.rotary_size / 2;
   const float *c = cos_ + token * half, *s = sin_ + token * half;
   for (int64_t i = 0; i < half; i++) {
@@ -215,12 +214,12 @@ void Decoder::rotate(float* head, int64_t token) const {
   }
 }
 
-void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, float* values) {
+void Stack::attention(const Layer& layer, const Batch& batch, float* keys, float* values) {
   const int64_t d = model_.head_size, q = model_.heads * d, kv = model_.kv_heads * d;
   const int64_t all = q + 2 * kv, tokens = batch.num_tokens;
   const AttentionShape s{model_.heads, model_.kv_heads, d, d, batch.attention.block_size,
                          attention_scale_, layer.given.window};
-  if (is_head_)
+  if (has_rule_)
     join_tokens(layer, batch);
   else
     norm(layer.given.input_norm, tokens, normed_);
@@ -241,7 +240,7 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
   attend(query_, keys, values, batch.attention, plan_, s, mixed_);
 }
 
-void Decoder::mlp(const Layer& layer, int64_t rows) {
+void Stack::mlp(const Layer& layer, int64_t rows) {
   const int64_t wide = model_.intermediate;
   norm(layer.given.post_attention_norm, rows, normed_);
   product(normed_, rows, layer.gate_up, fetches_, [&](auto row, auto first, auto, auto y) {
@@ -252,7 +251,7 @@ void Decoder::mlp(const Layer& layer, int64_t rows) {
 }
 
 // Add input times w to x_.
-void Decoder::add_product(const float* input, int64_t rows, const Packed& w) {
+void Stack::add_product(const float* input, int64_t rows, const Packed& w) {
   const int64_t h = model_.hidden;
   product(input, rows, w, fetches_, [&](auto row, auto first, auto count, auto y) {
     for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];

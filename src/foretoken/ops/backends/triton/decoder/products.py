@@ -1,7 +1,7 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
 Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
-layer is (`stack.py`).
+layer is (`ops/stack.py`), its order (`stack.py`).
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -67,7 +67,7 @@ class Products:
             return None
         return stream_tile(shape, bucket(rows, self.deterministic), self._processors)
 
-    def multiply(self, linear: Linear, x_TK: Tensor) -> Tensor:
+    def multiply(self, x_TK: Tensor, linear: Linear) -> Tensor:
         """x, as it is, times a layer: [T, N]."""
         shape = _shape(linear, Epilogue.PLAIN)
         tile = self.tile(len(x_TK), shape)
@@ -203,7 +203,7 @@ class ResidualStream:
             return self.state_TH.new_empty(0, len(linear.weight.values))
         if row_N is None:
             return self.project(linear)
-        return self._products.multiply(linear, self.normed(row_N))
+        return self._products.multiply(self.normed(row_N), linear)
 
     def normed(self, row_N: Tensor | None = None) -> Tensor:
         """The rows `row_N` of the stream, or all, after the norm."""

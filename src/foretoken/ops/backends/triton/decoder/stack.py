@@ -3,52 +3,46 @@
 A layer is five launches: q, k and v; attention with everything before it; the output layer, which
 adds to the residual stream and prepares the next norm; gate and up with SiLU; the layer that adds
 them. Few rows are bound by the memory's speed, and each kernel starts while the one before it ends.
-From 65 rows on cuBLAS multiplies, with small kernels between its products. Rows of an EAGLE-3 head
-begin with both norms and the embedding in one more, and end with logits by the target's ids.
+From 65 rows on cuBLAS multiplies, with small kernels between its products. With a `FeatureRule` one
+kernel more makes what the first q, k and v read, and one spreads logits to the target's ids.
 
-Belongs here: which stacks it can run, and the pass. Whether it is right is decided by the
-self-check in `models/guards.py`, of a head in `models/eagle3.py`.
+Belongs here: which stacks the kernels can run, what is derived from them, and the pass. Whether it
+is right is decided by self-checks, as for every backend.
 
-Shape suffixes: as in `ops/stack.py`; W numbers of q, k and v, Q ids that a head drafts.
+Shape suffixes: T packed tokens, N wanted ones, H = C hidden size, Q ids that a head drafts, V
+vocabulary, W a row of q, k and v, R as in `ops/stack.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
-from foretoken.errors import ConfigError, IntegrityError
+from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.attention import (
     MOST_NEW,
     HeadInputs,
     attend_new,
     attention,
+    prepare,
     write_new,
 )
-from foretoken.ops.backends.triton.attention.attend import prepare
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
 from foretoken.ops.backends.triton.decoder.products import Products, ResidualStream, embed
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
 from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.checks import check_attention_batch
-from foretoken.ops.stack import (
-    KV,
-    Attention,
-    FeatureRule,
-    Features,
-    ForwardOutput,
-    Linear,
-    Rope,
-    Stack,
-    UnfitError,
-)
+
+from foretoken.ops.stack import (  # isort: skip
+    KV, Attention, FeatureRule, Features, ForwardOutput, Rope, Stack, UnfitError,
+)  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
-from foretoken.ops.types import AttentionBatch
+from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_HEAD = 256
@@ -58,12 +52,12 @@ _SPREAD_BLOCK = 1024
 class FusedStack:
     """The `LoadedStack` of this backend, on the stack's own weights.
 
-    Everything it does may be captured in a CUDA graph. Logits by a target's ids lie in one buffer
+    Everything it does may be captured in a CUDA graph. Logits by `target_ids` lie in one buffer
     whose other columns stay -inf: a quarter of a row is written for a head of 32 000 ids.
 
     Args:
-        positions: kernels read angles of all of them.
-        most_rows: of that buffer.
+        positions: as in `Backend.load_stack`: kernels read angles of all of them.
+        most_rows: rows of that buffer.
         deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
             whatever runs next to it: greedy text is then equal with and without speculation.
 
@@ -74,12 +68,19 @@ class FusedStack:
     multiplies_masked_keys: ClassVar[bool] = False
 
     def __init__(
-        self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool
+        self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool = False
     ) -> None:
-        check_fit(stack)
+        _check_fit(stack)
         self.stack = stack
+        mixers = [layer.mixer for layer in stack.layers]
+        angles = {m.rope: rotary_angles(m.rope, positions) for m in mixers}
+        self._heads = [
+            HeadInputs(*angles[m.rope])
+            if m.q_norm_D is None
+            else HeadInputs(*angles[m.rope], m.q_norm_D, m.k_norm_D, stack.eps)
+            for m in mixers
+        ]
         self._products = Products(stack.device, stack.dtype, stack.eps, deterministic)
-        self._heads = _head_inputs([layer.mixer for layer in stack.layers], positions, stack.eps)
         self._target_ids = None
         if stack.target_ids is not None:
             self._target_ids = stack.target_ids.to(torch.int32)
@@ -95,23 +96,22 @@ class FusedStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`: in the dtype of the weights."""
-        found = self._run(batch, kv, aux_layers, features, logits)
-        if self._target_ids is None or not logits:
-            return found
-        return found._replace(logits_NV=self._by_target_ids(found.logits_NV))
+        """See `LoadedStack.run`: in the dtype of the weights, without a kernel for the norm before
+        logits."""
+        output = self._run(batch, kv, aux_layers, features, logits)
+        return output._replace(logits_NV=self._by_target_ids(output.logits_NV))
 
     @torch.no_grad()
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """See `LoadedStack.logits`."""
-        return self._by_target_ids(self._own_logits(hidden_NC))
+        return self._by_target_ids(self._logits(hidden_NC))
 
     # What is apart from the buffer of logits, which must not become 0.
 
     @zero_if_noted
-    def _own_logits(self, hidden_NC: Tensor) -> Tensor:
+    def _logits(self, hidden_NC: Tensor) -> Tensor:
         stream = ResidualStream(self._products, hidden_NC, self.stack.norm_C)
-        return stream.project(self.stack.head)
+        return stream.head(self.stack.head, None)
 
     @zero_if_noted
     def _run(
@@ -122,65 +122,69 @@ class FusedStack:
         features: Features | None,
         logits: bool,
     ) -> ForwardOutput:
-        stack, row_N, tokens = self.stack, batch.logit_row_N, len(batch.token_T)
-        self._prepare(batch.attention, tokens, kv)
-        stream, qkv_TW = self._begin(batch.token_T, features)
-        aux, last = {0: stream.state_TH}, len(stack.layers)
-        gains = [*(layer.mixer_norm_C for layer in stack.layers), stack.norm_C]
-        # After the last layer's K/V only rows whose logits are wanted go on. Of a prompt that is
-        # one: without the rest, 8 192 tokens of an 8B shape are 2.8 % fewer products.
-        narrow = len(row_N) < tokens and last not in aux_layers
-        for i, layer in enumerate(stack.layers, 1):
-            if i > 1:
-                qkv_TW = stream.project(layer.mixer.qkv)
-            attended_TW = self._attend(qkv_TW, i - 1, batch.attention, kv)
+        stack, rule, (token_T, _, row_N, where, _) = self.stack, self.stack.features, batch
+        layers, last = stack.layers, len(stack.layers)
+        if rule is None and not logits:
+            row_N = row_N[:0]
+        stream, both_T2C = self._begin(token_T, where, kv, features)
+        aux = {0: stream.state_TH}
+        gains = [layer.mixer_norm_C for layer in layers] + [stack.norm_C]
+        # After the last layer's K/V only rows that are wanted go on. Of a prompt that is one:
+        # without the rest, 8 192 tokens of an 8B shape are 2.8 % fewer products.
+        narrow = len(row_N) < len(token_T) and last not in aux_layers
+        for i, (layer, heads) in enumerate(zip(layers, self._heads, strict=True), 1):
+            qkv, paged = layer.mixer.qkv, (kv.keys[i - 1], kv.values[i - 1])
+            if both_T2C is not None and i == 1:
+                qkv_TW = self._products.multiply(both_T2C, qkv)
+            else:
+                qkv_TW = stream.project(qkv)
+            attended_TC = attend(qkv_TW, heads, layer.mixer.options, where, *paged)
             if narrow and i == last:
-                attended_TW = attended_TW[row_N]
+                attended_TC = attended_TC[row_N]
                 stream.narrow(row_N)
-            if not len(attended_TW):
+            if not len(attended_TC):
                 break
-            stream.add(layer.mixer.o, attended_TW, layer.feed_norm_C)
-            gated_TI = stream.gate(layer.feed.gate_up)
-            keep = i in aux_layers or (i == last and stack.features is not None)
-            stream.add(layer.feed.down, gated_TI, gains[i], keep=keep)
+            keep = i in aux_layers or (i == last and rule is not None)
+            stream.add(layer.mixer.o, attended_TC, layer.feed_norm_C)
+            stream.add(layer.feed.down, stream.gate(layer.feed.gate_up), gains[i], keep=keep)
             aux[i] = stream.state_TH
-        hidden_NC = None if stack.features is None else stream.state_TH
         if last in aux_layers:
             aux[last] = stream.normed()
-        every = narrow or len(row_N) == tokens
-        rows_N = row_N[:0] if not logits else None if every else row_N
-        logits_NV = stream.head(stack.head, rows_N)
+        rows = None if narrow or len(row_N) == len(token_T) else row_N
+        hidden_NC = None
+        if rule is not None:
+            hidden_NC = stream.state_TH if rows is None else stream.state_TH[rows]
+        wanted = row_N[:0] if not logits else rows
+        logits_NV = stream.head(stack.head, wanted)
         return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers), hidden_NC)
 
-    def _prepare(self, batch: AttentionBatch, tokens: int, kv: KV) -> None:
-        """What attention derives from the batch, once for all layers."""
-        layers, keys, values = self.stack.layers, kv.keys, kv.values
-        check_attention_batch(batch, tokens, keys[0])
-        if not len(keys) == len(values) == len(layers):
-            raise ConfigError("keys", len(keys), f"tensors of {len(layers)} layers")
-        for options in {layer.mixer.options for layer in layers}:
-            prepare(batch, tokens, layers[0].mixer.heads, keys[0], values[0], options)
-
-    def _begin(self, token_T: Tensor, features: Features | None) -> tuple[ResidualStream, Tensor]:
-        """The residual stream, and the first layer's q, k and v."""
-        stack, first = self.stack, self.stack.layers[0]
-        if stack.features is None:
+    def _begin(
+        self, token_T: Tensor, batch: AttentionBatch, kv: KV, features: Features | None
+    ) -> tuple[ResidualStream, Tensor | None]:
+        """The residual stream; and what the first q, k and v read, if it is not the stream. Plans
+        of attention are made before the first kernel that lets the next one start."""
+        stack, rule = self.stack, self.stack.features
+        check_attention_batch(batch, len(token_T), kv.keys[0])
+        if not len(kv.keys) == len(kv.values) == len(stack.layers):
+            raise ConfigError("kv.keys", len(kv.keys), f"tensors of {len(stack.layers)} layers")
+        if (rule is None) != (features is None):
+            must = "None without a `FeatureRule`" if rule is None else "what rows begin with"
+            raise ConfigError("features", type(features).__name__, must)
+        if rule is not None and features is not None and not isinstance(features, Tensor):
+            features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
+        for heads, options in {(m.heads, m.options) for _, m, _, _ in stack.layers}:
+            prepare(batch, len(token_T), heads, kv.keys[0], kv.values[0], options)
+        both_T2C = None
+        if rule is not None and isinstance(features, Tensor):
+            both_T2C, state_TC = self._join(token_T, features, rule)
+        else:
             state_TC = embed(token_T, stack.embedding_VC)
-            stream = ResidualStream(self._products, state_TC, first.mixer_norm_C)
-            return stream, stream.project(first.mixer.qkv)
-        if features is None:
-            raise IntegrityError("a stack with a feature rule was run without features")
-        if not isinstance(features, Tensor):
-            states_TA = torch.cat(list(features), dim=-1)
-            features = self._products.multiply(stack.features.fc, states_TA)
-        both_T2C, state_TC = self._join(token_T, features, stack.features)
-        qkv_TW = self._products.multiply(first.mixer.qkv, both_T2C)
-        return ResidualStream(self._products, state_TC, first.feed_norm_C), qkv_TW
+        return ResidualStream(self._products, state_TC, stack.layers[0].mixer_norm_C), both_T2C
 
     def _join(
         self, token_T: Tensor, feature_TC: Tensor, rule: FeatureRule
     ) -> tuple[Tensor, Tensor]:
-        """What q, k and v of a head read, and where the residual stream begins."""
+        """What the first q, k and v read, and where the residual stream begins."""
         stack, products = self.stack, self._products
         (rows, size), vocabulary = feature_TC.shape, len(stack.embedding_VC)
         both_T2C = feature_TC.new_empty(rows, 2 * size)
@@ -193,79 +197,81 @@ class FusedStack:
         )  # fmt: skip
         return both_T2C, feature_TC if normed_TC is None else normed_TC
 
-    def _attend(self, qkv_TW: Tensor, index: int, batch: AttentionBatch, kv: KV) -> Tensor:
-        """Write the new tokens' K and V of a layer and attend to all: [T, H * D]."""
-        mixer, heads = self.stack.layers[index].mixer, self._heads[index]
-        keys, values, options = kv.keys[index], kv.values[index], mixer.options
-        if 1 <= batch.most_queries <= MOST_NEW:
-            out_TW = qkv_TW.new_empty(len(qkv_TW), mixer.qkv.split[0])
-            overlap = len(qkv_TW) <= MOST_ROWS and overlaps(qkv_TW.device)
-            attend_new(qkv_TW, heads, keys, values, batch, options, out_TW, overlap)
-            return out_TW
-        query_THD = write_new(qkv_TW, heads, keys, values, batch)
-        return attention(query_THD, keys, values, batch, options).flatten(1)
-
     def _by_target_ids(self, logits_NQ: Tensor) -> Tensor:
         if self._target_ids is None:
             return logits_NQ
         rows, drafted = logits_NQ.shape
         fits = rows <= len(self._wide_NV)
         wide_NV = self._wide_NV[:rows] if fits else self._all_dropped(rows)
-        launch(
-            spread_kernel, (rows, triton.cdiv(drafted, _SPREAD_BLOCK)), logits_NQ,
-            self._target_ids, wide_NV, drafted, wide_NV.shape[1], _SPREAD_BLOCK,
-            self._products.overlap, num_warps=4, **self._products.dependent,
-        )  # fmt: skip
+        if rows:
+            launch(
+                spread_kernel, (rows, triton.cdiv(drafted, _SPREAD_BLOCK)), logits_NQ,
+                self._target_ids, wide_NV, drafted, wide_NV.shape[1], _SPREAD_BLOCK,
+                self._products.overlap, num_warps=4, **self._products.dependent,
+            )  # fmt: skip
         return wide_NV
 
     def _all_dropped(self, rows: int) -> Tensor:
         return self.stack.embedding_VC.new_full((rows, self.stack.vocab_size), -torch.inf)
 
 
-def _head_inputs(mixers: Sequence[Attention], positions: int, eps: float) -> list[HeadInputs]:
-    """Per layer what is done to q and k; layers of one RoPE share its angles."""
-    angles = {id(mixer.rope): _rotary_angles(mixer.rope, positions) for mixer in mixers}
-    return [
-        HeadInputs(*angles[id(mixer.rope)])
-        if mixer.q_norm_D is None
-        else HeadInputs(*angles[id(mixer.rope)], mixer.q_norm_D, mixer.k_norm_D, eps)
-        for mixer in mixers
-    ]
+def attend(
+    qkv_TW: Tensor,
+    heads: HeadInputs,
+    options: AttentionOptions,
+    batch: AttentionBatch,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Write the new tokens' K and V and attend to all: [T, heads * D]."""
+    if 1 <= batch.most_queries <= MOST_NEW:
+        size = keys.shape[3]
+        out_TC = qkv_TW.new_empty(len(qkv_TW), qkv_TW.shape[1] - 2 * keys.shape[2] * size)
+        overlap = len(qkv_TW) <= MOST_ROWS and overlaps(qkv_TW.device)
+        attend_new(qkv_TW, heads, keys, values, batch, options, out_TC, overlap)
+        return out_TC
+    query_THD = write_new(qkv_TW, heads, keys, values, batch)
+    return attention(query_THD, keys, values, batch, options).flatten(1)
 
 
-def _rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, multiplied by the scale: float32 [P, R]."""
-    position_P = torch.arange(positions, device=rope.frequency_R.device, dtype=torch.float32)
-    angle_PR = torch.outer(position_P, rope.frequency_R.float())
-    return angle_PR.cos().mul_(rope.scale), angle_PR.sin().mul_(rope.scale)
+def rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, multiplied by the scale: float32 [positions, R]."""
+    frequency_R, scale = rope
+    position_P = torch.arange(positions, device=frequency_R.device, dtype=torch.float32)
+    angle_PR = torch.outer(position_P, frequency_R.float())
+    return angle_PR.cos().mul_(scale), angle_PR.sin().mul_(scale)
 
 
-def check_fit(stack: Stack) -> None:
-    """Raise `UnfitError` unless kernels implement all that the stack has."""
-    weight, sizes = stack.embedding_VC, {*stack.layer_shapes}
-    head_size = stack.layers[0].mixer.head_size
-    if weight.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise UnfitError(f"weights are on {weight.device}, not on a GPU")
-    if weight.dtype not in _DTYPES:
-        raise UnfitError(f"weights are {weight.dtype}, not bfloat16, float16 or float32")
+def _check_fit(stack: Stack) -> None:
+    """Raise `UnfitError` for what these kernels lack; of heads named as in `config.json`."""
+    table_VC, mixers = stack.embedding_VC, [layer.mixer for layer in stack.layers]
+    if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
+    if table_VC.dtype not in _DTYPES:
+        raise UnfitError(f"weights are {table_VC.dtype}, not bfloat16, float16 or float32")
+    sizes = {(m.kv_heads, m.head_size) for m in mixers}
+    if (largest := max(size for _, size in sizes)) > _LARGEST_HEAD:
+        raise UnfitError(f"heads of sizes up to {largest}: more than {_LARGEST_HEAD}")
     if len(sizes) > 1:
         raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size")
-    if head_size > _LARGEST_HEAD:
-        raise UnfitError(f"heads of sizes up to {head_size}: more than {_LARGEST_HEAD}")
-    for name, tensor in _tensors(stack):
-        same = tensor.dtype is weight.dtype and tensor.device == weight.device
-        if not (same and tensor.is_contiguous()):
-            raise UnfitError(f"`{name}` is not contiguous {weight.dtype} on {weight.device}")
-    options = [layer.mixer.options for layer in stack.layers]
-    if any(one.softcap is not None or one.sinks_H is not None for one in options):
-        raise UnfitError("attention in a decoder has no soft caps or sinks")
-    if stack.features is not None:
-        _check_head(stack, stack.features)
+    if names := _lacking(stack, mixers[0]):
+        raise UnfitError(f"the kernels of a head have no {', '.join(names)}")
+    for name, weight in (
+        *_weights("embedding", table_VC),
+        *_weights("layers", stack.layers),
+        *_weights("norm", stack.norm_C),
+        *_weights("head", stack.head),
+        *_weights("features", stack.features),
+    ):
+        same = weight.dtype is table_VC.dtype and weight.device == table_VC.device
+        if not (same and weight.is_contiguous()):
+            raise UnfitError(f"`{name}` is not contiguous {table_VC.dtype} on {table_VC.device}")
 
 
-def _check_head(stack: Stack, rule: FeatureRule) -> None:
-    """Raise `UnfitError` for what the kernels of heads lack; named as in `config.json`."""
-    mixer = stack.layers[0].mixer
+def _lacking(stack: Stack, mixer: Attention) -> list[str]:
+    """What a stack with a `FeatureRule` has that its kernels have not."""
+    if (rule := stack.features) is None:
+        return []
     has = {
         "fc_norm": rule.fc_norm_PA is not None,
         "qk_norm": mixer.q_norm_D is not None,
@@ -275,22 +281,13 @@ def _check_head(stack: Stack, rule: FeatureRule) -> None:
         "sliding_window": mixer.options.sliding_window is not None,
         "partial_rotary_factor": 2 * len(mixer.rope.frequency_R) < mixer.head_size,
     }
-    if names := [f"`{name}`" for name, is_set in has.items() if is_set]:
-        raise UnfitError(f"the kernels of a head have no {', '.join(names)}")
+    return [f"`{name}`" for name, is_set in has.items() if is_set]
 
 
-def _tensors(stack: Stack) -> Iterator[tuple[str, Tensor]]:
-    """What kernels read, by name."""
-    linears: list[tuple[str, Linear]] = [("head", stack.head)]
-    for i, (mixer_norm_C, mixer, feed_norm_C, feed) in enumerate(stack.layers):
-        yield from ((f"layers.{i}.norm", norm) for norm in (mixer_norm_C, feed_norm_C))
-        linears += [(f"layers.{i}.qkv", mixer.qkv), (f"layers.{i}.o", mixer.o)]
-        linears += [(f"layers.{i}.gate_up", feed.gate_up), (f"layers.{i}.down", feed.down)]
-    if stack.features is not None:
-        linears.append(("fc", stack.features.fc))
-    yield "norm", stack.norm_C
-    yield "embedding", stack.embedding_VC
-    for name, (weight, bias, _) in linears:
-        yield name, weight.values
-        if bias is not None:
-            yield f"{name}.bias", bias
+def _weights(name: str, part: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a record that products and norms read, with names."""
+    if isinstance(part, Tensor):
+        yield name, part
+    elif isinstance(part, tuple) and not isinstance(part, (Rope, AttentionOptions)):
+        for key, value in zip(getattr(part, "_fields", range(len(part))), part, strict=True):
+            yield from _weights(f"{name}.{key}", value)

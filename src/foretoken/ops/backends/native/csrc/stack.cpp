@@ -1,6 +1,6 @@
-// Passes of a decoder, packed tokens in, logits out, and of an EAGLE-3 head; a round of drafting; how
-// weights are fetched the fastest here.
-#include "decoder.h"
+// Passes of a stack, packed tokens in, logits out; a round of drafting; how weights are fetched the
+// fastest here.
+#include "stack.h"
 
 #include <algorithm>
 
@@ -8,29 +8,24 @@
 
 namespace foretoken {
 
-void Decoder::forward(const Batch& batch, float* const* keys, float* const* values, float* logits,
-                      float* const* aux) {
+void Stack::run(const Batch& batch, const Features* features, float* const* keys,
+                float* const* values, float* logits, float* hidden, float* const* aux) {
   const int64_t h = model_.hidden;
   place(batch.num_tokens, batch.num_rows);
-  for (int64_t t = 0; t < batch.num_tokens; t++)
-    std::memcpy(x_ + t * h, model_.embedding + batch.token_T[t] * h, h * sizeof(float));
+  if (!features) {
+    for (int64_t t = 0; t < batch.num_tokens; t++)
+      std::memcpy(x_ + t * h, model_.embedding + batch.token_T[t] * h, h * sizeof(float));
+  } else if (features->feature) {
+    std::memcpy(x_, features->feature, batch.num_tokens * h * sizeof(float));
+  } else {
+    join_states(*features, batch.num_tokens);
+  }
   run_layers(batch, keys, values, aux);
-  project(batch.num_rows, logits);
+  if (hidden) std::memcpy(hidden, x_, batch.num_rows * h * sizeof(float));
+  if (logits) project(batch.num_rows, logits);
 }
 
-void Decoder::forward_head(const Batch& batch, const Features& features, float* const* keys,
-                           float* const* values, float* hidden) {
-  const int64_t h = model_.hidden;
-  place(batch.num_tokens, batch.num_rows);
-  if (features.feature)
-    std::memcpy(x_, features.feature, batch.num_tokens * h * sizeof(float));
-  else
-    join_states(features, batch.num_tokens);
-  run_layers(batch, keys, values);
-  std::memcpy(hidden, x_, batch.num_rows * h * sizeof(float));
-}
-
-void Decoder::observe(const AttentionBatch& pass, const Outcome& outcome, const Features& features,
+void Stack::observe(const AttentionBatch& pass, const Outcome& outcome, const Features& features,
                       float* const* keys, float* const* values) {
   const int64_t h = model_.hidden;
   std::vector<int64_t> tokens, rows, starts, lengths, wanted;
@@ -55,24 +50,24 @@ void Decoder::observe(const AttentionBatch& pass, const Outcome& outcome, const 
                     count, pass.requests};
   place(count, pass.requests);
   join_states({nullptr, features.states, rows.data(), features.count}, count);
-  run_layers(batch, keys, values);
+  run_layers(batch, keys, values, nullptr);
   for (int64_t b = 0; b < pass.requests; b++)
     std::memcpy(outcome.hidden_SC + outcome.slot_B[b] * h, x_ + b * h, h * sizeof(float));
 }
 
-void Decoder::logits_of(const float* hidden, int64_t rows, float* logits) {
+void Stack::logits_of(const float* hidden, int64_t rows, float* logits) {
   place(rows, rows);
   std::memcpy(x_, hidden, rows * model_.hidden * sizeof(float));
   project(rows, logits);
 }
 
-void Decoder::draft(const Batch& first, float* const* keys, float* const* values,
+void Stack::draft(const Batch& first, float* const* keys, float* const* values,
                     const DraftRound& r) {
   const AttentionBatch& known = first.attention;
   const int64_t h = model_.hidden;
-  draft_logits_.resize(known.requests * columns());
+  draft_logits_.resize(known.requests * model_.vocabulary);
   std::fill_n(r.token_BK, known.requests * r.most, -1);
-  std::vector<float> hidden(is_head_ ? known.requests * h : 0);  // what the last row of each gave
+  std::vector<float> hidden(has_rule_ ? known.requests * h : 0);  // what the last row of each gave
   std::vector<int64_t> live, tokens, starts, lengths, blocks;
   for (int64_t i = 0; i < r.most; i++) {
     for (auto* list : {&live, &tokens, &starts, &lengths, &blocks}) list->clear();
@@ -82,8 +77,8 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
       live.push_back(b);
       // Logits that are no numbers have no largest (-1), and no row of the embedding.
       tokens.push_back(i ? std::max<int64_t>(r.token_BK[b * r.most + i - 1], 0) : 0);
-      lengths.push_back(known.length_B[b] + i - is_head_);  // a head's row reads the token behind it
-      const int64_t* row = known.blocks(is_head_ ? r.slot_B[b] : b);
+      lengths.push_back(known.length_B[b] + i - has_rule_);  // its row reads the token after it
+      const int64_t* row = known.blocks(has_rule_ ? r.slot_B[b] : b);
       blocks.insert(blocks.end(), row, row + known.columns);
     }
     const auto count = static_cast<int64_t>(live.size());
@@ -92,62 +87,62 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
                      {starts.data(), lengths.data(), blocks.data(), count, known.columns,
                       known.block_size},
                      count, count};
-    if (is_head_) {
+    if (has_rule_) {
       place(count, count);
       for (int64_t n = 0; n < count; n++)
         std::memcpy(x_ + n * h, i ? &hidden[live[n] * h] : r.hidden_SC + r.slot_B[live[n]] * h,
                     h * sizeof(float));
-      if (i) run_layers(next, keys, values);
+      if (i) run_layers(next, keys, values, nullptr);
       for (int64_t n = 0; n < count; n++)
         std::memcpy(&hidden[live[n] * h], x_ + n * h, h * sizeof(float));
       project(count, draft_logits_.data());
     } else {
-      forward(i ? next : first, keys, values, draft_logits_.data());
+      run(i ? next : first, nullptr, keys, values, draft_logits_.data(), nullptr, nullptr);
     }
     for (int64_t n = 0; n < count; n++) {
       const int64_t b = live[n];
-      const Row logits{draft_logits_.data() + n * columns(), kFloat32, columns()};
-      const Place place{r.slot_B[b], known.length_B[b] + i, i, columns(), r.fp64};
+      const Row logits{draft_logits_.data() + n * model_.vocabulary, kFloat32, model_.vocabulary};
+      const Place place{r.slot_B[b], known.length_B[b] + i, i, model_.vocabulary, r.fp64};
       int64_t* token = r.token_BK + b * r.most + i;
       *token = r.cache ? draft_row(*r.params, logits, place, r.cache) : largest(logits).id;
     }
   }
 }
 
-// Features of a head's rows, to x_.
-void Decoder::join_states(const Features& features, int64_t tokens) {
-  const int64_t h = model_.hidden, all = eagle_.states, size = all / features.count;
+// Features of rows, to x_.
+void Stack::join_states(const Features& features, int64_t tokens) {
+  const int64_t h = model_.hidden, all = rule_.states, size = all / features.count;
   parallel_for(tokens, tokens * all > 100000, [&](int64_t t) {
     float* joined = joined_ + t * all;
     const int64_t row = features.row_T ? features.row_T[t] : t;
     for (int64_t i = 0; i < features.count; i++)
       std::memcpy(joined + i * size, features.states[i] + row * size, size * sizeof(float));
-    const int64_t part = all / eagle_.parts;
-    for (int64_t at = 0; eagle_.fc_norm && at < all; at += part)
-      norm_row(joined + at, eagle_.fc_norm + at, part, norm_epsilon_, joined + at);
+    const int64_t part = all / rule_.parts;
+    for (int64_t at = 0; rule_.fc_norm && at < all; at += part)
+      norm_row(joined + at, rule_.fc_norm + at, part, norm_epsilon_, joined + at);
   });
   product(joined_, tokens, fc_, fetches_, [&](auto row, auto first, auto count, auto y) {
     std::memcpy(x_ + row * h + first, y, count * sizeof(float));
   });
 }
 
-// What q, k and v of a head read, to normed_: each token's vector, and its feature.
-void Decoder::join_tokens(const Layer& layer, const Batch& batch) {
+// What q, k and v of the first layer read, to normed_: each token's vector, and its feature.
+void Stack::join_tokens(const Layer& layer, const Batch& batch) {
   const int64_t h = model_.hidden;
   parallel_for(batch.num_tokens, batch.num_tokens * h > 50000, [&](int64_t t) {
     const float* token = model_.embedding + batch.token_T[t] * h;
     float *both = normed_ + 2 * t * h, *feature = x_ + t * h;
     norm_row(token, layer.given.input_norm, h, norm_epsilon_, both);
-    norm_row(feature, eagle_.hidden_norm, h, norm_epsilon_, both + h);
-    if (eagle_.norm_before_residual) std::memcpy(feature, both + h, h * sizeof(float));
+    norm_row(feature, rule_.feature_norm, h, norm_epsilon_, both + h);
+    if (rule_.norm_before_residual) std::memcpy(feature, both + h, h * sizeof(float));
   });
 }
 
-// Logits of the first rows of x_; those that a head never drafts are -inf.
-void Decoder::project(int64_t rows, float* logits) {
-  const int64_t *ids = eagle_.target_ids, size = columns();
+// Logits of the first rows of x_; tokens that the output layer lacks have -inf.
+void Stack::project(int64_t rows, float* logits) {
+  const int64_t *ids = model_.target_ids, size = model_.vocabulary;
   const float* input = x_;
-  if (!eagle_.norm_output) {
+  if (!rule_.norm_output) {
     norm(model_.final_norm, rows, normed_);
     input = normed_;
   }
@@ -161,55 +156,51 @@ void Decoder::project(int64_t rows, float* logits) {
 
 extern "C" {
 
-int foretoken_decoder_new(const Model& model, const Eagle* eagle, const LayerWeights* const* layers,
+int foretoken_stack_new(const Model& model, const FeatureRule* rule, const LayerWeights* const* layers,
                           float norm_epsilon, float attention_scale, float rotary_scale,
-                          Decoder** made) {
+                          Stack** made) {
   return guarded([&] {
-    *made = new Decoder(model, eagle, layers, norm_epsilon, attention_scale, rotary_scale);
+    *made = new Stack(model, rule, layers, norm_epsilon, attention_scale, rotary_scale);
   });
 }
 
-int foretoken_decoder_free(Decoder* decoder) {
-  delete decoder;
+int foretoken_stack_free(Stack* stack) {
+  delete stack;
   return kDone;
 }
 
-int foretoken_decoder_measure_fetches(const Decoder& decoder, Fetches* fastest,
+int foretoken_stack_measure_fetches(const Stack& stack, Fetches* fastest,
                                       double seconds[2][kFetches], int64_t* bytes) {
   return guarded([&] {
-    *fastest = measure_fetches(decoder.weights(), seconds);
+    *fastest = measure_fetches(stack.weights(), seconds);
     *bytes = 0;
-    for (const Packed* w : decoder.weights()) *bytes += w->bytes();
+    for (const Packed* w : stack.weights()) *bytes += w->bytes();
   });
 }
 
-int foretoken_decoder_set_fetches(Decoder& decoder, Fetch one, Fetch few) {
-  decoder.set_fetches({one, few});
+int foretoken_stack_set_fetches(Stack& stack, Fetch one, Fetch few) {
+  stack.set_fetches({one, few});
   return kDone;
 }
 
-int foretoken_decoder_forward(Decoder& decoder, const Batch& batch, float* const* keys,
-                              float* const* values, float* logits, float* const* aux) {
-  return guarded([&] { decoder.forward(batch, keys, values, logits, aux); });
+int foretoken_stack_run(Stack& stack, const Batch& batch, const Features* features,
+                        float* const* keys, float* const* values, float* logits, float* hidden,
+                        float* const* aux) {
+  return guarded([&] { stack.run(batch, features, keys, values, logits, hidden, aux); });
 }
 
-int foretoken_head_forward(Decoder& head, const Batch& batch, const Features& features,
-                           float* const* keys, float* const* values, float* hidden) {
-  return guarded([&] { head.forward_head(batch, features, keys, values, hidden); });
-}
-
-int foretoken_head_observe(Decoder& head, const Batch& batch, const Outcome& outcome,
+int foretoken_stack_observe(Stack& stack, const Batch& batch, const Outcome& outcome,
                            const Features& features, float* const* keys, float* const* values) {
-  return guarded([&] { head.observe(batch.attention, outcome, features, keys, values); });
+  return guarded([&] { stack.observe(batch.attention, outcome, features, keys, values); });
 }
 
-int foretoken_head_logits(Decoder& head, const float* hidden, int64_t rows, float* logits) {
-  return guarded([&] { head.logits_of(hidden, rows, logits); });
+int foretoken_stack_logits(Stack& stack, const float* hidden, int64_t rows, float* logits) {
+  return guarded([&] { stack.logits_of(hidden, rows, logits); });
 }
 
-int foretoken_decoder_draft(Decoder& decoder, const Batch& first, float* const* keys,
+int foretoken_stack_draft(Stack& stack, const Batch& first, float* const* keys,
                             float* const* values, const DraftRound& round) {
-  return guarded([&] { decoder.draft(first, keys, values, round); });
+  return guarded([&] { stack.draft(first, keys, values, round); });
 }
 }
 

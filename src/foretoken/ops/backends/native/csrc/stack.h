@@ -1,5 +1,5 @@
-// A dense decoder (Llama and its relatives), or an EAGLE-3 head, which is a decoder of one layer whose
-// q, k and v read twice as much.
+// A stack of decoder layers (Llama and its relatives). With a `FeatureRule`, as an EAGLE-3 head has one,
+// q, k and v of its first layer read twice as much.
 #pragma once
 
 #include "attention.h"
@@ -8,31 +8,29 @@
 
 namespace foretoken {
 
-// What a head has beside it. Its rows are normed tokens beside normed features, which are the target's
-// hidden states through `fc`.
-struct Eagle {
+// What rows begin with, see `ops.FeatureRule`: the target's hidden states through `fc`.
+struct FeatureRule {
   const float* fc;            // [hidden, states]
   const float* fc_norm;       // [states], of `parts` parts each by itself; may be null
-  const float* hidden_norm;   // of a feature
-  const int64_t* target_ids;  // [Model::vocabulary]; null: they are the same
-  int64_t states, parts, target_vocabulary;
-  int64_t norm_before_residual, norm_output;
+  const float* feature_norm;  // [hidden]
+  int64_t states, parts, norm_before_residual, norm_output;
 };
 
 // Weights as PyTorch holds them, row-major float32, and dimensions. Norms, ids, frequencies and the
-// embedding are read there as long as the decoder lives, matrices and biases while it is made.
+// embedding are read there as long as the stack lives, matrices and biases while it is made.
 struct Model {
   const float *embedding, *final_norm, *head;
-  const float* frequencies;  // [rotary_size / 2]
-  int64_t layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary;
+  const float* frequencies;   // [rotary_size / 2]
+  const int64_t* target_ids;  // [outputs]: the token of each; null: they are the same
+  int64_t layers, hidden, intermediate, heads, kv_heads, head_size;
   int64_t rotary_size;  // leading dimensions of a head that are rotated, in two halves
+  int64_t outputs, vocabulary;
 };
 
-// Of one layer; null where a model has none.
+// Of one layer; null where a model has none. Several matrices in one stand one below the other.
 struct LayerWeights {
   const float *input_norm, *post_attention_norm;
   const float *q_norm, *k_norm;  // [head_size], over each head
-  // qkv: queries, keys, values, one after the other; gate_up: all of gate, then all of up.
   const float *qkv, *o, *gate_up, *down;
   const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
   int64_t window;
@@ -45,8 +43,8 @@ struct Batch {
   int64_t num_tokens, num_rows;
 };
 
-// What rows of a head begin with: `feature` [num_tokens, hidden], or null and the target's hidden
-// states, `count` pointers to [_, states / count], of which row_T are read, or null: in order.
+// What rows begin with, by the `FeatureRule`: `feature` [num_tokens, hidden], or null and the target's
+// hidden states, `count` pointers to [_, states / count], of which row_T are read, or null: in order.
 struct Features {
   const float* feature;
   const float* const* states;
@@ -59,48 +57,45 @@ struct Features {
 struct Outcome {
   const int32_t* token_SL;
   const int64_t *length_B, *slot_B;
-  float* hidden_SC;  // gets what the last row of each request gives that has a known token behind it
+  float* hidden_SC;  // gets what the last row of each request gives that has a known token after it
   int64_t width;
 };
 
 // A round of drafting, each request drafting num_drafts_B[b] tokens: from the row that the first pass
-// gives it on; of a head, from what its last row gave.
+// gives it on; with a `FeatureRule`, from what its last row gave.
 struct DraftRound {
   const int64_t *slot_B, *num_drafts_B;
-  int64_t* token_BK;  // [B, most]: gets the drafts, and -1 behind a request's last
+  int64_t* token_BK;  // [B, most]: gets the drafts, and -1 after a request's last
   const Params* params;
   const Cache* cache;      // gets the q of every draft; null: drafts are the argmax of the logits
-  const float* hidden_SC;  // of a head
+  const float* hidden_SC;  // with a `FeatureRule`
   int64_t most, fp64;
 };
 
-class Decoder {
+class Stack {
  public:
-  // eagle: null for a model.
-  Decoder(const Model& model, const Eagle* eagle, const LayerWeights* const* layers,
-          float norm_epsilon, float attention_scale, float rotary_scale);
+  // rule: null if rows begin with their tokens' vectors.
+  Stack(const Model& model, const FeatureRule* rule, const LayerWeights* const* layers,
+        float norm_epsilon, float attention_scale, float rotary_scale);
 
   // All that a pass multiplies with, in its order.
   std::vector<const Packed*> weights() const;
   void set_fetches(Fetches fetches) { fetches_ = fetches; }
 
-  // keys, values: one pointer per layer. logits [num_rows, vocabulary]. aux: null, or layers + 1
-  // pointers to [num_tokens, hidden] or null, for the hidden states that enter each layer and, normed,
-  // the output layer.
-  void forward(const Batch& batch, float* const* keys, float* const* values, float* logits,
-               float* const* aux = nullptr);
-
-  // Of a head: hidden [num_rows, hidden] is what its rows give, for `logits_of` and the next rows.
-  void forward_head(const Batch& batch, const Features& features, float* const* keys,
-                    float* const* values, float* hidden);
-  // Rows of a target's pass that have a known token behind them, each with it.
+  // keys, values: one pointer per layer. features: if there is a `FeatureRule`. logits [num_rows,
+  // vocabulary], or null: not wanted. hidden [num_rows, hidden], or null: what rows give, for
+  // `logits_of` and the next rows. aux: null, or layers + 1 pointers to [num_tokens, hidden] or null,
+  // for the hidden states that enter each layer and, normed, the output layer.
+  void run(const Batch& batch, const Features* features, float* const* keys, float* const* values,
+           float* logits, float* hidden, float* const* aux);
+  // With a `FeatureRule`: rows of a target's pass that have a known token after them, each with it.
   void observe(const AttentionBatch& pass, const Outcome& outcome, const Features& features,
                float* const* keys, float* const* values);
   void logits_of(const float* hidden, int64_t rows, float* logits);
 
-  // Draft autoregressively. `first` computes what a model's cache lacks, with one row per request; of a
-  // head only its lengths and its block table are read, which has a row per slot. The table reaches
-  // over the drafts.
+  // Draft autoregressively. `first` computes what the cache lacks, with one row per request; with a
+  // `FeatureRule` only its lengths and its block table are read, which has a row per slot. The table
+  // reaches over the drafts.
   void draft(const Batch& first, float* const* keys, float* const* values, const DraftRound& r);
 
  private:
@@ -113,7 +108,7 @@ class Decoder {
   void place(int64_t tokens, int64_t rows);
   // All layers, on x_; of it remain the rows that are wanted, before the last norm.
   void run_layers(const Batch& batch, float* const* keys, float* const* values,
-                  float* const* aux = nullptr);
+                  float* const* aux);
   void locate(const AttentionBatch& batch);
   void rotate(float* head, int64_t token) const;
   void attention(const Layer& layer, const Batch& batch, float* keys, float* values);
@@ -125,11 +120,10 @@ class Decoder {
   void join_states(const Features& features, int64_t tokens);
   void join_tokens(const Layer& layer, const Batch& batch);
   void project(int64_t rows, float* logits);
-  int64_t columns() const { return is_head_ ? eagle_.target_vocabulary : model_.vocabulary; }
 
   Model model_;
-  Eagle eagle_;
-  bool is_head_;
+  FeatureRule rule_;
+  bool has_rule_;
   float norm_epsilon_, attention_scale_, rotary_scale_;
   Fetches fetches_;
   Store store_;

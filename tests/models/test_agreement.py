@@ -47,7 +47,7 @@ def check_hidden_states(model: CausalLM, plain: Any, text: list[int]) -> None:
 
 @pytest.fixture(autouse=True)
 def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MIN_BYTES", 0)
+    monkeypatch.setattr(stack, "MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("family", families.SUPPORTED)

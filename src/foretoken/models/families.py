@@ -170,7 +170,8 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> It
     wanted = {name: tuple(w.shape) for name, w in module.named_parameters()}
     found = {name: path for path, header in headers.items() for name in header}
     stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
-    ignored = ["rotary_emb.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ())]
+    inert: Any = module._keys_to_ignore_on_load_unexpected
+    ignored = ["rotary_emb.inv_freq", *(inert or ())]
     others = {
         name for name in found.keys() - wanted.keys() - {"__metadata__"}
         if not any(re.search(pattern, name) for pattern in ignored)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models import CausalLM, TargetView, load_model, packing
+from foretoken.models import CausalLM, TargetView, load_model
+from foretoken.ops.backends.torch import stack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import new_pool, walk

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from foretoken.models.eagle3_checkpoint import load_eagle3
 
 from benchmarks.heads import save_head
 from foretoken import LLM
 from foretoken.config.machine import machine_bytes
 from foretoken.errors import CheckpointError, ConfigError, EngineMemoryError, ForetokenError
 from foretoken.models import load_model, load_tokenizer
+from foretoken.models.eagle3 import load_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import get_backend
 from tests.models import families
@@ -180,9 +180,9 @@ def test_sizes_of_a_head(tmp_path: Path, field: str, dummy_seed: int | None) -> 
     for value in (*(HUGE[2:] if dummy_seed else HUGE), -1, 0):  # random ones of 10**7 may fit
         edit(tmp_path, **{**original, field: value})
         with pytest.raises(ForetokenError, match=rf"{field}|of attention heads") as caught:
-            load_eagle3(
+            load_head(
                 tmp_path, read_eagle3_config(tmp_path), embedding=torch.randn(60, 32),
-                backend=get_backend("torch"), dummy_seed=dummy_seed,
+                backend=get_backend("torch"), positions=40, most_rows=1, dummy_seed=dummy_seed,
             )  # fmt: skip
         assert str(value) in str(caught.value)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from foretoken.errors import ConfigError, IntegrityError, UnsupportedModelError
-from foretoken.models import CausalLM, TargetView, load_model, packing
+from foretoken.models import CausalLM, TargetView, load_model
+from foretoken.ops.backends.torch import stack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
@@ -24,7 +25,7 @@ LAYERS = (3, 0, 2)
 
 @pytest.fixture(autouse=True)
 def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MIN_BYTES", 0)
+    monkeypatch.setattr(stack, "MIN_BYTES", 0)
 
 
 def run(model: CausalLM) -> list[list[torch.Tensor]]:

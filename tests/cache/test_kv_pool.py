@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foretoken.cache.kv_pool import KVPool
+from foretoken.ops.paging import write_kv
 
 SHAPES = [(2, 8, 8), (1, 16, 12)]
 CPU = torch.device("cpu")
@@ -27,7 +28,8 @@ def test_layers_may_differ() -> None:
 def test_write_goes_to_block_and_offset() -> None:
     pool = KVPool(SHAPES, 5, 4, dtype=torch.float32, device=CPU)
     key, value = torch.randn(2, 1, 16), torch.randn(2, 1, 12)
-    pool.write(1, torch.tensor([2 * 4 + 3, 4 * 4]), key, value)
+    caches = pool.keys[1], pool.values[1]
+    write_kv(caches, torch.tensor([2 * 4 + 3, 4 * 4]), key, value)
     assert torch.equal(pool.keys[1][2, 3], key[0])
     assert torch.equal(pool.values[1][4, 0], value[1])
     assert int(pool.keys[1].count_nonzero()) == key.numel()

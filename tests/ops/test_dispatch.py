@@ -67,10 +67,10 @@ def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
 
 
 def test_backends_leave_checks_to_the_dispatcher() -> None:
-    """All but decoders and heads, which are called without it."""
+    """All but stacks, which are called without it."""
     inside = [m for name, m in modules().items() if name.startswith("foretoken.ops.backends.")]
     assert len(inside) > 30
-    inside = [m for m in inside if m.name.rpartition(".")[2] not in ("decoder", "head")]
+    inside = [m for m in inside if m.name.rpartition(".")[2] != "stack"]
     checking = [m.name for m in inside if "foretoken.ops.checks" in imports(m, type_checking=True)]
     assert checking == []
 

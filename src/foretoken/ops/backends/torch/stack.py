@@ -213,15 +213,12 @@ def pack(stack: Stack) -> Stack:
 
 def pays(weights: Sequence[Tensor]) -> bool:
     """Whether this build of PyTorch packs linear layers of these weights, and they are large."""
-    return bool(
-        weights
-        and weights[0].device.type == "cpu"
-        and weights[0].dtype is torch.float32
-        and torch._C._has_mkldnn
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and sum(weight.nbytes for weight in weights) >= MIN_BYTES
-    )
+    if sum(weight.nbytes for weight in weights) < MIN_BYTES:
+        return False
+    ops = ("_linear_pointwise", "_reorder_linear_weight")
+    has_ops: bool = torch._C._has_mkldnn and all(hasattr(torch.ops.mkldnn, op) for op in ops)
+    first = weights[0]
+    return has_ops and first.device.type == "cpu" and first.dtype is torch.float32
 
 
 def packed(linear: Linear) -> Linear:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ FAMILIES = {
 
 # Frequencies that do not depend on what is computed; the others move with the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+_READERS = 8
 
 Get = Callable[[str], Tensor]
 """A tensor of the checkpoint by its name in Transformers' module."""
@@ -115,6 +117,7 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
     if tied:
         module.lm_head.weight = model.embed_tokens.weight
     head = Linear(Dense(embedding)) if tied else weights.linear("lm_head")
+    weights.read()
     return Stack(
         embedding, tuple(layers), norm, head, model.norm.variance_epsilon, len(head.weight.values)
     )
@@ -126,18 +129,22 @@ class _Weights:
     def __init__(self, module: Any, get: Get | None, device: torch.device) -> None:
         self._module, self._get, self._device = module, get, device
         self._dtype: torch.dtype = module.lm_head.weight.dtype
+        self._unread: list[tuple[Tensor, str]] = []
 
     def join(self, *names: str) -> Tensor:
-        """Tensors with their rows one after the other, contiguous; the twin gets views."""
-        tensors = [(self._get or self._module.get_parameter)(name) for name in names]
+        """Tensors with their rows one after the other, contiguous; the twin gets views. What is in
+        files is there after `read`."""
+        tensors = [self._module.get_parameter(name).detach() for name in names]
         sizes = [len(tensor) for tensor in tensors]
-        whole = tensors[0].detach()
+        whole: Tensor = tensors[0]
         if self._get is not None or len(names) > 1 or not whole.is_contiguous():
             shape = (sum(sizes), *tensors[0].shape[1:])
             whole = torch.empty(shape, dtype=self._dtype, device=self._device)
-            for view, tensor in zip(torch.split(whole, sizes), tensors, strict=True):
-                view.copy_(tensor.detach())
-        for name, view in zip(names, torch.split(whole, sizes), strict=True):
+        for name, tensor, view in zip(names, tensors, torch.split(whole, sizes), strict=True):
+            if self._get is not None:
+                self._unread.append((view, name))
+            elif whole is not tensor:
+                view.copy_(tensor)
             path, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(view, requires_grad=False)
             setattr(self._module.get_submodule(path), leaf, parameter)
@@ -146,22 +153,24 @@ class _Weights:
     def linear(self, *paths: str) -> Linear:
         """Linear layers that read the same rows, as one."""
         parts = [self._module.get_submodule(path) for path in paths]
-        has_bias = [part.bias is not None for part in parts]
         split = tuple(part.out_features for part in parts)
         weight = Dense(self.join(*(f"{path}.weight" for path in paths)))
-        if all(has_bias):
-            return Linear(weight, self.join(*(f"{path}.bias" for path in paths)), split)
-        if not any(has_bias):
+        if parts[0].bias is None:
             return Linear(weight, None, split)
-        biases = [
-            self.join(f"{path}.bias") if has else weight.values.new_zeros(size)
-            for path, has, size in zip(paths, has_bias, split, strict=True)
-        ]
-        return Linear(weight, torch.cat(biases), split)
+        return Linear(weight, self.join(*(f"{path}.bias" for path in paths)), split)
+
+    def read(self) -> None:
+        """Fill what `join` made from files, in several threads: one reads 1.3 GB/s from the page
+        cache of a machine on which the disk's bound is far above."""
+
+        if (get := self._get) is None:
+            return
+        with ThreadPoolExecutor(_READERS) as readers:
+            for _ in readers.map(lambda job: job[0].copy_(get(job[1])), self._unread):
+                pass
 
 
-@contextmanager
-def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Iterator[Get | None]:
+def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Get | None:
     """Where the weights of a twin are read from, by slice, if its family is one of these and the
     files hold exactly the tensors that it has; else None, for Transformers to say what is wrong.
     """
@@ -179,22 +188,19 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> It
     try:
         check_family(module)
     except UnfitError:
-        yield None
-        return
-    if (
-        any(stored.get(name) != shape for name, shape in wanted.items())
-        or "lm_head.weight" in others
-    ):
-        yield None
-        return
-    folder = next(iter(headers)).parent
-    check_leftovers(module, others, folder)
-    with ExitStack() as open_files:
-        files = {}
-        for path in headers:
-            with reading(path):
-                files[path] = open_files.enter_context(safe_open(path, "pt"))
-        yield lambda name: files[found[name]].get_tensor(name)
+        return None
+    differs = any(stored.get(name) != shape for name, shape in wanted.items())
+    if differs or "lm_head.weight" in others:
+        return None
+    check_leftovers(module, others, next(iter(headers)).parent)
+
+    def get(name: str) -> Tensor:
+        # Opened for each: the memory that a file is mapped to is given back with the tensor.
+        with reading(path := found[name]), safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    return get
 
 
 def twin_of(

@@ -295,10 +295,9 @@ def _weighted(
     is_plain = shapes is not None and not _is_quantised(config)
     if is_plain and config.get_text_config() is config:
         twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
-        with files_of(twin, headers) as get:
-            if get is not None:
-                take_generation_config(twin, folder)
-                return twin, read_stack(twin, get)
+        if (get := files_of(twin, headers)) is not None:
+            take_generation_config(twin, folder)
+            return twin, read_stack(twin, get)
     module = _weighted_module(described, folder, dtype, device)
     return module, None if getattr(module, "is_quantized", False) else _stack_of(module)
 

@@ -19,7 +19,7 @@ from foretoken.engine.boundary import Params, ParamsReader, Prompt, check_option
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
-from foretoken.foreign.python import absent_attribute
+from foretoken.foreign import absent_attribute
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.errors import ForetokenError
-from foretoken.foreign.python import absent_attribute
+from foretoken.foreign import absent_attribute
 
 
 @dataclass(frozen=True, slots=True)

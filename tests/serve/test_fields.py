@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from foretoken import SamplingParams
 from foretoken.errors import RequestError
-from foretoken.foreign.table import Foreign
+from foretoken.foreign import Foreign
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
 from foretoken.serve.answers.completions import CompletionForm
 from foretoken.serve.answers.events import EventReader

@@ -20,7 +20,7 @@ from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import generate, models, page, state, tokens
+from foretoken.serve.routes import generate, models, page, state
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
@@ -43,7 +43,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     )  # fmt: skip
     app.state.context = context
     errors.install(app)
-    for part in (generate, models, tokens, state, page):
+    for part in (generate, models, state, page):
         app.include_router(part.router(context))
     # The last one added is the first that sees a request: bodies of strangers are not read.
     most = context.served.max_model_len

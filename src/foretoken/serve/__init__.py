@@ -1,9 +1,9 @@
 """`foretoken serve`: OpenAI's API over an `AsyncEngine`, exact under speculation.
 
-One flow: a body (`protocol/`) as the engine takes it (`requests.py`, `conversions.py`), the engine's
-deltas (`running.py`) as events (`answers/events.py`, `parsers/`), written for their API (`answers/`)
-and sent (`sse.py`). `routes/generate.py` is this flow: begin there. What else there is stands in
-ARCHITECTURE.md.
+One flow: a body (`protocol/`) as the engine takes it (`requests.py`, `conversions.py`), the
+engine's deltas (`running.py`) as events (`answers/events.py`, `parsers/`), written for their API
+(`answers/`) and sent (`sse.py`). Begin reading in `routes/generate.py`, which is this flow;
+ARCHITECTURE.md has the rest.
 
 What comes next goes here:
 

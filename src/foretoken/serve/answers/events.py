@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
-from foretoken.serve.parsers.parts import Parser, Part, Plain
+from foretoken.serve.parsers.message import MessageParser
+from foretoken.serve.parsers.parts import Part, Plain
 from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
 
@@ -118,7 +119,7 @@ class EventReader:
     def __init__(self, asked: Asked) -> None:
         self.usage = Usage(asked)
         self._asked = asked
-        self._parsers: dict[int, Parser] = {}
+        self._parsers: dict[int, MessageParser | Plain] = {}
         self._prompts: dict[int, RequestDelta] = {}
         self._rows: dict[int, Any] = {}  # of prompts, until the first choice has told them
 
@@ -149,7 +150,7 @@ class EventReader:
             self.usage.num_reasoning = sum(counts)
         return events
 
-    def _new_parser(self, number: int) -> Parser:
+    def _new_parser(self, number: int) -> MessageParser | Plain:
         if self._asked.parsing is None:
             return Plain()
         return self._asked.parsing.new(self._prompts[number].prompt or "")

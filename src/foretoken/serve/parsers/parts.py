@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta
 
@@ -48,21 +48,8 @@ def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 Part = Content | Reasoning | ToolCall
 
 
-class Parser(Protocol):
-    """What the tokens of one choice mean, however they are split into deltas.
-
-    Attributes:
-        num_reasoning: tokens of the reasoning so far, its marks included.
-    """
-
-    num_reasoning: int
-
-    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
-
-
 class Plain:
-    """All text is the answer's."""
+    """A `MessageParser` for which all text is the answer's."""
 
     num_reasoning = 0
 

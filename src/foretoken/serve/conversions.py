@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from foretoken.errors import RequestError
 from foretoken.serve.errors import field_error, written_as
-from foretoken.serve.parsers.parts import call_fields
+from foretoken.serve.parsers.message import call_fields
 from foretoken.serve.protocol.chat import (
     AllowedNames,
     AllowedTools,

@@ -9,7 +9,6 @@ from ipaddress import ip_address
 
 from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
-from foretoken.serve.parsers.parts import REASONING_PARSERS
 
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
@@ -23,6 +22,8 @@ _OWN_PATHS = {
 that took nothing off."""
 MAX_STEP_SECONDS = 0.15
 """`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
+REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
+"""Names of the one format of reasoning that is read: `<think>` and `</think>`."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from foretoken.outputs import Logprob, TokenTrace
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.errors import Refusal
-from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, call_fields
+from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall, call_fields
 from foretoken.serve.requests import Asked
 from foretoken.serve.sse import DONE, Choices, Rows, dumps, pieces
 

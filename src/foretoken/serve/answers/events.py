@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
-from foretoken.serve.parsers.message import MessageParser
-from foretoken.serve.parsers.parts import Part, Plain
+from foretoken.serve.parsers.message import MessageParser, Part, Plain
 from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
 

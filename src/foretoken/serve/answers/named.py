@@ -18,7 +18,7 @@ from foretoken.outputs import CompletionDelta, TokenTrace
 from foretoken.serve.answers.choices import traced
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.errors import Refusal
-from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall
+from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall
 from foretoken.serve.protocol.common import Fields
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked

@@ -17,7 +17,7 @@ from typing import Any
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 from foretoken.sampling.structured import as_text
-from foretoken.serve.parsers.parts import REASONING_PARSERS
+from foretoken.serve.options import REASONING_PARSERS
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
 _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON

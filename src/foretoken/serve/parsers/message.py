@@ -15,13 +15,13 @@ import re
 import secrets
 import string
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta
 from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
-from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, merged
 
 _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _HEAD_OF_BODY = re.compile(
@@ -33,6 +33,43 @@ _BETWEEN = re.compile(r"[\s,:]*")
 _NO_CALLS = CallFormat(opener="")
 _NO_CALL = (ValueError, TypeError, KeyError, RecursionError)  # what reading one raises
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
+
+
+class Content(NamedTuple):
+    """Text of the answer."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text of the reasoning before it."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A call.
+
+    Attributes:
+        number: of the calls of its choice, from 0.
+        arguments: the JSON text of an object.
+        is_whole: False: the answer's end cut it, and this is the beginning of that text.
+    """
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+    is_whole: bool = True
+
+
+def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as messages of a chat have it, in requests and in answers."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+Part = Content | Reasoning | ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +114,15 @@ class Parsing:
     def new(self, prompt: str) -> MessageParser:
         """A parser of one choice; the prompt's end may have begun the reasoning."""
         return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))
+
+
+class Plain:
+    """A `MessageParser` for which all text is the answer's."""
+
+    num_reasoning = 0
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        return (Content(sample.text),) if sample.text else ()
 
 
 class MessageParser:
@@ -338,6 +384,20 @@ class _JsonEnd:
                     return self._at
         self._at = len(text)
         return None
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """The same with texts of one kind that follow each other as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        else:
+            found.append(part)
+    return found
 
 
 def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:

@@ -19,14 +19,13 @@ from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.context import Context
 from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.errors import Refusal, documented, written_as
-from foretoken.serve.lifetime import Flight
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, check_size, read_chat, read_completion
-from foretoken.serve.running import News, run
+from foretoken.serve.running import Flight, News, run
 from foretoken.serve.sse import (
     AnswerWriter,
     EventStream,

@@ -33,13 +33,7 @@ class AsyncEngine:
     event loops; each iterator belongs to the loop that began it. Signals are the program's:
     `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
 
-    Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
-        speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
-        options: any other field of `EngineConfig`.
-
-    Raises:
-        ConfigError, CheckpointError, UnsupportedModelError, EngineMemoryError.
+    What it is given, and what that raises, is as in `LLM`.
     """
 
     def __init__(

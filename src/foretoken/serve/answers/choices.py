@@ -193,7 +193,10 @@ class CompletionWriter(ChunkWriter):
         return [choice | common_fields([event]) if sample.finish_reason else choice]
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        ids, said = events[0].prompt_ids, [event.echo.text for event in events if event.echo]
+        ids, said = (
+            events[0].prompt_ids,
+            [event.echo.prompt or "" for event in events if event.echo],
+        )
         said += [part.text for e in events for part in e.parts if isinstance(part, Content)]
         return {
             "index": events[0].choice,
@@ -211,13 +214,13 @@ class CompletionWriter(ChunkWriter):
         named: list[str] = []
         rows: list[Row] = []
         for event in events:
-            if event.echo and event.echo.logprobs:
-                echoed = [row for row in event.echo.logprobs if row is not None]
+            if event.echo and event.echo.prompt_logprobs:
+                prompt, ids = event.echo.prompt or "", event.echo.prompt_token_ids or ()
+                echoed = [row for row in event.echo.prompt_logprobs if row is not None]
                 # The first token has no row: its text is what the others leave of the prompt's.
                 others = sum(len(text(own(row)[1])) for row in echoed)
-                first = [event.echo.text[: max(0, len(event.echo.text) - others)]]
-                by_id = self._as_id or not event.echo.text
-                named = [f"token_id:{event.echo.token_ids[0]}"] if by_id else first
+                first = [prompt[: max(0, len(prompt) - others)]]
+                named = [f"token_id:{ids[0]}"] if self._as_id or not prompt else first
                 rows += echoed
             rows += event.sample.logprobs or ()
         texts = first + [text(own(row)[1]) for row in rows]

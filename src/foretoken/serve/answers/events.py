@@ -17,14 +17,6 @@ from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
 
 
-class Echo(NamedTuple):
-    """The prompt, where an answer begins with it."""
-
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[dict[int, Logprob] | None] | None
-
-
 class Event(NamedTuple):
     """What one choice has that is new.
 
@@ -32,7 +24,8 @@ class Event(NamedTuple):
         choice: its index: samples of the first prompt, then those of the second.
         parts: what the new tokens say; may be empty.
         sample: the tokens, what is known of each, and why it ended, if it has.
-        echo: the prompt, in the first event of a choice whose request asked for it.
+        echo: the delta that has the prompt, in the first event of a choice whose request asked
+            for it, whenever that sample began.
         prompt_ids: its token ids, likewise.
         prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
     """
@@ -40,7 +33,7 @@ class Event(NamedTuple):
     choice: int
     parts: Sequence[Part]
     sample: CompletionDelta
-    echo: Echo | None = None
+    echo: RequestDelta | None = None
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     prompt_ids: Sequence[int] | None = None
 
@@ -136,7 +129,7 @@ class EventReader:
             echo = rows = ids = None
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
-                echo = self._echo(number) if self._asked.echo else None
+                echo = self._prompts[number] if self._asked.echo else None
                 shows_ids = self._asked.return_token_ids
                 ids = self._prompts[number].prompt_token_ids if shows_ids else None
             if sample.index == 0:
@@ -153,11 +146,6 @@ class EventReader:
         if self._asked.parsing is None:
             return Plain()
         return self._asked.parsing.new(self._prompts[number].prompt or "")
-
-    def _echo(self, number: int) -> Echo:
-        """What stands before a choice; samples that begin later find the first one's."""
-        first = self._prompts[number]
-        return Echo(first.prompt or "", first.prompt_token_ids or (), first.prompt_logprobs)
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:

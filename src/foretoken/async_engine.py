@@ -33,7 +33,7 @@ class AsyncEngine:
     event loops; each iterator belongs to the loop that began it. Signals are the program's:
     `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
 
-    What it is given, and what that raises, is as in `LLM`.
+    It takes what `LLM` takes, and raises the same.
     """
 
     def __init__(

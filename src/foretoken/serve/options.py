@@ -22,8 +22,6 @@ _OWN_PATHS = {
 that took nothing off."""
 MAX_STEP_SECONDS = 0.15
 """`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
-REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
-"""Names of the one format of reasoning that is read: `<think>` and `</think>`."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -138,10 +136,12 @@ class ServeOptions:
         if self.root_path and self.root_path.split("/")[1] in _OWN_PATHS:
             remedy = "Paths of the server begin so: put a name of your own before it."
             raise ConfigError("root_path", self.root_path, "a path such as `/llm`", remedy)
-        formats: Iterable[str] = ()
-        if self.tool_call_parser not in ("auto", "none"):  # else `--help` would load torch
-            from foretoken.serve.parsers.formats import FORMATS as formats
-        for name, known in (("tool_call_parser", formats), ("reasoning_parser", REASONING_PARSERS)):
+        formats: dict[str, Iterable[str]] = {"tool_call_parser": (), "reasoning_parser": ()}
+        if any(getattr(self, name) not in ("auto", "none") for name in formats):
+            from foretoken.serve.parsers.formats import FORMATS, REASONING_PARSERS
+
+            formats = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_PARSERS}
+        for name, known in formats.items():  # which are empty, else `--help` would load torch
             if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
                 remedy = "No other format is read here; `auto` finds these in the template."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)

@@ -215,7 +215,7 @@ class CompletionWriter(ChunkWriter):
         rows: list[Row] = []
         for event in events:
             if event.echo and event.echo.prompt_logprobs:
-                prompt, ids = event.echo.prompt or "", event.echo.prompt_token_ids or ()
+                prompt, ids = event.echo.prompt or "", event.echo.prompt_token_ids or []
                 echoed = [row for row in event.echo.prompt_logprobs if row is not None]
                 # The first token has no row: its text is what the others leave of the prompt's.
                 others = sum(len(text(own(row)[1])) for row in echoed)

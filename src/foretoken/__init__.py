@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
     if name not in _PLACES:
         if not name.startswith("_"):
-            foreign = import_module("foretoken.foreign.python")
+            foreign = import_module("foretoken.foreign")
             if name in foreign.NAMES:  # of vLLM's: what it is here is said where it is used
                 return foreign.absent_name(name)
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")

@@ -19,7 +19,7 @@ from foretoken.engine.boundary import Params, ParamsReader, Prompt, check_option
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
-from foretoken.foreign.python import absent_attribute
+from foretoken.foreign import absent_attribute
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
@@ -33,13 +33,7 @@ class AsyncEngine:
     event loops; each iterator belongs to the loop that began it. Signals are the program's:
     `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
 
-    Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
-        speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
-        options: any other field of `EngineConfig`.
-
-    Raises:
-        ConfigError, CheckpointError, UnsupportedModelError, EngineMemoryError.
+    It takes what `LLM` takes, and raises the same.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.request import RequestGroup
 from foretoken.engine.worker import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
-from foretoken.foreign.python import absent_attribute
+from foretoken.foreign import absent_attribute
 from foretoken.interrupts import Interrupt, OnInterrupt
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.errors import ForetokenError
-from foretoken.foreign.python import absent_attribute
+from foretoken.foreign import absent_attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,33 +381,19 @@ class RequestDelta:
             for sample in delta.outputs:
                 parts.setdefault(sample.index, []).append(sample)
 
-        def only(name: str) -> Any:
-            """What one of them has at most."""
+        found: dict[str, Any] = {}
+        for name in ("prompt", "prompt_token_ids", "prompt_logprobs"):  # one of them has it at most
             values = (getattr(delta, name) for delta in deltas)
-            return next((value for value in values if value is not None), None)
-
-        return replace(
-            deltas[-1],
-            outputs=[_concatenate(parts[index]) for index in sorted(parts)],
-            prompt=only("prompt"),
-            prompt_token_ids=only("prompt_token_ids"),
-            prompt_logprobs=only("prompt_logprobs"),
-        )
+            found[name] = next((value for value in values if value is not None), None)
+        outputs = [_concatenate(parts[index]) for index in sorted(parts)]
+        return replace(deltas[-1], outputs=outputs, **found)
 
 
 def _concatenate(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
     """Consecutive deltas of one sample as one; only the last can tell of its end."""
     last = deltas[-1]
-    logprobs, trace = None, None
-    if last.logprobs is not None:
-        logprobs = [row for delta in deltas for row in delta.logprobs or ()]
-    if last.trace is not None:
-        trace = [token for delta in deltas for token in delta.trace or ()]
-    return replace(
-        last,
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        text="".join(delta.text for delta in deltas),
-        logprobs=logprobs,
-        origins=[origin for delta in deltas for origin in delta.origins],
-        trace=trace,
-    )
+    joined: dict[str, Any] = {"text": "".join(delta.text for delta in deltas)}
+    for name in ("token_ids", "logprobs", "origins", "trace"):
+        if getattr(last, name) is not None:
+            joined[name] = [item for delta in deltas for item in getattr(delta, name) or ()]
+    return replace(last, **joined)

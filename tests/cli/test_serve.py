@@ -16,8 +16,7 @@ from foretoken.cli.app import app
 from foretoken.cli.foreign import foreign_options
 from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.foreign.engine import SERVER_OPTIONS
-from foretoken.foreign.table import Foreign
+from foretoken.foreign import SERVER_OPTIONS, Foreign
 from foretoken.serve.options import ServeOptions
 
 THEIRS = Path(__file__).with_name("vllm_serve.txt").read_text(encoding="utf-8").split()

@@ -26,17 +26,18 @@ from foretoken import (
     StructuredOutputsParams,
 )
 from foretoken.drafting.registry import find_drafter
-from foretoken.foreign.engine import ENGINE_OPTIONS, SERVER_OPTIONS
-from foretoken.foreign.python import (
+from foretoken.foreign import (
     CALL_OPTIONS,
+    ENGINE_OPTIONS,
     METHODS,
     NAMES,
     OUTPUTS,
     PROMPT_KEYS,
+    SERVER_OPTIONS,
     SPECULATIVE_FIELDS,
     SPECULATIVE_METHODS,
+    Foreign,
 )
-from foretoken.foreign.table import Foreign
 from foretoken.serve.options import ServeOptions
 from tests.support.asynchronous import last
 from tests.support.checkpoints import save_checkpoint

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from foretoken import AsyncEngine
-from foretoken.serve import lifetime
+from foretoken.serve import running as engine_runs
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.server import bind, make_server
@@ -52,7 +52,7 @@ class Deadlines:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
         names = {**vars(asyncio), "get_running_loop": lambda: self}
-        monkeypatch.setattr(lifetime, "asyncio", SimpleNamespace(**names))
+        monkeypatch.setattr(engine_runs, "asyncio", SimpleNamespace(**names))
 
     def call_later(self, seconds: float, *what: Any) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()

@@ -22,11 +22,12 @@ from pydantic import ValidationError
 
 from foretoken import SamplingParams
 from foretoken.errors import RequestError
-from foretoken.foreign.table import Foreign
+from foretoken.foreign import Foreign
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
-from foretoken.serve.answers.completions import CompletionForm
+from foretoken.serve.answers.choices import CompletionWriter
 from foretoken.serve.answers.events import EventReader
 from foretoken.serve.conversions import read_messages, read_responses
+from foretoken.serve.errors import _BOUNDS, field_error
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
@@ -38,7 +39,6 @@ from foretoken.serve.protocol.common import (
     StreamOptions,
     described,
 )
-from foretoken.serve.protocol.faults import _BOUNDS, field_error
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
 from foretoken.serve.protocol.responses import ResponsesBody
@@ -483,7 +483,7 @@ def test_the_first_sample_of_a_prompt_has_its_logprobs_whenever_they_come() -> N
         deltas = [RequestDelta("1", samples[1:], prompt="ax", prompt_token_ids=[4, 5])]
         deltas += [RequestDelta("1", samples[:2]), RequestDelta("1", samples)]
         deltas[at] = replace(deltas[at], prompt_logprobs=rows)
-        reader, form = EventReader(asked), CompletionForm(asked)
+        reader, form = EventReader(asked), CompletionWriter(asked, "m")
         events = [event for delta in deltas for event in reader.read(News(0, delta))]
         by_choice = [[event for event in events if event.choice == i] for i in range(3)]
         told = [form.whole(some).get("prompt_logprobs") for some in by_choice]

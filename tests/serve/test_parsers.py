@@ -21,8 +21,7 @@ from foretoken.sampling.grammar import Grammars
 from foretoken.sampling.structured import as_text
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
-from foretoken.serve.parsers.message import Parsing
-from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, merged
+from foretoken.serve.parsers.message import Content, Parsing, Part, Reasoning, ToolCall, merged
 from tests.sampling.test_grammar import allowed, byte_level, next_mask
 
 NAMES = ("area", "now")

@@ -13,13 +13,10 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.outputs import CompletionDelta, Logprob, TokenTrace
-from foretoken.serve.answers.chat import ChatForm
-from foretoken.serve.answers.completions import CompletionForm
-from foretoken.serve.answers.events import Event
-from foretoken.serve.answers.usage import Usage
-from foretoken.serve.pieces import LONG_BODY, SLICE, Rows, aside, paced, pieces
+from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
+from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.requests import Asked
-from foretoken.serve.sse import ChunkWriter
+from foretoken.serve.sse import LONG_BODY, SLICE, Rows, aside, paced, pieces
 
 
 @pytest.mark.parametrize(
@@ -49,9 +46,9 @@ def test_long_lists_come_row_by_row() -> None:
     }
 
 
-@pytest.mark.parametrize("form", [ChatForm, CompletionForm])
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_piece_of_an_answer_is_long(form: Any, stream: bool) -> None:
+def test_no_piece_of_an_answer_is_long(kind: Any, stream: bool) -> None:
     """Log-probabilities of 500 tokens, those of a prompt, and traces; a client that reads slowly
     has them in one delta."""
     row = {i: Logprob(-1.5, i + 1, "some") for i in range(21)}
@@ -61,7 +58,7 @@ def test_no_piece_of_an_answer_is_long(form: Any, stream: bool) -> None:
     )
     asked = Asked(SamplingParams(logprobs=20), num_top=20, stream=stream)
     event = Event(0, (), sample, prompt_logprobs=[None, *[row] * 500])
-    writer, usage = ChunkWriter(asked, form(asked), "m"), Usage(asked)
+    writer, usage = kind(asked, "m"), Usage(asked)
     parts = [*(writer.write([event], usage) if stream else writer.body({0: [event]}, usage))]
     last = b"".join(parts).strip().rpartition(b"\n\n")[2]
     answer = json.loads(last.removeprefix(b"data: "))["choices"][0]

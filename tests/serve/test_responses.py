@@ -11,11 +11,9 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.outputs import CompletionDelta
-from foretoken.serve.answers.events import Event
-from foretoken.serve.answers.messages import MessagesWriter
-from foretoken.serve.answers.responses import ResponsesWriter
-from foretoken.serve.answers.usage import Usage
-from foretoken.serve.parsers.parts import Content, Reasoning, ToolCall
+from foretoken.serve.answers.events import Event, Usage
+from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
+from foretoken.serve.parsers.message import Content, Reasoning, ToolCall
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked
 from tests.serve.running import post

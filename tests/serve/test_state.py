@@ -180,16 +180,17 @@ def test_phases_of_a_request_are_those_its_engine_tells() -> None:
     sample = CompletionDelta(0, [1, 2, 3, 4, 5], "", "length")
     Record(counts).observe(News(0, RequestDelta("r", [sample], True, None, [7] * 9, metrics=times)))
     found = {
-        "queue_time": 0.5, "prefill_time": 1.5, "decode_time": 2.0, "inference_time": 3.5,
-        "time_per_output_token": 0.5, "prompt_tokens": 9.0, "generation_tokens": 5.0,
+        "queue_time_seconds": 0.5, "prefill_time_seconds": 1.5, "decode_time_seconds": 2.0,
+        "inference_time_seconds": 3.5, "time_per_output_token_seconds": 0.5,
+        "prompt_tokens": 9.0, "generation_tokens": 5.0,
     }  # fmt: skip
     for name, value in found.items():
-        histogram = getattr(counts, f"request_{name}")
+        histogram = counts.histograms[f"request_{name}"]
         assert (histogram.sum, sum(histogram.counts)) == (value, 1), name
     left = CompletionDelta(0, [], "", "abort")
     delta = RequestDelta("r", [left], True, metrics=RequestMetrics())
     Record(counts).observe(News(0, delta))
-    assert sum(counts.request_queue_time.counts) == 1, "it never had a slot"
+    assert sum(counts.histograms["request_queue_time_seconds"].counts) == 1, "it never had a slot"
 
 
 def test_phases_of_a_request_add_up_to_its_time(http: httpx.Client) -> None:

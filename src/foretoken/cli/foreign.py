@@ -1,7 +1,7 @@
 """The command line of `vllm serve`, as far as it differs from ours.
 
 Charter: words. Which options are ours in another spelling, which take a value, or several; what
-the others may say is in `foretoken/foreign/`. None of them is in `--help`.
+the others may say is in `foretoken/foreign.py`. None of them is in `--help`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from foretoken.errors import ConfigError
-from foretoken.foreign.engine import ENGINE_OPTIONS, SERVER_OPTIONS
-from foretoken.foreign.table import without_foreign
+from foretoken.foreign import ENGINE_OPTIONS, SERVER_OPTIONS, without_foreign
 
 _TABLE = ENGINE_OPTIONS | SERVER_OPTIONS
 _OTHER_NAMES = {

@@ -17,8 +17,7 @@ from foretoken.config.checks import (
 )
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
-from foretoken.foreign.engine import ENGINE_OPTIONS, RENAMED
-from foretoken.foreign.table import names_checked
+from foretoken.foreign import ENGINE_OPTIONS, RENAMED, names_checked
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}

@@ -18,8 +18,7 @@ from foretoken.config.checks import (
     make_plain,
 )
 from foretoken.errors import ConfigError, check_known_keys
-from foretoken.foreign.python import SPECULATIVE_FIELDS
-from foretoken.foreign.table import names_checked, without_foreign
+from foretoken.foreign import SPECULATIVE_FIELDS, names_checked, without_foreign
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")

@@ -9,7 +9,7 @@ from typing import cast
 from foretoken.config import HYBRID, SpeculativeConfig, check_choice, of_drafter
 from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
-from foretoken.foreign.python import SPECULATIVE_METHODS
+from foretoken.foreign import SPECULATIVE_METHODS
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.stacks:DraftModel",

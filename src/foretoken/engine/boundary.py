@@ -18,8 +18,7 @@ from foretoken.engine.admission import BadWords, check_request, check_token_ids,
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError, RequestError, check_known_keys
-from foretoken.foreign.python import CALL_OPTIONS, PROMPT_KEYS
-from foretoken.foreign.table import without_foreign
+from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
 from foretoken.models.tokenizer import encode_after
 from foretoken.outputs import (

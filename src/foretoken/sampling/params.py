@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.config import AUTO, REJECTION_SAMPLE_METHODS, plain
 from foretoken.errors import RequestError
-from foretoken.foreign.python import SAMPLING_FIELDS, absent_attribute
-from foretoken.foreign.table import names_checked
+from foretoken.foreign import SAMPLING_FIELDS, absent_attribute, names_checked
 from foretoken.sampling.grammar import Grammar
 from foretoken.sampling.structured import read_structured_outputs
 

@@ -14,13 +14,13 @@ from foretoken.async_engine import AsyncEngine
 from foretoken.serve import errors
 from foretoken.serve.access import HostCheck, KeyCheck, RootPath
 from foretoken.serve.context import Context
-from foretoken.serve.lifetime import Lifetime
 from foretoken.serve.limits import BodyLimits
 from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import generate, models, page, state, tokens
+from foretoken.serve.routes import generate, page, state
+from foretoken.serve.running import Lifetime
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
@@ -43,7 +43,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     )  # fmt: skip
     app.state.context = context
     errors.install(app)
-    for part in (generate, models, tokens, state, page):
+    for part in (generate, state, page):
         app.include_router(part.router(context))
     # The last one added is the first that sees a request: bodies of strangers are not read.
     most = context.served.max_model_len

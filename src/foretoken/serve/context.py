@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.async_engine import AsyncEngine
-from foretoken.serve.lifetime import Lifetime
 from foretoken.serve.metrics import Counts
 from foretoken.serve.requests import Served
+from foretoken.serve.running import Lifetime
 
 
 @dataclass(frozen=True, slots=True)

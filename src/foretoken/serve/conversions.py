@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from foretoken.errors import RequestError
-from foretoken.serve.errors import written_as
-from foretoken.serve.parsers.parts import call_fields
+from foretoken.serve.errors import field_error, written_as
+from foretoken.serve.parsers.message import call_fields
 from foretoken.serve.protocol.chat import (
     AllowedNames,
     AllowedTools,
@@ -22,7 +22,6 @@ from foretoken.serve.protocol.chat import (
     Tool,
 )
 from foretoken.serve.protocol.common import Fields, JsonSchema, ResponseFormat, SamplingFields
-from foretoken.serve.protocol.faults import field_error
 from foretoken.serve.protocol.messages import (
     ASSISTANT_BLOCKS,
     TEXT_BLOCKS,

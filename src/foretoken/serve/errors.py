@@ -1,7 +1,8 @@
 """Every error as OpenAI's body and a status.
 
 Charter: what a client may do about it decides the status: 4xx is theirs to mend, 429 and 503 pass,
-500 is a bug. A message names a field as the client wrote it.
+500 is a bug. A message names a field as the client wrote it; of a body it says
+in our words what is wrong with one field.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, get_type_hints
+from difflib import get_close_matches
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,7 +32,7 @@ from foretoken.errors import (
     StepError,
     UsageError,
 )
-from foretoken.serve.protocol.faults import field_error
+from foretoken.serve.protocol.common import Fields
 
 _log = logging.getLogger(__name__)
 _OF_SEVERAL = {
@@ -55,6 +57,25 @@ _HERE = (
     "images or audio, no files. POST /v1/chat/completions, /v1/completions, /v1/responses or "
     "/v1/messages; GET /docs says the rest."
 )
+_BOUNDS = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "string_unicode": "a text without lone surrogates",
+    "string_pattern_mismatch": "a text that matches {pattern}",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "literal_error": "{expected}",
+    "too_long": "of at most {max_length} members",
+    "missing": "given",
+    "extra_forbidden": "left out: there is no such field",
+    "value_error": "{error}",
+}
+"""What a value must be, by what pydantic calls an error of its type."""
 request_id = ContextVar("request_id", default="")
 """The name of the request that this task serves; see `logs.py`."""
 
@@ -203,3 +224,60 @@ def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
     elif first["type"] == "json_invalid":
         bound = f"JSON: {first['ctx']['error']}, at character {first['loc'][1]}"
     return Refusal(400, f"The body must be {bound}.", "invalid_request_error")
+
+
+def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> RequestError:
+    """The error of the first field that is wrong; of a union's members, of those that went far.
+
+    Args:
+        kind: what was read.
+        errors: a `ValidationError`'s, their places within it.
+        where: its name, if it is not the body.
+    """
+    near = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
+    # A wrong `type` says more than what the right one would have beside it.
+    first = max(near, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
+    name, fields = _place(kind, first["loc"], where)
+    told = first.get("ctx", {}).get("error")
+    if isinstance(told, RequestError):  # of a field that is not in the schema: see `foreign`
+        place = f"{name}.{told.field}" if name else told.field
+        return RequestError(place, told.value, told.bound, told.remedy)
+    if first["type"] == "extra_forbidden":
+        last = str(first["loc"][-1])
+        name = f"{name}.{last}" if name else last
+        found = get_close_matches(last, fields, n=1, cutoff=0.6)
+        remedy = f"Did you mean `{found[0]}`?" if found else ""
+    else:
+        near = [e for e in near if _place(kind, e["loc"], where)[0] == name]
+        remedy = ""
+    bound = ", or ".join(dict.fromkeys(map(_bound, near if name else [first])))
+    value = None if first["type"] == "missing" else first["input"]
+    return RequestError(name, value, bound, remedy)
+
+
+def _bound(error: Any) -> str:
+    return _BOUNDS.get(error["type"], "{msg}").format_map({**error, **error.get("ctx", {})})
+
+
+def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:
+    """The name of what is at a place, as its client wrote it, and the fields that may stand there.
+
+    Parts that are no fields are members of unions, or keys of a map.
+    """
+    fields = dict(_fields(kind))
+    for part in loc:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part in fields:
+            name += f".{part}" if name else part
+            fields = dict(_fields(fields[part]))
+    return name, fields
+
+
+def _fields(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Names and types of the fields of a type's objects, those of a union's members together."""
+    if isinstance(kind, type) and issubclass(kind, Fields):
+        for name, field in kind.model_fields.items():
+            yield field.alias or name, field.annotation
+    for part in get_args(kind):
+        yield from _fields(part)

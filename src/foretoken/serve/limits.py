@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.pieces import aside
+from foretoken.serve.sse import aside
 
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.access import OPEN
-from foretoken.serve.answers.usage import Usage
+from foretoken.serve.answers.events import Usage
 from foretoken.serve.errors import own_path, request_id
 from foretoken.serve.protocol.common import REQUEST_ID
 

@@ -67,16 +67,14 @@ class Counts:
         self.prompt_tokens = self.generation_tokens = 0
         self.cached_tokens = self.preemptions = 0
         self.finished: Counter[str] = Counter()
-        self.time_to_first_token = Histogram()
-        self.inter_token_latency = Histogram()
-        self.e2e_request_latency = Histogram()
-        self.request_queue_time = Histogram()
-        self.request_prefill_time = Histogram()
-        self.request_decode_time = Histogram()
-        self.request_inference_time = Histogram()
-        self.request_time_per_output_token = Histogram()
-        self.request_prompt_tokens = Histogram(_TOKENS)
-        self.request_generation_tokens = Histogram(_TOKENS)
+        self.histograms = {
+            name: Histogram(_SECONDS if name.endswith("_seconds") else _TOKENS)
+            for name in _HISTOGRAMS
+        }
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        """Add a value, or several that are equal, to a histogram."""
+        self.histograms[name].observe(value, times)
 
 
 class Record:
@@ -94,42 +92,42 @@ class Record:
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
-            counts.request_prompt_tokens.observe(len(delta.prompt_token_ids))
+            counts.observe("request_prompt_tokens", len(delta.prompt_token_ids))
         before = self._last.get(number)
         for sample in delta.outputs:
             size = len(sample.token_ids)
             counts.generation_tokens += size
             self._sizes[number][sample.index] += size
             if size and before is not None:
-                counts.inter_token_latency.observe((now - before) / size, size)
+                counts.observe("inter_token_latency_seconds", (now - before) / size, size)
             if sample.finish_reason is not None:
                 counts.finished[sample.finish_reason] += 1
         if before is None and delta.outputs and delta.outputs[0].token_ids:
-            counts.time_to_first_token.observe(now - self._start)
+            counts.observe("time_to_first_token_seconds", now - self._start)
         self._last[number] = now
         if delta.metrics is not None:
             counts.cached_tokens += delta.metrics.num_cached_tokens
             counts.preemptions += delta.metrics.num_preemptions
-            counts.e2e_request_latency.observe(now - self._start)
+            counts.observe("e2e_request_latency_seconds", now - self._start)
             self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
 
     def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
         """What the engine's own clock says of a prompt whose samples have so many tokens."""
         counts, queued, first = self._counts, metrics.queue_time, metrics.time_to_first_token
         for size in sizes:
-            counts.request_generation_tokens.observe(size)
+            counts.observe("request_generation_tokens", size)
         if queued is None:
             return  # it left before it had a slot
-        counts.request_queue_time.observe(queued)
+        counts.observe("request_queue_time_seconds", queued)
         if first is None or not metrics.tokens_per_second:
             return
         end = max(sum(sizes) / metrics.tokens_per_second, first)
-        counts.request_prefill_time.observe(first - queued)
-        counts.request_decode_time.observe(end - first)
-        counts.request_inference_time.observe(end - queued)
+        counts.observe("request_prefill_time_seconds", first - queued)
+        counts.observe("request_decode_time_seconds", end - first)
+        counts.observe("request_inference_time_seconds", end - queued)
         if max(sizes) > 1:
             each = (end - first) / (max(sizes) - 1)
-            counts.request_time_per_output_token.observe(each)
+            counts.observe("request_time_per_output_token_seconds", each)
 
 
 class EngineCollector(Collector):
@@ -164,9 +162,9 @@ class EngineCollector(Collector):
         finished = dict(counts.finished)
         yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
         for name, text in _HISTOGRAMS.items():
-            yield self._histogram(name, text, getattr(counts, name.removesuffix("_seconds")))
+            yield self._histogram(name, text, counts.histograms[name])
         name = "time_per_output_token_seconds"  # an older name of it
-        yield self._histogram(name, _BETWEEN, counts.inter_token_latency)
+        yield self._histogram(name, _BETWEEN, counts.histograms["inter_token_latency_seconds"])
         yield self._cache_config()
         yield from self._speculation()
 

@@ -9,7 +9,6 @@ from ipaddress import ip_address
 
 from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
-from foretoken.serve.parsers.parts import REASONING_PARSERS
 
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
@@ -137,10 +136,12 @@ class ServeOptions:
         if self.root_path and self.root_path.split("/")[1] in _OWN_PATHS:
             remedy = "Paths of the server begin so: put a name of your own before it."
             raise ConfigError("root_path", self.root_path, "a path such as `/llm`", remedy)
-        formats: Iterable[str] = ()
-        if self.tool_call_parser not in ("auto", "none"):  # else `--help` would load torch
-            from foretoken.serve.parsers.formats import FORMATS as formats
-        for name, known in (("tool_call_parser", formats), ("reasoning_parser", REASONING_PARSERS)):
+        formats: dict[str, Iterable[str]] = {"tool_call_parser": (), "reasoning_parser": ()}
+        if any(getattr(self, name) not in ("auto", "none") for name in formats):
+            from foretoken.serve.parsers.formats import FORMATS, REASONING_PARSERS
+
+            formats = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_PARSERS}
+        for name, known in formats.items():  # which are empty, else `--help` would load torch
             if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
                 remedy = "No other format is read here; `auto` finds these in the template."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)

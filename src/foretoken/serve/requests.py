@@ -25,9 +25,14 @@ from foretoken.serve.errors import UnknownModelError, written_as
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing
-from foretoken.serve.protocol.chat import AllowedTools, ChatBody, CompletionBody, NamedTool
+from foretoken.serve.protocol.chat import (
+    AllowedTools,
+    ChatBody,
+    CompletionBody,
+    NamedTool,
+    TokenizeBody,
+)
 from foretoken.serve.protocol.common import GenerationFields, Speculative
-from foretoken.serve.protocol.tokens import TokenizeBody
 
 _PARAMS = {field.name for field in fields(SamplingParams)}
 # Of the same name in both, they are not of the same type.

@@ -83,9 +83,10 @@ def collect_when_idle() -> None:
 def make_config(app: FastAPI, *, closes_engine: bool = True) -> uvicorn.Config:
     """Uvicorn as it serves an application; it says nothing of what it serves."""
     context: Context = app.state.context
+    options = context.served.options
     return uvicorn.Config(
         app,
-        http=partial(Connection, context.served.options),  # type: ignore[arg-type]
+        http=partial(Connection, options),  # type: ignore[arg-type]
         log_level="warning",
         log_config=None,  # see `logs.py`
         access_log=False,
@@ -93,10 +94,10 @@ def make_config(app: FastAPI, *, closes_engine: bool = True) -> uvicorn.Config:
         lifespan="on" if closes_engine else "off",
         server_header=False,
         proxy_headers=False,
-        ssl_keyfile=context.served.options.ssl_keyfile,
-        ssl_certfile=context.served.options.ssl_certfile,
-        ssl_ca_certs=context.served.options.ssl_ca_certs,
-        ssl_cert_reqs=context.served.options.ssl_cert_reqs,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=options.ssl_cert_reqs,
         timeout_graceful_shutdown=math.ceil(context.lifetime.seconds_left()),
     )
 

@@ -1,36 +1,98 @@
-"""An answer as it is sent: whole, or as server-sent events.
+"""An answer as it is sent: whole, or as server-sent events, and what keeps that from blocking.
 
-Charter: the stream of one answer, from its first delta to its end, and what writes it in OpenAI's
-choices: one chunk for each that has something new. What stays equal in chunks is written once; a
-step's chunks are one write, unless making them takes long.
+Charter: the stream of one answer, from its first delta to its end, and what takes time on the event
+loop in proportion to an answer or a body. An answer is made piece by piece, and after some
+milliseconds of work the loop rests for as long; what a step brings is one write, unless making it
+takes long. A long body is read in a thread, where Python lets others have the interpreter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar, cast
+from time import perf_counter
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from foretoken.serve.answers.events import Event, EventReader, Form
-from foretoken.serve.answers.usage import Usage
+from foretoken.serve.answers.events import Event, EventReader, Usage
 from foretoken.serve.errors import Refusal, refusal
-from foretoken.serve.pieces import dumps, paced, pieces
-from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
 
-T = TypeVar("T")
+SLICE = 0.002
+"""Seconds of work on an answer, then of rest. The engine's thread takes the interpreter many times
+in a step, and waits for what is left of a slice each time; the rests are its own."""
+LONG_BODY = 2**15
+"""Bytes: a body of so many takes a millisecond or two, a thread 0.1 ms."""
 DONE = b"data: [DONE]\n\n"
-
-
 Choices = dict[int, list[Event]]
 """All events of an answer, by choice. It is emptied as it is written: to free it at once would
 stall the loop."""
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Rows:
+    """A long list in an answer: its items are made when they are written, once."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def dumps(value: Any) -> bytes:
+    """JSON of a value without `Rows`."""
+    try:
+        return to_json(value, inf_nan_mode="null")
+    except ValueError:  # half a surrogate pair, which a tool's description may have
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """JSON of a value: of dicts each value, and of `Rows` each item, is a piece."""
+    if isinstance(value, dict):
+        before = b"{"
+        for name, item in value.items():
+            yield before + dumps(name) + b":"
+            yield from pieces(item)
+            before = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Rows):
+        before = b"["
+        for item in value:
+            yield before + dumps(item)
+            before = b","
+        yield b"[]" if before == b"[" else b"]"
+    else:
+        yield dumps(value)
+
+
+async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """The parts, joined to what was made in one slice."""
+    made: list[bytes] = []
+    start = perf_counter()
+    for part in parts:
+        made.append(part)
+        if perf_counter() - start > SLICE:
+            yield b"".join(made)
+            made = []
+            await asyncio.sleep(SLICE)
+            start = perf_counter()
+    yield b"".join(made)
+
+
+async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` returns: done here, or in a thread if it is for a body of many bytes."""
+    if size < LONG_BODY:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 class AnswerWriter(Protocol):
@@ -49,60 +111,22 @@ class AnswerWriter(Protocol):
         """An error that ends the stream."""
 
 
-class ChunkWriter:
-    """An answer as choices.
+class WholeAnswer(Response):
+    """JSON that is complete when its first byte is sent, and goes out by parts."""
 
-    Args:
-        model: its name in the answer.
-    """
+    media_type = "application/json"
 
-    def __init__(self, asked: Asked, form: Form, model: str) -> None:
-        self._asked, self._form = asked, form
-        self._is_long = asked.num_top is not None or asked.params.trace  # else there are no `Rows`
-        self._fields = {
-            "id": asked.answer_id(form.id_prefix),
-            "object": form.chunk_object if asked.stream else form.body_object,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._head = b"data: " + dumps(self._fields)[:-1] + b',"choices":['
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, parts)))})
+        self._parts = parts
 
-    def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
-        between, root = self._head.removeprefix(b"data: "), dict[str, Any]()
-        for index in sorted(choices):
-            root |= self._form.root(choices[index])
-            yield between
-            yield from pieces(self._form.whole(choices.pop(index)))
-            between = b","
-        yield b"]," + dumps(root | _counts(usage))[1:]
-
-    def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
-        tail = b"]}\n\n"
-        if self._asked.continuous_usage:
-            tail = b'],"usage":' + dumps(usage.body()) + b"}\n\n"
-        elif self._asked.include_usage:
-            tail = b'],"usage":null}\n\n'
-        for event in events:
-            root = self._form.root([event])
-            beside = b"]," + dumps(root)[1:-1] + tail[1:] if root else tail
-            for choice in self._form.chunks(event):
-                yield self._head
-                yield from pieces(choice) if self._is_long else (dumps(choice),)
-                yield beside
-                beside = tail
-
-    def last(self, usage: Usage) -> Iterator[bytes]:
-        """The chunk of usage, where it was asked for, and the end."""
-        if self._asked.include_usage:
-            yield self._head + b"]," + dumps(_counts(usage))[1:] + b"\n\n"
-        yield DONE
-
-    def failed(self, refused: Refusal) -> Iterator[bytes]:
-        yield b"data: " + dumps(refused.body) + b"\n\n" + DONE
-
-
-def _counts(usage: Usage) -> dict[str, Any]:
-    return {"usage": usage.body(), "metrics": usage.speculation()}
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; the next part when the client has read most of those before it."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        *most, last = self._parts
+        for part in most:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": last})
 
 
 class EventStream(StreamingResponse):

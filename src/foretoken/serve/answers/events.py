@@ -1,28 +1,20 @@
-"""Deltas as events: what each choice of an answer has that is new.
+"""Deltas as events: what each choice of an answer has that is new, and what it cost.
 
 Charter: what an answer says, whatever API it is written for. A parser reads the tokens of one
-choice and says what they mean (`parsers/`). `Form` is what an API makes of events.
+choice and says what they mean (`parsers/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
-from foretoken.serve.answers.usage import Usage
-from foretoken.serve.parsers.parts import Parser, Part, Plain
+from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
+from foretoken.serve.parsers.message import MessageParser, Part, Plain
 from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
-
-
-class Echo(NamedTuple):
-    """The prompt, where an answer begins with it."""
-
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[dict[int, Logprob] | None] | None
 
 
 class Event(NamedTuple):
@@ -32,7 +24,8 @@ class Event(NamedTuple):
         choice: its index: samples of the first prompt, then those of the second.
         parts: what the new tokens say; may be empty.
         sample: the tokens, what is known of each, and why it ended, if it has.
-        echo: the prompt, in the first event of a choice whose request asked for it.
+        echo: the delta that has the prompt, in the first event of a choice whose request asked
+            for it, whenever that sample began.
         prompt_ids: its token ids, likewise.
         prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
     """
@@ -40,26 +33,76 @@ class Event(NamedTuple):
     choice: int
     parts: Sequence[Part]
     sample: CompletionDelta
-    echo: Echo | None = None
+    echo: RequestDelta | None = None
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     prompt_ids: Sequence[int] | None = None
 
 
-class Form(Protocol):
-    """How an API writes events, as dicts for JSON."""
+class Usage:
+    """Counts of one request over HTTP, in OpenAI's shape; those of the cache come at the end.
 
-    id_prefix: str
-    chunk_object: str
-    body_object: str
+    Attributes:
+        metrics: of the prompts that have ended.
+        num_reasoning: tokens of reasoning, which the output's include.
+    """
 
-    def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """Choices of a stream: none where a client would learn nothing."""
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._num_prompt = self._num_output = self._num_accepted = 0
+        self.metrics: list[RequestMetrics] = []
+        self.num_reasoning = 0
 
-    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """One choice from all its events."""
+    def count(self, delta: RequestDelta) -> None:
+        """Add what a delta brings."""
+        if delta.prompt_token_ids is not None:
+            self._num_prompt += len(delta.prompt_token_ids)
+        for sample in delta.outputs:
+            self._num_output += len(sample.token_ids)
+            if self._asked.params.prediction is not None:
+                self._num_accepted += sample.origins.count("accepted")
+        if delta.metrics is not None:
+            self.metrics.append(delta.metrics)
 
-    def root(self, events: Sequence[Event]) -> dict[str, Any]:
-        """What stands beside the choices, of events of one of them."""
+    def body(self) -> dict[str, Any]:
+        """`usage` of an answer."""
+        drafters = [m.drafters.get("prediction") for m in self.metrics]
+        counts = [c for c in drafters if c is not None]
+        # What was accepted behind the token that ended the answer is no part of it.
+        accepted = min(sum(c.num_accepted_tokens for c in counts), self._num_accepted)
+        rejected = sum(c.num_draft_tokens for c in counts) - accepted
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(m.num_cached_tokens for m in self.metrics)
+            },
+            "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
+        }
+
+    def speculation(self) -> dict[str, Any]:
+        """`metrics` of an answer, as load generators read them; null for several samples."""
+        if len(self.metrics) != 1 or self._asked.params.n > 1 or not self._asked.num_drafts:
+            return {"speculative_decoding": None}
+        metrics, num_drafts = self.metrics[0], self._asked.num_drafts
+        at_least = [metrics.num_drafts, *metrics.accepted_per_position]
+        at_least += [0] * (num_drafts + 2 - len(at_least))
+        return {
+            "speculative_decoding": {
+                "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+                "num_spec_steps": metrics.num_drafts,
+                "mean_acceptance_length": metrics.mean_acceptance_length,
+                "draft_acceptance_rate": metrics.acceptance_rate,
+                "num_accepted_draft_tokens": metrics.num_accepted_tokens,
+                "num_draft_tokens": metrics.num_draft_tokens,
+                "num_spec_tokens": num_drafts,
+                "synthetic_acceptance": metrics.synthetic_acceptance,
+            }
+        }
 
 
 class EventReader:
@@ -68,7 +111,7 @@ class EventReader:
     def __init__(self, asked: Asked) -> None:
         self.usage = Usage(asked)
         self._asked = asked
-        self._parsers: dict[int, Parser] = {}
+        self._parsers: dict[int, MessageParser | Plain] = {}
         self._prompts: dict[int, RequestDelta] = {}
         self._rows: dict[int, Any] = {}  # of prompts, until the first choice has told them
 
@@ -86,7 +129,7 @@ class EventReader:
             echo = rows = ids = None
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
-                echo = self._echo(number) if self._asked.echo else None
+                echo = self._prompts[number] if self._asked.echo else None
                 shows_ids = self._asked.return_token_ids
                 ids = self._prompts[number].prompt_token_ids if shows_ids else None
             if sample.index == 0:
@@ -99,15 +142,10 @@ class EventReader:
             self.usage.num_reasoning = sum(counts)
         return events
 
-    def _new_parser(self, number: int) -> Parser:
+    def _new_parser(self, number: int) -> MessageParser | Plain:
         if self._asked.parsing is None:
             return Plain()
         return self._asked.parsing.new(self._prompts[number].prompt or "")
-
-    def _echo(self, number: int) -> Echo:
-        """What stands before a choice; samples that begin later find the first one's."""
-        first = self._prompts[number]
-        return Echo(first.prompt or "", first.prompt_token_ids or (), first.prompt_logprobs)
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:

@@ -1,9 +1,8 @@
 /** The same request with drafts and without: whether speculation pays, and what it leaves as it is. */
 
 import { generate } from "./api.js";
-import { make } from "./detail.js";
+import { byId, make } from "./detail.js";
 
-const byId = (id) => document.getElementById(id);
 const show = (name, rate) => { byId(`${name}-speed`).textContent = `${rate.toFixed(0)} tokens/s`; };
 
 /** Forget the last comparison. */

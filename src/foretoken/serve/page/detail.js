@@ -1,5 +1,7 @@
 /** Tokens in the text, and the numbers that decided about each. */
 
+export const byId = (id) => document.getElementById(id);
+
 /** An element; texts become text nodes, so that nothing a model writes is ever markup. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

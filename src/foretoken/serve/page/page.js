@@ -2,10 +2,9 @@
 
 import { ServerError, ask, generate } from "./api.js";
 import { clearComparison, compare } from "./compare.js";
-import { make } from "./detail.js";
+import { byId, make } from "./detail.js";
 import { TracedRun, watchTokens } from "./run.js";
 
-const byId = (id) => document.getElementById(id);
 const value = (id) => byId(id).value;
 const LIVE_MS = 1000;
 let served = null; // what the server has

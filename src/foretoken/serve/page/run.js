@@ -1,11 +1,10 @@
 /** One traced run, as it comes in: the text by origin, its steps, acceptance by position. */
 
-import { bar, explain, make, tokenElement } from "./detail.js";
+import { bar, byId, explain, make, tokenElement } from "./detail.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [CELL, PITCH, WINDOW] = [14, 16, 8]; // px, px, steps: the first two as in page.css
 const EVERY = 5; // so many steps have one number below them
-const byId = (id) => document.getElementById(id);
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
 
 /** The axis of tokens, from 0 to `most`, in strides that leave room for the numbers. */

@@ -17,11 +17,12 @@ from typing import Any
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 from foretoken.sampling.structured import as_text
-from foretoken.serve.parsers.parts import REASONING_PARSERS
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
 _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 THINK, END_THINK = "<think>", "</think>"
+REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
+"""Names of the one format of reasoning that is read: `<think>` and `</think>`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ import re
 import secrets
 import string
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta
 from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
-from foretoken.serve.parsers.parts import Content, Parser, Part, Reasoning, ToolCall, merged
 
 _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _HEAD_OF_BODY = re.compile(
@@ -36,15 +35,41 @@ _NO_CALL = (ValueError, TypeError, KeyError, RecursionError)  # what reading one
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 
 
-class Mode(Enum):
-    """What the text is read as."""
+class Content(NamedTuple):
+    """Text of the answer."""
 
-    LEAD = auto()  # white space at the beginning, after the reasoning or after a call
-    TEXT = auto()
-    REASONING = auto()
-    CALL = auto()
-    CLOSER = auto()  # white space and the closer of a call
-    OVER = auto()  # after the only call
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text of the reasoning before it."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A call.
+
+    Attributes:
+        number: of the calls of its choice, from 0.
+        arguments: the JSON text of an object.
+        is_whole: False: the answer's end cut it, and this is the beginning of that text.
+    """
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+    is_whole: bool = True
+
+
+def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as messages of a chat have it, in requests and in answers."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+Part = Content | Reasoning | ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +111,30 @@ class Parsing:
     def is_needed(self) -> bool:
         return bool(self.names) or self.reasons
 
-    def new(self, prompt: str) -> Parser:
+    def new(self, prompt: str) -> MessageParser:
         """A parser of one choice; the prompt's end may have begun the reasoning."""
         return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))
 
 
+class Plain:
+    """A `MessageParser` for which all text is the answer's."""
+
+    num_reasoning = 0
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        return (Content(sample.text),) if sample.text else ()
+
+
 class MessageParser:
-    """Reads one choice."""
+    """Reads one choice. Its state is the method that reads what comes next.
+
+    Such a method is told whether the text ends here, and returns whether to go on at once.
+    """
 
     def __init__(self, parsing: Parsing, *, is_open: bool = False) -> None:
         self._parsing = parsing
         self._calls = (parsing.format.calls if parsing.names else None) or _NO_CALLS
-        self._mode = Mode.REASONING if is_open else Mode.LEAD
+        self._state = MessageParser._read_reasoning if is_open else MessageParser._read_lead
         self._text = ""  # not decided yet
         self._parts: list[Part] = []
         self._num_calls = 0
@@ -107,11 +144,11 @@ class MessageParser:
         self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
         self._bare_head = '{"name": "' if parsing.is_either else "{"
         self._reasoning_marks = (END_THINK, *parsing.hidden)
-        self.num_reasoning = 0
+        self.num_reasoning = 0  # tokens so far, those of the marks included
         self._count = ReasoningCount(parsing.decode) if parsing.reasons else None
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """What is new, and sure."""
+        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
         self._text += sample.text
         num_tokens = self._count.add(sample) if self._count else 0
         is_last = sample.finish_reason is not None
@@ -120,27 +157,29 @@ class MessageParser:
         self._steps(is_last and not is_cut)
         if is_cut and not self._cut() and not (is_bound and self._only_calls()):
             self._steps(is_last=True)
-        if self._mode is Mode.REASONING:
+        if self._state is MessageParser._read_reasoning:
             self.num_reasoning = num_tokens
-        elif self._mode is Mode.TEXT:
+        elif self._state is MessageParser._read_text:
             self._count = None
         parts, self._parts = merged(self._parts), []
         return parts
 
     def _steps(self, is_last: bool) -> None:
-        while self._STEPS[self._mode](self, is_last):
+        while self._state(self, is_last):
             pass
 
     def _only_calls(self) -> bool:
         """Whether a grammar lets no text through where this answer is."""
         begins = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
-        calls = self._num_calls or begins or self._mode is not Mode.LEAD
-        return self._parsing.is_forced or (bool(calls) and self._mode is not Mode.TEXT)
+        calls = self._num_calls or begins or self._state is not MessageParser._read_lead
+        return self._parsing.is_forced or (
+            bool(calls) and self._state is not MessageParser._read_text
+        )
 
     def _cut(self) -> bool:
         """Tell of the calls that the answer's end leaves open; False: there are none."""
         state = self._json
-        if self._mode is not Mode.CALL or state.start is None or state.is_broken:
+        if self._state is not MessageParser._read_call or state.start is None or state.is_broken:
             return False
         text, found = self._text[state.start :], list[tuple[str, str, bool]]()
         if state.name is not None:
@@ -167,6 +206,7 @@ class MessageParser:
             self._parts.append(kind(text))
 
     def _read_lead(self, is_last: bool) -> bool:
+        """White space at the beginning, after the reasoning or after a call."""
         extra = ";" if self._calls.is_bare and self._num_calls else ""
         rest = self._text.lstrip(string.whitespace + extra)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
@@ -181,13 +221,13 @@ class MessageParser:
                 self._lead += lead
             return False
         if self._can_reason and rest.startswith(THINK):
-            self._text, self._mode = rest[len(THINK) :], Mode.REASONING
+            self._text, self._state = rest[len(THINK) :], MessageParser._read_reasoning
         elif mark := _longest(rest, self._text_marks):
             self._begin(mark)
         elif self._calls.is_bare and rest.startswith(self._bare_head):
             self._begin("")
         else:
-            self._mode = Mode.TEXT
+            self._state = MessageParser._read_text
             lead = "" if self._has_reasoned and not self._num_calls else self._lead + lead
             self._say(Content, lead)
         self._lead = ""
@@ -202,7 +242,7 @@ class MessageParser:
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
-        self._mode, self._json = Mode.CALL, _JsonEnd()
+        self._state, self._json = MessageParser._read_call, _JsonEnd()
         self._json.opener = mark
 
     def _read_text(self, is_last: bool) -> bool:
@@ -227,7 +267,7 @@ class MessageParser:
         if mark == END_THINK:
             if self._count:
                 self.num_reasoning, self._count = self._count.end(len(self._text)), None
-            self._has_reasoned, self._mode = True, Mode.LEAD
+            self._has_reasoned, self._state = True, MessageParser._read_lead
         return True
 
     def _read_call(self, is_last: bool) -> bool:
@@ -246,13 +286,13 @@ class MessageParser:
         self._text = self._text[end:]
         for name, arguments in found if self._parsing.parallel else found[:1]:
             self._say_call(name, arguments)
-        self._mode = Mode.CLOSER if self._parsing.parallel else Mode.OVER
+        self._state = MessageParser._read_closer if self._parsing.parallel else MessageParser._drop
         return True
 
     def _give_up(self, place: int) -> None:
         """What looked like a call up to here is text."""
         self._say(Content, self._text[:place])
-        self._text, self._mode = self._text[place:], Mode.TEXT
+        self._text, self._state = self._text[place:], MessageParser._read_text
 
     def _parse(self, text: str, head: str | None) -> list[tuple[str, str]] | None:
         """Names and arguments of calls; None for what are none."""
@@ -269,26 +309,19 @@ class MessageParser:
         return found if found and known else None
 
     def _read_closer(self, is_last: bool) -> bool:
+        """White space and the closer of a call."""
         closer, rest = self._calls.closer, self._text.lstrip()
         if closer and rest.startswith(closer):
             self._text = rest[len(closer) :]
         elif closer and closer.startswith(rest) and not is_last:
             return False
-        self._mode = Mode.LEAD
+        self._state = MessageParser._read_lead
         return True
 
     def _drop(self, is_last: bool) -> bool:
+        """After the only call."""
         self._text = ""
         return False
-
-    _STEPS = {  # noqa: RUF012
-        Mode.LEAD: _read_lead,
-        Mode.TEXT: _read_text,
-        Mode.REASONING: _read_reasoning,
-        Mode.CALL: _read_call,
-        Mode.CLOSER: _read_closer,
-        Mode.OVER: _drop,
-    }
 
 
 class _JsonEnd:
@@ -351,6 +384,20 @@ class _JsonEnd:
                     return self._at
         self._at = len(text)
         return None
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """The same with texts of one kind that follow each other as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        else:
+            found.append(part)
+    return found
 
 
 def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:

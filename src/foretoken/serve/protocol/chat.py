@@ -1,4 +1,4 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`.
+"""The bodies of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`.
 
 Messages are checked by `models/chat.py`, which knows what the template reads.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from foretoken.serve.protocol.common import Fields, GenerationFields, Inert, Items, TemplateFields
-from foretoken.serve.protocol.foreign import CHAT, COMPLETION, TOOL
+from foretoken.serve.protocol.foreign import CHAT, COMPLETION, TOKENIZE, TOOL
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -83,3 +83,20 @@ class CompletionBody(GenerationFields):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
+
+
+class TokenizeBody(TemplateFields):
+    """A text, or a conversation."""
+
+    foreign = TOKENIZE
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Fields):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Items[int]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from foretoken.errors import RequestError
-from foretoken.foreign.table import Foreign, without_foreign
+from foretoken.foreign import Foreign, without_foreign
 from foretoken.serve.protocol.foreign import CACHE, GENERATION
 
 Inert = Annotated[Any, "inert"]

@@ -1,12 +1,11 @@
 """Fields of public schemas that are taken where they change nothing, and refused elsewhere.
 
-Charter: the tables of the bodies, of the kind of `foretoken/foreign/`. null is always harmless.
+Charter: the tables of the bodies, of the kind of `foretoken/foreign.py`. null is always harmless.
 """
 
 from __future__ import annotations
 
-from foretoken.foreign.python import SAMPLING_FIELDS
-from foretoken.foreign.table import EITHER, NO_PLUGIN, OFF, Foreign, same_for
+from foretoken.foreign import EITHER, NO_PLUGIN, OFF, SAMPLING_FIELDS, Foreign, same_for
 
 _EMPTY: tuple[dict[str, object], ...] = ({},)
 _TEXT_ALONE = "This server reads and writes text alone."

@@ -13,24 +13,28 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from foretoken.errors import StepError
-from foretoken.serve.answers.chat import ChatForm
-from foretoken.serve.answers.completions import CompletionForm
+from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, EventReader
-from foretoken.serve.answers.messages import MessagesWriter
-from foretoken.serve.answers.responses import ResponsesWriter
+from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.context import Context
 from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.errors import Refusal, documented, written_as
-from foretoken.serve.lifetime import Flight
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
-from foretoken.serve.pieces import WholeAnswer, aside, dumps, paced
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, check_size, read_chat, read_completion
-from foretoken.serve.running import News, run
-from foretoken.serve.sse import AnswerWriter, ChunkWriter, EventStream, while_connected
+from foretoken.serve.running import Flight, News, run
+from foretoken.serve.sse import (
+    AnswerWriter,
+    EventStream,
+    WholeAnswer,
+    aside,
+    dumps,
+    paced,
+    while_connected,
+)
 
 Body = TypeVar("Body")
 
@@ -48,14 +52,14 @@ def router(context: Context) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
         asked = await read(read_completion, body, request)
-        writer = ChunkWriter(asked, CompletionForm(asked), model)
+        writer = CompletionWriter(asked, model)
         return await answer(context, request, asked, writer)
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         asked = await read(read_chat, body, request)
-        writer = ChunkWriter(asked, ChatForm(asked), model)
+        writer = ChatWriter(asked, model)
         return await answer(context, request, asked, writer)
 
     @routes.post("/responses", response_model=None)

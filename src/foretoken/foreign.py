@@ -1,0 +1,546 @@
+"""Names that vLLM's users type and that this version does not have.
+
+Each is taken at the values at which it changes nothing here, and refused at any other with what to
+write instead. So code and command lines move over, and no wish is dropped in silence. Classes and
+methods that are absent say the same when they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from foretoken.errors import AbsentError, ConfigError, RequestError, check_known_keys
+
+_Class = TypeVar("_Class")
+_log = logging.getLogger(__name__)
+
+
+class Foreign(NamedTuple):
+    """A name we do not have: where it is harmless, and what to write where it is not.
+
+    Attributes:
+        harmless: values at which it changes nothing, None always; `...` is any value.
+        instead: what to write at other values.
+        note: what is logged where its value is true and harmless.
+    """
+
+    harmless: tuple[Any, ...]
+    instead: str
+    note: str = ""
+
+
+def same_for(names: str, *foreign: Any) -> dict[str, Foreign]:
+    """The same for each of these names: a `Foreign`, or what one is made of."""
+    one = foreign[0] if isinstance(foreign[0], Foreign) else Foreign(*foreign)
+    return dict.fromkeys(names.split(), one)
+
+
+OFF = (False,)
+ONE_PROCESS = Foreign((1,), "This version computes in one process.")
+NO_MEDIA = Foreign(({},), "This version takes text alone.")
+NO_LORA = Foreign((False,), "Merge the adapter into the checkpoint's weights.")
+WHOLE_TEXT = (
+    "Every output holds the whole text so far: print what is new in it, or have `AsyncEngine` "
+    "yield what is new by deltas=True."
+)
+EITHER = Foreign((True, False), "Leave it out.")
+OWN_CONFIG = "Edit config.json in a copy of the checkpoint."
+NO_PLUGIN = "No plugin reads it here."
+GENERATES = "This version generates text."
+ANY, ANY_FLAG = (...,), (..., True)
+
+_STRUCTURED = Foreign((), "Write `SamplingParams(structured_outputs={'json': schema})`.")
+_BEAM = "Beam search is not there: draw `n` samples with logprobs=0 and rank by cumulative_logprob."
+SAMPLING_FIELDS = {
+    "best_of": Foreign((1,), "Ask for `n` samples and rank them by cumulative_logprob."),
+    "use_beam_search": Foreign(OFF, _BEAM),
+    "length_penalty": Foreign((1.0,), _BEAM),
+    "early_stopping": Foreign(OFF, _BEAM),
+    "guided_decoding": _STRUCTURED,
+    "logits_processors": Foreign(([],), "`logit_bias` and `bad_words` change single tokens."),
+    "truncation_side": Foreign(("left",), "Cut the ids: {'prompt_token_ids': ids[:n]}."),
+    "spaces_between_special_tokens": Foreign((True,), "Decode `token_ids` as you need them."),
+    "output_kind": Foreign(("CUMULATIVE",), WHOLE_TEXT),
+    "stream_interval": Foreign((1,), WHOLE_TEXT),
+    "flat_logprobs": Foreign(OFF, "Log-probabilities are a list of dicts."),
+    "logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
+    "prompt_logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
+    "prompt_logprob_start": Foreign((0,), "Cut the list `prompt_logprobs`."),
+    "extra_args": Foreign(({},), NO_PLUGIN),
+    "thinking_token_budget": Foreign((-1,), "Bound the answer by `max_tokens`."),
+    "repetition_detection": Foreign((), "Use `frequency_penalty` or `repetition_penalty`."),
+    "skip_clone": EITHER,
+    "skip_reading_prefix_cache": Foreign(OFF, "Give the request a `cache_salt` of its own."),
+    "watermarking": Foreign(OFF, "No text is watermarked here."),
+    "routed_experts_prompt_start": Foreign((0,), "The routing of experts is not told."),
+    "trace_decode_token_ids": Foreign((), "The drafter `forced` drafts given tokens."),
+}
+
+CALL_OPTIONS = {
+    "lora_request": NO_LORA,
+    "priority": Foreign((0,), "Set `SamplingParams.priority`."),
+    "tokenization_kwargs": Foreign(({},), "Encode the text and pass `prompt_token_ids`."),
+    "mm_processor_kwargs": NO_MEDIA,
+    "guided_options_request": _STRUCTURED,
+    "prompt_adapter_request": NO_LORA,
+    "prompt_token_ids": Foreign((), "Pass them as the prompt: {'prompt_token_ids': ids}."),
+    "pooling_params": Foreign((), GENERATES),
+    # Requests keep what they hold, and no other finds it.
+    **same_for("reset_running_requests reset_connector", EITHER),
+}
+
+PROMPT_KEYS = {
+    **same_for("multi_modal_data multi_modal_uuids mm_processor_kwargs", NO_MEDIA),
+    "prompt_embeds": Foreign((), "Pass `prompt` or `prompt_token_ids`."),
+    "token_type_ids": Foreign((), "No model that is served here reads them."),
+    **same_for("encoder_prompt decoder_prompt", Foreign((), "Decoders are served alone.")),
+}
+
+SPECULATIVE_FIELDS = {
+    **same_for("draft_tensor_parallel_size tensor_parallel_size", ONE_PROCESS),
+    "disable_by_batch_size": Foreign((), "Set `num_speculative_tokens` to `auto`."),
+    "disable_padded_drafter_batch": EITHER,
+    **same_for(
+        "quantization draft_load_config load_config", (), "Weights are read as they are stored."
+    ),
+    "max_model_len": Foreign((), "The draft's context is that of its checkpoint."),
+    "enforce_eager": Foreign((), "Drafts are launched as the target is: `enforce_eager`."),
+    "attention_backend": Foreign((), "`backend` chooses the kernels of both models."),
+    "moe_backend": Foreign((), "`backend` chooses the kernels of both models."),
+    "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
+    "code_revision": Foreign((), "Code from a checkpoint is never run: docs/models.md."),
+    "hf_overrides": Foreign(({},), OWN_CONFIG),
+    "parallel_drafting": Foreign(OFF, "Drafts are made one after the other."),
+    "use_local_argmax_reduction": Foreign(OFF, ONE_PROCESS.instead),
+    "use_heterogeneous_vocab": Foreign(OFF, "`draft_text` drafts with another tokenizer."),
+    "speculative_token_tree": Foreign((), "Drafts are a chain: `num_speculative_tokens`."),
+    "disable_logprobs": Foreign(OFF, "Log-probabilities are told wherever they are asked for."),
+    "acceptance_method": Foreign((), "Write `rejection_sample_method`."),
+    "num_draft_tokens": Foreign((), "Write `num_speculative_tokens`."),
+    **same_for(
+        "fly_window_size fly_entropy_threshold fly_entropy_top_k posterior_threshold "
+        "posterior_alpha typical_acceptance_sampler_posterior_threshold "
+        "typical_acceptance_sampler_posterior_alpha",
+        Foreign((), "Every rule here is lossless but `synthetic`: docs/verification.md."),
+    ),
+}
+
+_NO_HEADS = "{} are not served. Take `draft_model`, `eagle3`, `ngram` or `suffix`."
+SPECULATIVE_METHODS = {
+    "eagle": _NO_HEADS.format("Heads of EAGLE and EAGLE-2 (`eagle3` takes those of EAGLE-3 alone)"),
+    "eagle2": _NO_HEADS.format("Heads of EAGLE-2"),
+    "medusa": _NO_HEADS.format("Heads of Medusa"),
+    "mlp_speculator": _NO_HEADS.format("MLP speculators"),
+    "mtp": _NO_HEADS.format("Layers of multi-token prediction"),
+    **dict.fromkeys(("dflash", "dspark"), _NO_HEADS.format("Block-diffusion drafters")),
+    "extract_hidden_states": "It drafts nothing: this version has no such side output.",
+    "custom_class": "A drafter of your own is one file: ARCHITECTURE.md, Four recipes.",
+    "ngram_gpu": "Write `ngram`: it runs on the device where there is one.",
+    "[ngram]": "Write `method`: `ngram`.",
+}
+"""Methods of vLLM that are none here, and what to take instead."""
+
+NAMES = {
+    "EngineArgs": "Pass its options to `LLM`.",
+    "AsyncEngineArgs": "Pass its options to `AsyncEngine`.",
+    "LLMEngine": "Use `LLM.generate` or `LLM.stream`; `AsyncEngine` takes requests at any time.",
+    **dict.fromkeys(("AsyncLLMEngine", "AsyncLLM"), "Write `AsyncEngine(model, **options)`."),
+    "GuidedDecodingParams": "Write `SamplingParams(structured_outputs={'json': schema})`.",
+    "BeamSearchParams": _BEAM,
+    "LoRARequest": NO_LORA.instead,
+    "ModelRegistry": "Models come from Transformers: docs/models.md says which are served.",
+    "initialize_ray_cluster": ONE_PROCESS.instead,
+    "PromptType": "A prompt is a text, token ids, a `TextPrompt` or a `TokensPrompt`.",
+    "EmbedsPrompt": "Pass `prompt` or `prompt_token_ids`.",
+    **dict.fromkeys(
+        "PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput "
+        "ClassificationOutput ClassificationRequestOutput ScoringOutput "
+        "ScoringRequestOutput".split(),
+        GENERATES,
+    ),
+}
+"""Classes and functions that vLLM exports and Foretoken lacks, and what to write instead."""
+
+_PROFILE = "`foretoken bench` shows where the time goes; any profiler of Python or CUDA works."
+_SLEEP = "`close()` releases models and caches; make a new one to go on."
+_NO_WORKERS = "There are no workers: the engine computes in this process."
+_ANY_TIME = "Use `AsyncEngine`: it takes requests at any time."
+_KEPT = "Weights are those of the checkpoint: make a new `LLM`."
+METHODS = {
+    **dict.fromkeys("embed encode classify score reward token_classify plugin".split(), GENERATES),
+    **dict.fromkeys("start_profile stop_profile".split(), _PROFILE),
+    **dict.fromkeys("sleep wake_up is_sleeping".split(), _SLEEP),
+    **dict.fromkeys("collective_rpc apply_model get_world_size".split(), _NO_WORKERS),
+    **dict.fromkeys("add_lora remove_lora list_loras pin_lora".split(), NO_LORA.instead),
+    "beam_search": _BEAM,
+    "get_metrics": "Read `metrics`, or the `metrics` of an output.",
+    "set_tokenizer": "Pass `tokenizer` when it is built.",
+    "from_engine_args": "Pass the options when it is built.",
+    "llm_engine": "The engine is `engine`; its methods are other ones.",
+    "model_config": "Options are in `config`, limits in `engine.limits`.",
+    "vllm_config": "Options are in `config`, limits in `engine.limits`.",
+    "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation.",
+    **dict.fromkeys("enqueue enqueue_chat wait_for_completion add_request".split(), _ANY_TIME),
+    "reset_mm_cache": NO_MEDIA.instead,
+    **dict.fromkeys("init_weight_transfer_engine update_weights".split(), _KEPT),
+    "pause_generation": "`abort` ends a request.",
+    "check_health": "`status.failure` says why nothing is served, if so.",
+    "do_log_stats": "Read `metrics` and `status`.",
+    "shutdown": "Write `close()`.",
+    "get_model_config": "Options are in `config`.",
+    "get_supported_tasks": GENERATES,
+}
+"""Methods and attributes of vLLM's engines, and what to write instead."""
+
+_TIMES = "`metrics` has `time_to_first_token` and `tokens_per_second`."
+OUTPUTS = {
+    **dict.fromkeys(
+        "arrival_time first_token_time first_scheduled_time last_token_time time_in_queue "
+        "finished_time queued_ts scheduled_ts first_token_ts last_token_ts".split(),
+        _TIMES,
+    ),
+    **dict.fromkeys(
+        "encoder_prompt encoder_prompt_token_ids".split(), "Decoders are served alone."
+    ),
+    "lora_request": NO_LORA.instead,
+    "kv_transfer_params": ONE_PROCESS.instead,
+    "routed_experts": "The routing of experts is not told.",
+    "multi_modal_placeholders": NO_MEDIA.instead,
+    "num_generation_tokens": "Count `token_ids`.",
+    "sampling_type": "`temperature` and `seed` say it.",
+    "all_stop_token_ids": "The checkpoint's end of text, and `stop_token_ids`.",
+    "update_from_generation_config": "`LLM.get_default_sampling_params` has them.",
+}
+"""The same of what a request is given, and of what it returns."""
+
+_SPECULATION = Foreign((), "Put it into `speculative_config`.")
+_NO_GRAPHS = Foreign((8192,), "Leave it out: decode steps are captured at any length.")
+_ONE_GRAMMAR = "Leave it out: llguidance reads all schemas, expressions and grammars here."
+_PREEMPTED = "Preempted requests compute their tokens again."
+_METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."
+
+ENGINE_OPTIONS = {
+    # The model and its weights.
+    **same_for("task runner", ("auto", "generate"), GENERATES),
+    "convert": Foreign(("auto", "none"), GENERATES),
+    "tokenizer_mode": Foreign(("auto", "hf"), "Tokenizers are loaded by Transformers."),
+    "config_format": Foreign(("auto", "hf"), "Checkpoints are read in Hugging Face layout."),
+    "model_impl": Foreign(("auto", "transformers"), "Model code comes from Transformers."),
+    "tokenizer_revision": Foreign((), "Name a folder of that revision as `tokenizer`."),
+    "code_revision": Foreign((), "Code from a checkpoint is never run: docs/models.md."),
+    "download_dir": Foreign((), "Set HF_HOME: checkpoints go to the hub's own cache."),
+    "hf_token": Foreign((), "Set HF_TOKEN, or log in with `hf auth login`."),
+    "skip_tokenizer_init": Foreign(OFF, "Token ids are taken as they are, tokenizer or not."),
+    "trust_remote_code": Foreign(
+        (True, False),
+        "Leave it out.",
+        note="trust_remote_code=True changes nothing: code from a checkpoint is never run.",
+    ),
+    "quantization": Foreign((), "Weights are read as they are stored: docs/models.md."),
+    "quantization_config": Foreign(({},), "Weights are read as they are stored."),
+    **same_for("hf_overrides rope_scaling model_class_overrides", ({},), OWN_CONFIG),
+    **same_for("rope_theta hf_config_path", (), OWN_CONFIG),
+    "override_attention_dtype": Foreign((), "Write `dtype`."),
+    "override_generation_config": Foreign(({},), "Set parameters in each request or call."),
+    "served_model_name": Foreign((), "`foretoken serve` has --served-model-name."),
+    "reasoning_parser": Foreign(("",), "`foretoken serve` has --reasoning-parser."),
+    **same_for("ignore_patterns kv_cache_dtype_skip_layers", (..., []), ""),
+    # Several processes, several machines.
+    **same_for(
+        "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes "
+        "data_parallel_size_local decode_context_parallel_size prefill_context_parallel_size",
+        ONE_PROCESS,
+    ),
+    **same_for("node_rank data_parallel_rank data_parallel_start_rank", (0,), ONE_PROCESS.instead),
+    "distributed_executor_backend": Foreign(("uni",), ONE_PROCESS.instead),
+    **same_for(
+        "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
+        "enable_elastic_ep enable_fault_tolerance worker_use_ray engine_use_ray",
+        OFF, ONE_PROCESS.instead,
+    ),
+    **same_for(
+        "kv_transfer_config kv_events_config ec_transfer_config ec_manager_config "
+        "weight_transfer_config",
+        ({},), ONE_PROCESS.instead,
+    ),
+    "numa_bind": Foreign(OFF, "Start it by numactl."),
+    **same_for("numa_bind_nodes numa_bind_cpus", ([],), "Start it by numactl."),
+    "device_ids": Foreign((), "Set CUDA_VISIBLE_DEVICES."),
+    # Memory.
+    "kv_cache_memory_bytes": Foreign((), "Write `kv_cache_gib`."),
+    "num_gpu_blocks_override": Foreign((), "Write `num_blocks`."),
+    "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
+    "swap_space": Foreign((0, 4), _PREEMPTED),
+    **same_for("swap_space_bytes kv_offloading_size", (0,), _PREEMPTED),
+    "cpu_offload_gb": Foreign((0,), "All weights are on one device."),
+    "offload_backend": Foreign(("auto",), "All weights are on one device."),
+    "preemption_mode": Foreign(("recompute",), _PREEMPTED),
+    "enable_sleep_mode": Foreign(OFF, "`LLM.close()` releases the memory."),
+    # How steps are made up, and what is told of them.
+    "compilation_config": Foreign((0, {}), "Leave it out: nothing is compiled."),
+    **same_for("max_seq_len_to_capture max_context_len_to_capture", _NO_GRAPHS),
+    **same_for("cudagraph_capture_sizes cuda_graph_sizes", ([],), _NO_GRAPHS.instead),
+    "max_cudagraph_capture_size": Foreign((), _NO_GRAPHS.instead),
+    "enable_chunked_prefill": Foreign((True,), "Long prompts are always computed in chunks."),
+    "long_prefill_token_threshold": Foreign((0,), "`max_step_seconds` bounds a step."),
+    "max_num_scheduled_tokens": Foreign((), "Write `max_num_batched_tokens`."),
+    "scheduling_policy": Foreign(("fcfs",), "Set `SamplingParams.priority`."),
+    "watermark": Foreign((0,), "Requests are admitted with all blocks that they need."),
+    "scheduler_delay_factor": Foreign((0,), "Requests are admitted at the next step."),
+    "num_scheduler_steps": Foreign((1,), "Each step is scheduled."),
+    "stream_interval": Foreign((1,), WHOLE_TEXT),
+    "performance_mode": Foreign(("balanced",), "Set `max_num_seqs` and K."),
+    "attention_backend": Foreign((), "`backend` chooses the kernels."),
+    **same_for("moe_backend linear_backend", ("auto",), "`backend` chooses the kernels."),
+    **same_for("attention_config kernel_config", ({},), "`backend` chooses the kernels."),
+    "disable_sliding_window": Foreign(OFF, "Lower `max_model_len` to the window."),
+    "max_logprobs": Foreign((20,), "A request gets at most 20."),
+    "logprobs_mode": Foreign(("raw_logprobs",), "They are those of the raw logits."),
+    "logits_processors": SAMPLING_FIELDS["logits_processors"],
+    "logits_processor_pattern": Foreign((), SAMPLING_FIELDS["logits_processors"].instead),
+    "guided_decoding_backend": Foreign(("auto", "guidance"), _ONE_GRAMMAR),
+    "structured_outputs_config": Foreign(
+        ({}, {"backend": "auto"}, {"backend": "guidance"}), _ONE_GRAMMAR
+    ),
+    **same_for(
+        "kv_sharing_fast_prefill enable_cumem_allocator enable_nccl_comm_suspend "
+        "enable_return_routed_experts return_sampling_mask enable_trace_replay "
+        "disable_logprobs_during_spec_decoding fail_on_environ_validation",
+        OFF, "This version has nothing like it.",
+    ),
+    **same_for("reasoning_config additional_config", ({},), "This version has nothing like it."),
+    **same_for("otlp_traces_endpoint collect_detailed_traces", (), _METRICS),
+    "profiler_config": Foreign(({},), "`foretoken bench` shows where the time goes."),
+    "per_request_spec_decode_metrics": Foreign(("none",), "Outputs have `metrics`."),
+    **same_for(
+        "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_layerwise_nvtx_tracing "
+        "enable_logging_iteration_details",
+        OFF, _METRICS,
+    ),
+    # Statistics are always counted, and never printed.
+    **same_for("disable_log_stats disable_log_requests enable_log_requests", EITHER),
+    **same_for(
+        "scheduler_cls worker_cls worker_extension_cls io_processor_plugin",
+        ("", "auto"), NO_PLUGIN,
+    ),
+    # Media and adapters.
+    "mm_processor_kwargs": NO_MEDIA,
+    "limit_mm_per_prompt": Foreign(
+        ({}, {"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0}),
+        NO_MEDIA.instead,
+    ),
+    "allowed_local_media_path": Foreign(("",), NO_MEDIA.instead),
+    **same_for("enable_mm_embeds mm_encoder_only enable_prompt_embeds", OFF, NO_MEDIA.instead),
+    **same_for("enable_lora enable_prompt_adapter", NO_LORA),
+    "lora_modules": Foreign(([],), NO_LORA.instead),
+    "qlora_adapter_name_or_path": Foreign((), NO_LORA.instead),
+    # Speculation.
+    **same_for(
+        "speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
+        "spec_method spec_model spec_tokens speculative_model_quantization "
+        "speculative_max_model_len speculative_draft_tensor_parallel_size "
+        "speculative_disable_by_batch_size typical_acceptance_sampler_posterior_threshold "
+        "typical_acceptance_sampler_posterior_alpha",
+        _SPECULATION,
+    ),
+    "speculative_disable_mqa_scorer": Foreign(OFF, _SPECULATION.instead),
+    "spec_decoding_acceptance_method": Foreign(("rejection_sampler",), _SPECULATION.instead),
+    # What sets up a feature that is not here changes nothing, whatever it is.
+    **same_for(
+        "safetensors_load_strategy safetensors_prefetch_num_threads pt_load_map_location "
+        "safetensors_prefetch_block_size model_loader_extra_config tokenizer_pool_size "
+        "tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers master_addr "
+        "master_port distributed_timeout_seconds cpu_distributed_timeout_seconds "
+        "data_parallel_address data_parallel_rpc_port data_parallel_backend dcp_comm_backend "
+        "data_parallel_supervisor_port dp_supervisor_probe_interval_s "
+        "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold dp_sync_interval "
+        "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size all2all_backend eplb_config "
+        "expert_placement_strategy ubatch_size dbo_decode_token_threshold "
+        "dbo_prefill_token_threshold max_parallel_loading_workers fault_tolerance_config "
+        "prefill_schedule_interval prefix_caching_hash_algo prefix_cache_retention_interval "
+        "kv_offloading_backend cpu_offload_params offload_group_size offload_num_in_group "
+        "offload_prefetch_step offload_params num_lookahead_slots max_num_partial_prefills "
+        "max_long_partial_prefills optimization_level ir_op_priority jit_monitor_mode "
+        "show_hidden_metrics_for_version kv_cache_metrics_sample allowed_media_domains "
+        "media_io_kwargs mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm "
+        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend "
+        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
+        "mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method mm_tensor_ipc "
+        "mm_processor_device mm_ipc_gpu_memory_gb max_loras max_lora_rank lora_dtype "
+        "lora_target_modules max_cpu_loras default_mm_loras lora_extra_vocab_size "
+        "long_lora_scaling_factors max_prompt_adapters max_prompt_adapter_token mamba_backend "
+        "mamba_ssu_algorithm mamba_cache_philox_rounds mamba_cache_dtype mamba_ssm_cache_dtype "
+        "mamba_block_size mamba_cache_mode mamba_config prefix_match_unit replayssm_buffer_len "
+        "pooler_config override_pooler_config diffusion_config override_neuron_config "
+        "gdn_prefill_backend kda_prefill_backend",
+        ANY, "",
+    ),
+    **same_for(
+        "allow_deprecated_quantization use_tqdm_on_load enable_expert_parallel "
+        "enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb enable_dbo "
+        "disable_nccl_for_dp_synchronization dcp_q_replicate ray_workers_use_nsight "
+        "disable_custom_all_reduce use_v2_block_manager disable_cascade_attn "
+        "disable_hybrid_kv_cache_manager scheduler_reserve_full_isl calculate_kv_scales "
+        "disable_async_output_proc multi_step_stream_outputs enable_flashinfer_autotune "
+        "enable_bf16x3_router_gemm jit_monitor_verbose aggregate_engine_logging "
+        "interleave_mm_strings skip_mm_profiling mm_device_do_normalize disable_chunked_mm_input "
+        "disable_mm_preprocessor_cache enable_mm_processor_stats fully_sharded_loras "
+        "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
+        "enable_moe_shared_loras enable_lora_bias enable_mamba_cache_stochastic_rounding "
+        "use_replayssm enable_flash_late_interaction enable_multimodal_encoder_data_parallel",
+        ANY_FLAG, "",
+    ),
+}  # fmt: skip
+"""Options of vLLM's engine that ours lacks."""
+
+RENAMED = {"gpu_memory_utilization": "memory_fraction"}
+"""Options of vLLM's that are ours by another name."""
+
+SERVER_OPTIONS = {
+    # What the server says, and to whom.
+    **same_for(
+        "enable_request_id_headers enable_server_load_tracking enable_prompt_tokens_details "
+        "enable_offline_docs language_model_only",
+        EITHER,
+    ),
+    # What is always so, and would be missed where it is to be off.
+    "enable_auto_tool_choice": Foreign((True,), "Write --tool-call-parser none."),
+    "exclude_tools_when_tool_choice_none": Foreign((True,), "With `none` no tools are shown."),
+    "enable_reasoning": Foreign((True,), "Write --reasoning-parser none."),
+    "enable_tokenizer_info_endpoint": Foreign((True,), "/tokenizer_info is there, under the key."),
+    **same_for("enable_log_deltas disable_frontend_multiprocessing", ANY_FLAG, ""),
+    **same_for("cohere_is_reasoning_model", ANY_FLAG, ""),
+    **same_for("max_log_len cohere_format", ANY, ""),
+    "chat_template_content_format": Foreign(("auto", "string"), "Templates get texts."),
+    "response_role": Foreign(("assistant",), "Answers have the role `assistant`."),
+    "default_chat_template_kwargs": Foreign(({},), "Send `chat_template_kwargs` with requests."),
+    "return_tokens_as_token_ids": Foreign(OFF, "Ask for it in each request."),
+    "enable_force_include_usage": Foreign(OFF, "Ask by `stream_options.include_usage`."),
+    "enable_per_request_metrics": Foreign(OFF, "Answers have `metrics`; times are in /metrics."),
+    "disable_uvicorn_access_log": Foreign(OFF, "Write --log-level warning."),
+    "enable_log_outputs": Foreign(OFF, "Logs hold no text: docs/server.md."),
+    "log_error_stack": Foreign(OFF, "Write --log-level debug."),
+    "log_config_file": Foreign((), "Logs are lines of JSON; --log-level says which."),
+    "disable_access_log_for_endpoints": Foreign(
+        ("/health", "/metrics", "/ping", "/health,/metrics", "/health,/metrics,/ping"),
+        "Probes and scrapes are logged at --log-level debug alone.",
+    ),
+    "fingerprint_mode": Foreign(("none",), "Answers have no fingerprint."),
+    "fingerprint_value": Foreign((), "Answers have no fingerprint."),
+    **same_for("tool_parser_plugin reasoning_parser_plugin", ("", "auto"), NO_PLUGIN),
+    "middleware": Foreign(([],), NO_PLUGIN),
+    "tool_server": Foreign((), "Tools are the client's: it runs them."),
+    **same_for(
+        "allowed_methods allowed_headers", (["*"],), "Origins decide: --allowed-origins."
+    ),
+    "allow_credentials": Foreign(OFF, "Clients send their key in `Authorization`."),
+    "disable_fastapi_docs": Foreign(OFF, "/docs and /openapi.json say nothing of this server."),
+    "enable_ssl_refresh": Foreign(OFF, "Start the server again with its new certificate."),
+    "ssl_ciphers": Foreign((), "They are those of this machine's OpenSSL."),
+    "uds": Foreign((), "Write --host and --port."),
+    **same_for(
+        "h11_max_incomplete_event_size h11_max_header_count", (), "Write --max-header-bytes."
+    ),
+    "config": Foreign((), "Write the options themselves."),
+    **same_for("grpc headless tokens_only", OFF, "This server speaks HTTP, and texts."),
+    **same_for("max_num_queued_reqs max_num_queued_tokens", (), "Write --max-num-waiting."),
+    "api_server_count": ONE_PROCESS,
+}  # fmt: skip
+"""Options of `vllm serve` that ours lacks, and that are not the engine's."""
+
+
+def without_foreign(
+    given: Mapping[str, Any],
+    table: Mapping[str, Foreign],
+    error: type[ConfigError] | type[RequestError],
+    where: str = "",
+) -> dict[str, Any]:
+    """What is given without the names of `table`.
+
+    Args:
+        where: stands before a name in an error.
+
+    Raises:
+        error: one of them has a value that would change something.
+    """
+    for name in [name for name in given if name in table]:
+        harmless, instead, note = table[name]
+        if given[name] is not None and not any(_is_same(given[name], v) for v in harmless):
+            shown = " or ".join(repr(value) for value in harmless if value is not None)
+            bound = f"left out, or {shown}" if shown else "left out"
+            raise error(where + name, given[name], bound, instead)
+        if note and given[name]:
+            _log.warning(note)
+    return {name: value for name, value in given.items() if name not in table}
+
+
+def names_checked(
+    table: Mapping[str, Foreign],
+    error: type[ConfigError] | type[RequestError],
+    where: str,
+    prefix: str = "",
+) -> Callable[[type[_Class]], type[_Class]]:
+    """A decorator: names that a dataclass lacks are refused by an error of ours, not `TypeError`.
+
+    Args:
+        where: what the class is called in errors.
+        prefix: stands before a name of `table` in one.
+    """
+
+    def decorate(cls: type[_Class]) -> type[_Class]:
+        initialise: Any = cls.__init__
+        first, *others = fields(cls)  # type: ignore[arg-type]
+        names = [first.name, *(field.name for field in others)]
+
+        @functools.wraps(initialise)
+        def checked(self: _Class, *unnamed: Any, **given: Any) -> None:
+            if unnamed and first.kw_only:
+                remedy = f"Write {cls.__name__}({first.name}=...), and so on."
+                raise error(where, unnamed, "given by their names", remedy)
+            given = without_foreign(given, table, error, prefix)
+            check_known_keys(where, given, names, error)
+            initialise(self, *unnamed, **given)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+def _is_same(given: Any, value: Any) -> bool:
+    """Equal and of the same kind: True is not 1 here. A member of an enum goes by its name."""
+    if value is ...:
+        return True
+    if value is None or isinstance(value, bool):
+        return given is value
+    if isinstance(value, str):
+        return bool(getattr(given, "name", given) == value)
+    kinds = (int, float) if isinstance(value, (int, float)) else type(value)
+    return isinstance(given, kinds) and not isinstance(given, bool) and given == value
+
+
+def absent_attribute(owner: object, name: str) -> NoReturn:
+    """What `__getattr__` raises: of a name in these tables what to write instead."""
+    kind = type(owner).__name__
+    told = METHODS.get(name) or OUTPUTS.get(name)
+    remedy = f" {told}" if told else ""
+    raise AbsentError(f"`{kind}` has no attribute `{name}`.{remedy}")
+
+
+class _Absent(type):
+    """The type of what can be imported and not be used: calls and attributes say why."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AbsentError(f"Foretoken has no `{cls.__name__}`. {cls.__doc__}")
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AbsentError(f"Foretoken has no `{cls.__name__}.{name}`. {cls.__doc__}")
+
+
+def absent_name(name: str) -> Any:
+    """A class for one of `NAMES`: annotations may hold it, and whoever uses it is told."""
+    return _Absent(name, (), {"__doc__": NAMES[name], "__module__": "foretoken"})

@@ -24,8 +24,7 @@ import numpy as np
 
 from benchmarks.common import TARGET, arguments, goal, record
 from foretoken import LLM, SamplingParams
-from foretoken.lab.plan.calibrate import Calibration
-from foretoken.lab.plan.drive import Clock, Drive
+from foretoken.lab.plan.calibrate import Calibration, Clock, Drive
 from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.predict import figures
 from foretoken.lab.plan.profile import Profile

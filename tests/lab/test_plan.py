@@ -21,13 +21,13 @@ from foretoken.errors import CapacityError, ConfigError
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.calibrate import (
     Calibration,
+    Drive,
     PromptStep,
     of_pairs,
     rising,
     without_pairs,
 )
 from foretoken.lab.plan.command import charts, sentences, tables
-from foretoken.lab.plan.drive import Drive
 from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.predict import Planner, figures

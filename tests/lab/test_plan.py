@@ -28,11 +28,10 @@ from foretoken.lab.plan.calibrate import (
     without_pairs,
 )
 from foretoken.lab.plan.command import charts, sentences, tables
-from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.predict import Planner, figures
 from foretoken.lab.plan.profile import EngineLimits, smooth
-from foretoken.lab.plan.simulate import Ask, Outlook, Simulation, Step, StepClock
+from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Simulation, Step, StepClock
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES, changed
 

@@ -21,11 +21,11 @@ from foretoken.lab.audit.enumeration import NotEnumerableError
 from foretoken.lab.audit.evidence import ALPHA, Model
 from foretoken.lab.audit.gallery import BUGS
 from foretoken.lab.audit.toys import TOYS, Prefix, Round, Toy, up_to
-from foretoken.lab.chi_square import poisson
 from foretoken.lab.laws.acceptance import ends_of_u
 from foretoken.lab.laws.chain import Setting
 from foretoken.lab.laws.drawing import sampler, tail_counts
 from foretoken.lab.laws.emission import Propose, TableDrafter, emit
+from foretoken.lab.laws.findings import poisson
 from foretoken.ops import Backend, Rule
 
 TAIL_DRAWS = 2**21

@@ -57,7 +57,8 @@ class _Live:
 class Drive:
     """One run of requests that have all come at the start, so many at a time.
 
-    They go through a real engine as `Simulation.run` serves them, with the same records. Prompts are random tokens unless there are others, and each request has noise of its own.
+    They go through a real engine as `Simulation.run` serves them, with the same records. Prompts
+    are random tokens unless there are others, and each request has noise of its own.
 
     Attributes:
         params: of each; `max_tokens` is the request's.

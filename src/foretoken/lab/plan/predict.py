@@ -18,10 +18,9 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench import figures as bench
 from foretoken.lab.bench.load import Record, Run
 from foretoken.lab.plan.acceptance import Acceptance
-from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.profile import Profile
-from foretoken.lab.plan.simulate import Ask, Outlook, Served, Simulation, Step
+from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation, Step
 from foretoken.lab.results import Label, Row
 
 _EVERY = 8  # the largest K up to which all are simulated

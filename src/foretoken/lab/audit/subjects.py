@@ -1,4 +1,4 @@
-"""Callables and backends as sources of outcomes, on toys: small models whose every verdict is known.
+"""Callables and backends as sources of outcomes, on toys: small models with every verdict known.
 
 A toy is a pair of chains (`laws/chain.py`) on few tokens. An *outcome* is its first `length`
 tokens, emitted by as many rounds as it takes; it has the target's distribution if and only if the

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.common import TARGET, arguments, goal, record
 from foretoken import LLM, SamplingParams
 from foretoken.lab.plan.calibrate import Calibration, Clock, Drive
-from foretoken.lab.plan.predict import figures
+from foretoken.lab.plan.command import figures
 from foretoken.lab.plan.profile import Profile
 from foretoken.lab.plan.simulate import Ask, Fleet, Simulation
 from foretoken.lab.results import Label, Row, Spread

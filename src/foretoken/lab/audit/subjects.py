@@ -29,9 +29,8 @@ from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
 from foretoken.lab.audit.evidence import ALPHA, Model, Shown
 from foretoken.lab.audit.gallery import BUGS, block, standard
 from foretoken.lab.laws.acceptance import ends_of_u
-from foretoken.lab.laws.chain import Chain, Setting
+from foretoken.lab.laws.chain import Chain, Propose, Setting, TableDrafter, emit
 from foretoken.lab.laws.drawing import sampler, tail_counts
-from foretoken.lab.laws.emission import Propose, TableDrafter, emit
 from foretoken.lab.laws.findings import poisson
 from foretoken.ops import Backend, Rule
 

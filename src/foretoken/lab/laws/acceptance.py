@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpeculativeConfig
-from foretoken.lab.laws.chain import Chain, Setting, random_chain
-from foretoken.lab.laws.emission import TRIALS, Propose, TableDrafter, emit, waves
+from foretoken.lab.laws.chain import (
+    TRIALS,
+    Chain,
+    Propose,
+    Setting,
+    TableDrafter,
+    emit,
+    random_chain,
+    waves,
+)
 from foretoken.lab.laws.findings import Finding, fit, none_finding, p_finding, z_finding
 from foretoken.ops import (
     DRAFT,

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from foretoken.lab.laws import acceptance, drawing
-from foretoken.lab.laws.chain import Setting
-from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws.chain import TRIALS, Setting
 from foretoken.lab.laws.findings import Finding
 from foretoken.lab.laws.joint import Case, check_case, extra_cases, matrix, pairwise, several_rounds
 from foretoken.lab.laws.mutants import READ_RULES, Mutant, check_mutant, mutants, rule_mutants

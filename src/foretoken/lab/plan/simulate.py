@@ -21,8 +21,7 @@ from foretoken.engine.pace import DecodeCosts, Pace, Room
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CapacityError, ConfigError
-from foretoken.lab.plan.acceptance import Acceptance
-from foretoken.lab.plan.profile import Profile
+from foretoken.lab.plan.profile import Acceptance, Profile
 from foretoken.sampling.params import SamplingParams
 
 

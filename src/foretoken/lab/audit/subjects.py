@@ -47,15 +47,10 @@ class Round(NamedTuple):
 
 
 class Law(NamedTuple):
-    """What a verifier does on a toy: P(outcome) [cells], and P(i drafts accepted) of round one."""
+    """What a verifier does on a toy: P(outcome) [cells], and drafts accepted in round one."""
 
     outcome: Any
-    accepted: Any
-
-    @property
-    def mean_accepted(self) -> float:
-        """Drafts accepted per round."""
-        return float(self.accepted @ np.arange(len(self.accepted)))
+    mean_accepted: float
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,7 @@ class Toy:
                         outcome[self.cell(tokens)] += weight * chance
                     else:
                         mass[tokens] = mass.get(tokens, 0.0) + weight * chance
-        return Law(outcome, accepted)
+        return Law(outcome, float(accepted @ np.arange(len(accepted))))
 
     def _runs(
         self, begin: Callable[[], Any], prefix: Prefix, whole: bool
@@ -196,14 +191,8 @@ class Toy:
 
         For one draft both are sum_x min(p(x), q(x)).
         """
-        first, second = (
-            self.law_of(partial(_unbound, rule)).mean_accepted for rule in (standard, block)
-        )
+        first, second = (self.law_of(bind(rule).begin).mean_accepted for rule in (standard, block))
         return first, second
-
-
-def _unbound(rule: Any) -> Any:
-    return lambda toy, given, rng: tuple(rule(given.p, given.q, given.drafts, rng))
 
 
 # Seeds by which every bug of the gallery stands out: 0.0029 nats per outcome or more.

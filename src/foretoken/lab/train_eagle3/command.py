@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,29 +97,22 @@ class Batches:
         if not len(own_NL):
             real = batch_size
         self._parts = [(own_NL, batch_size - real, 2 * seed), (real_NL, real, 2 * seed + 1)]
-        self._orders = dict[tuple[int, int], list[int]]()
 
     def batch(self, index: int) -> Tensor:
         """Int64 ids [B, L], on the rows' device."""
         picked = []
         for rows_NL, count, seed in self._parts:
             at = range(index * count, (index + 1) * count)
-            rows = [
-                self._order(seed, i // len(rows_NL), len(rows_NL))[i % len(rows_NL)] for i in at
-            ]
+            rows = [_order(seed, i // len(rows_NL), len(rows_NL))[i % len(rows_NL)] for i in at]
             picked += [rows_NL[rows].long()] if rows else []
         return torch.cat(picked)
 
-    def _order(self, seed: int, epoch: int, size: int) -> list[int]:
-        if (seed, epoch) not in self._orders:
-            # Of each part the last two epochs: a batch may lie in both.
-            kept = {key: o for key, o in self._orders.items() if key != (seed, epoch - 2)}
-            generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
-            self._orders = {
-                **kept,
-                (seed, epoch): torch.randperm(size, generator=generator).tolist(),
-            }
-        return self._orders[seed, epoch]
+
+@lru_cache(maxsize=4)  # of each part the last two epochs: a batch may lie in both
+def _order(seed: int, epoch: int, size: int) -> list[int]:
+    generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
 
 
 def cut(tokens: Sequence[int] | Tensor, length: int) -> Tensor:

@@ -25,8 +25,7 @@ import torch
 
 from benchmarks.heads import save_head
 from foretoken import LLM, SamplingParams
-from foretoken.lab.chi_square import goodness_of_fit
-from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
+from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P, goodness_of_fit
 from foretoken.lab.results import Row, collect, write
 
 VOCABULARY, LENGTH, K = 4, 5, 3

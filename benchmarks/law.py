@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import CODE, whole_commit
-from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws.chain import TRIALS
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P, Finding
 from foretoken.lab.laws.suite import Task, find, tasks
 from foretoken.lab.results import Row, collect, write

@@ -24,12 +24,10 @@ import numpy as np
 
 from benchmarks.common import TARGET, arguments, goal, record
 from foretoken import LLM, SamplingParams
-from foretoken.lab.plan.calibrate import Calibration
-from foretoken.lab.plan.drive import Clock, Drive
-from foretoken.lab.plan.fleet import Fleet
-from foretoken.lab.plan.predict import figures
+from foretoken.lab.plan.calibrate import Calibration, Clock, Drive
+from foretoken.lab.plan.command import figures
 from foretoken.lab.plan.profile import Profile
-from foretoken.lab.plan.simulate import Ask, Simulation
+from foretoken.lab.plan.simulate import Ask, Fleet, Simulation
 from foretoken.lab.results import Label, Row, Spread
 from foretoken.sampling.synthetic import conditional_rates, joint_rates
 

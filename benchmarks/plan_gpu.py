@@ -19,9 +19,8 @@ from benchmarks.common import arguments, record
 from benchmarks.plan import UNITS, Case, compared, summed
 from benchmarks.start import HEAD, TARGET
 from foretoken import LLM, SamplingParams
-from foretoken.lab.plan.calibrate import Calibration
-from foretoken.lab.plan.drive import Drive
-from foretoken.lab.plan.predict import figures
+from foretoken.lab.plan.calibrate import Calibration, Drive
+from foretoken.lab.plan.command import figures
 from foretoken.lab.plan.profile import Profile
 from foretoken.lab.plan.simulate import Ask, Simulation
 from foretoken.sampling.synthetic import conditional_rates, joint_rates

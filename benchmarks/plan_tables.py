@@ -6,11 +6,9 @@ from pathlib import Path
 
 from benchmarks.markup import markdown, number
 from foretoken.engine.pace import PromptCosts
-from foretoken.lab.plan.acceptance import Acceptance
-from foretoken.lab.plan.command import sentences
+from foretoken.lab.plan.command import figures, sentences
 from foretoken.lab.plan.command import tables as plan_tables
-from foretoken.lab.plan.predict import figures
-from foretoken.lab.plan.profile import EngineLimits, Profile
+from foretoken.lab.plan.profile import Acceptance, EngineLimits, Profile
 from foretoken.lab.plan.simulate import Ask, Outlook, Simulation
 from foretoken.lab.results import Results, Spread, read
 

@@ -23,8 +23,17 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting import vocabulary
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, find_drafter
-from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
-from foretoken.lab.laws.emission import TRIALS, MakePropose, Propose, emit, joint_p_value
+from foretoken.lab.laws.chain import (
+    CPU,
+    TRIALS,
+    Chain,
+    MakePropose,
+    Propose,
+    Setting,
+    emit,
+    joint_p_value,
+    random_chain,
+)
 from foretoken.lab.laws.findings import CORRECT_P
 from foretoken.lab.laws.mutants import (
     asking,

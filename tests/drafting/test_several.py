@@ -17,8 +17,16 @@ from foretoken.drafting.choice import Choice
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.drafting.several import _keepers
 from foretoken.errors import ConfigError, RequestError
-from foretoken.lab.laws.chain import Chain, Setting, random_chain
-from foretoken.lab.laws.emission import MakePropose, Propose, emit, first_row, joint_p_value
+from foretoken.lab.laws.chain import (
+    Chain,
+    MakePropose,
+    Propose,
+    Setting,
+    emit,
+    first_row,
+    joint_p_value,
+    random_chain,
+)
 from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
 from foretoken.slots.plan import Admission

@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from foretoken import LLM, AsyncEngine, SamplingParams
 from foretoken.errors import RequestError
-from foretoken.lab.chi_square import goodness_of_fit
-from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
+from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P, goodness_of_fit
 from foretoken.ops import DraftBlock, DraftCache, Noise, Rows
 from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput

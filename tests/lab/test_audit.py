@@ -18,8 +18,7 @@ from foretoken.lab.audit import gallery
 from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
 from foretoken.lab.audit.evidence import Evidence, Model, Source
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
-from foretoken.lab.audit.subjects import Subject, bind, models, of_backend, of_callable
-from foretoken.lab.audit.toys import TOYS
+from foretoken.lab.audit.subjects import TOYS, Subject, bind, models, of_backend, of_callable
 from foretoken.lab.audit.verdict import EXACT, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
 from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream

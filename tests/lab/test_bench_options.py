@@ -21,7 +21,7 @@ from foretoken.lab.bench.options import (
     parse_sweep,
     speculation_of,
 )
-from foretoken.lab.bench.workload import Item, Source, Workload, read_dataset, read_text
+from foretoken.lab.bench.run import Item, Source, Workload, read_dataset, read_text
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.ops import get_backend
 from tests.lab.small import NGRAM

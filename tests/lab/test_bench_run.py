@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import UNITS, figures
-from foretoken.lab.bench.floor import Floor
 from foretoken.lab.bench.load import (
     MOST_FAILURES,
     Asked,
+    Client,
     Record,
     RequestFailedError,
     Run,
@@ -33,20 +32,15 @@ from tests.lab.small import NGRAM, SMALL
 pytestmark = pytest.mark.usefixtures("known_memory")
 
 
-class Scripted:
+class Scripted(Client):
     """A client and its system; every request takes a turn of the loop and brings two pieces."""
 
-    floor: Floor | None = None
     keeps_prefixes = False
 
     def __init__(self, act: Callable[[int, Case], None] = lambda number, case: None) -> None:
         self.act, self.number, self.under_way, self.most = act, 0, 0, 0
         self.asked: list[tuple[str, Asked]] = []
         self.notes = ["scripted"]
-
-    @asynccontextmanager
-    async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
-        yield
 
     async def send(self, asked: Asked, case: Case, record: Record) -> None:
         self.asked.append((case.name, asked))
@@ -64,20 +58,11 @@ class Scripted:
     async def counts(self) -> None:
         return None
 
-    def watch(self, steps: Any) -> None:
-        pass
-
-    def together(self) -> nullcontext[None]:
-        return nullcontext()
-
     def shapes(self) -> dict[str, Any]:
         return {"model": "none"}
 
     async def tokens(self, text: str) -> list[int]:
         return [*range(50)]
-
-    def vocabulary(self) -> list[int]:
-        return []
 
 
 def test_concurrency_is_kept_and_a_rate_is_random_but_the_same() -> None:

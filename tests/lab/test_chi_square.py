@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from foretoken.lab.chi_square import ChiSquare, goodness_of_fit, poisson, upper_tail
+from foretoken.lab.laws.findings import ChiSquare, goodness_of_fit, poisson, upper_tail
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from foretoken.errors import NonFiniteLogitsError
-from foretoken.lab.laws.chain import CPU
-from foretoken.lab.laws.emission import waves
+from foretoken.lab.laws.chain import CPU, waves
 from foretoken.lab.laws.findings import MUTANT_P, Finding
 from foretoken.lab.laws.joint import check_case, extra_cases, matrix, pairwise
 from foretoken.lab.laws.mutants import mutants, replaced, rule_mutants

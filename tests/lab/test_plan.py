@@ -18,21 +18,18 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
 from foretoken.engine.pace import PromptCosts
 from foretoken.errors import CapacityError, ConfigError
-from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.calibrate import (
     Calibration,
+    Drive,
     PromptStep,
     of_pairs,
     rising,
     without_pairs,
 )
-from foretoken.lab.plan.command import charts, sentences, tables
-from foretoken.lab.plan.drive import Drive
-from foretoken.lab.plan.fleet import Fleet
+from foretoken.lab.plan.command import Planner, charts, figures, sentences, tables
 from foretoken.lab.plan.options import PlanOptions
-from foretoken.lab.plan.predict import Planner, figures
-from foretoken.lab.plan.profile import EngineLimits, smooth
-from foretoken.lab.plan.simulate import Ask, Outlook, Simulation, Step, StepClock
+from foretoken.lab.plan.profile import Acceptance, EngineLimits, smooth
+from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Simulation, Step, StepClock
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES, changed
 

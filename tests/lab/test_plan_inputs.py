@@ -12,9 +12,8 @@ import pytest
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.options import PlanOptions
-from foretoken.lab.plan.profile import Profile, Shape, estimate
+from foretoken.lab.plan.profile import Acceptance, Profile, Shape, estimate
 from foretoken.lab.plan.simulate import Outlook
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES

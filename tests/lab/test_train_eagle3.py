@@ -17,9 +17,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.cache.kv_pool import KVPool
 from foretoken.cli.app import app
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.lab.train_eagle3.command import Training
+from foretoken.lab.train_eagle3.command import Batches, Documents, Training, cut, pick_prompts
 from foretoken.lab.train_eagle3.options import TrainOptions
-from foretoken.lab.train_eagle3.texts import Batches, Documents, cut, pick_prompts
 from foretoken.lab.train_eagle3.trainer import Trainer
 from foretoken.lab.train_eagle3.unroll import Unroll, agreement, loss_of
 from foretoken.models.eagle3 import read_head

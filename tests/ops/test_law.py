@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.lab.laws.emission import emit
+from foretoken.lab.laws.chain import emit
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P, p_finding
 from foretoken.lab.laws.joint import (
     Case,

@@ -19,8 +19,7 @@ from foretoken.lab.laws.acceptance import (
     outside_the_nucleus,
     overlap,
 )
-from foretoken.lab.laws.chain import Setting, random_chain
-from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws.chain import TRIALS, Setting, random_chain
 from foretoken.lab.laws.findings import z_finding
 from foretoken.lab.laws.mutants import asking, unfiltered
 from foretoken.ops import Rule, SlotParams, VerifyBatch

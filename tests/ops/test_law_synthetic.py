@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.lab.laws.synthetic import (
+from foretoken.lab.laws.acceptance import (
     DRAFTS,
     RATES,
     Combination,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafting.control import ADAPTS, Acceptance, Load, StepCosts, StepTable, by_gain
-from foretoken.lab.laws.emission import TRIALS, Propose
+from foretoken.lab.laws.chain import TRIALS, Propose
 from foretoken.lab.laws.findings import Finding
 from foretoken.lab.laws.joint import Case
 from foretoken.ops import BACKENDS, Backend, DraftBlock, get_backend, unavailable

@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from foretoken.errors import ConfigError
-from foretoken.lab.train_eagle3.export import describe_head, save_weights, write_card
-from foretoken.lab.train_eagle3.texts import Batches, cut
+from foretoken.lab.train_eagle3.command import Batches, cut, describe_head, save_weights, write_card
 from foretoken.lab.train_eagle3.trainer import Recipe, Target, Trainer
 from foretoken.models.eagle3_config import read_eagle3_config
 from training.tiny_python.corpus import read_split

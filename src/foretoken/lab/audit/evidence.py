@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foretoken.lab.chi_square import g_test, upper_tail
+from foretoken.lab.laws.findings import g_test, upper_tail
 
 ALPHA = 1e-3
 CONFIDENCE = 0.99  # of bounds

@@ -12,8 +12,17 @@ from foretoken.errors import RequestError
 from foretoken.lab.audit.enumeration import REMEDY, NotEnumerableError
 from foretoken.lab.audit.evidence import ALPHA, CONFIDENCE, TOO_MUCH, UNKNOWN, Evidence
 from foretoken.lab.audit.gallery import BUGS
-from foretoken.lab.audit.subjects import Bound, StoppedError, Subject, models
-from foretoken.lab.audit.toys import TOYS, WIDE, Round, Toy, up_to
+from foretoken.lab.audit.subjects import (
+    TOYS,
+    WIDE,
+    Bound,
+    Round,
+    StoppedError,
+    Subject,
+    Toy,
+    models,
+    up_to,
+)
 
 EXACT = 1e-6  # what rounding may add up to in an enumerated probability: 1e-7 in float32
 SAME = 0.25  # of its distance from p: a bug of the gallery is named if it comes as near

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import UsageError
@@ -112,8 +113,10 @@ class Run:
         return [record.error for record in self.records if record.error is not None]
 
 
-class Client(Protocol):
+class Client(ABC):
     """Who answers: engines that are made here one after another, or a server.
+
+    What it does by itself is right for one of which nothing but its answers is seen.
 
     Attributes:
         floor: of the engine that was made last, if one was.
@@ -121,16 +124,19 @@ class Client(Protocol):
         keeps_prefixes: whether a prompt that was sent before may cost less.
     """
 
-    floor: Floor | None
+    floor: Floor | None = None
     notes: list[str]
-    keeps_prefixes: bool
+    keeps_prefixes: bool = True
 
     def opened(self, cases: Sequence[Case]) -> AbstractAsyncContextManager[None]:
         """Inside, requests of these cases can be sent."""
+        return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
         """What is sent inside, the system sees at once, where that can be had."""
+        return nullcontext()
 
+    @abstractmethod
     async def send(self, asked: Asked, case: Case, record: Record) -> None:
         """Send a request and keep its answer in `record`, piece by piece.
 
@@ -140,18 +146,22 @@ class Client(Protocol):
             ForetokenError: the engine failed.
         """
 
+    @abstractmethod
     async def counts(self) -> SpeculationMetrics | None:
         """Speculation of all requests so far; None if nobody tells."""
 
-    def watch(self, steps: list[Step] | None) -> None:
+    def watch(self, steps: list[Step] | None) -> None:  # noqa: B027
         """Have every step of the engine added to this list; None: no longer."""
 
+    @abstractmethod
     async def tokens(self, text: str) -> list[int]:
         """The token ids of a text; empty if nobody tells."""
 
     def vocabulary(self) -> list[int]:
         """Ids to make random prompts of; empty if they are not known."""
+        return []
 
+    @abstractmethod
     def shapes(self) -> dict[str, Any]:
         """What stays equal over the rows of a results file."""
 

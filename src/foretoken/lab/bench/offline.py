@@ -15,13 +15,13 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import RequestError
 from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Step
+from foretoken.lab.bench.load import Asked, Client, Record, RequestFailedError, Step
 from foretoken.lab.bench.options import Case, speculation_of
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 
-class Engines:
+class Engines(Client):
     """Engines of one target, made one after another.
 
     Plain decoding beside speculative is the same engine, whose requests have K = 0: same weights,

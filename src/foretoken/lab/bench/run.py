@@ -1,17 +1,192 @@
-"""Measures every case under every load, in turns."""
+"""Measures every case under every load, in turns, with prompts cut from a text or a dataset."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import figures, latencies
-from foretoken.lab.bench.load import Client, Run, drive
+from foretoken.lab.bench.load import Asked, Client, Run, drive
 from foretoken.lab.bench.options import DATASETS, BenchOptions, Case, Load
-from foretoken.lab.bench.workload import Source, Workload, read_dataset, read_text
+from foretoken.lab.workloads import heldout
+
+_ROLES = {role: role for role in ("system", "user", "assistant")}
+_ROLES |= {"human": "user", "gpt": "assistant"}
+_CHARS_PER_TOKEN = 4  # of a server that does not say how it cuts a text into tokens
+
+
+class Item(NamedTuple):
+    """A line of a dataset: a text or messages, and how many tokens its answer has, if it says."""
+
+    prompt: str | list[dict[str, Any]]
+    num_output: int | None = None
+
+
+class Source(NamedTuple):
+    """What the requests of a benchmark are cut or chosen from.
+
+    Attributes:
+        ids: token ids, of which prompts are pieces; text: the same where nobody says the tokens.
+        shuffled: prompts are random ids out of `ids` instead.
+        items: lines of a dataset, each a request.
+        notes: what was left out.
+    """
+
+    ids: Sequence[int] = ()
+    text: str = ""
+    shuffled: bool = False
+    items: Sequence[Item] = ()
+    notes: Sequence[str] = ()
+
+
+class Workload:
+    """Draws the requests of each run, the same ones for the same options.
+
+    Every run has prompts of its own, so that none finds the keys and values of another in a cache.
+    Cases that take turns have the same ones; where that would let one of them find the other's,
+    pieces of a text begin a token later for each case, and lines of a dataset are others.
+
+    Args:
+        lengths: least and most tokens of prompts and of outputs; each request's are drawn between.
+        apart: cases that must not find each other's prompts; 1: all have the same.
+
+    Raises:
+        ConfigError: the text has fewer tokens than a prompt.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        lengths: tuple[tuple[int, int], tuple[int, int]],
+        seed: int,
+        apart: int = 1,
+    ) -> None:
+        self._source, self._lengths, self._seed = source, lengths, seed
+        self._apart = apart
+        self._items = [*source.items]
+        random.Random(seed).shuffle(self._items)
+        longest, there = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
+        there -= apart - 1
+        if not source.items and not source.shuffled and longest > there:
+            raise ConfigError("input_len", longest, f"at most {there}, the tokens of the text")
+
+    def requests(
+        self, load: Load, before: int, count: int, case: int = 0
+    ) -> list[tuple[float, Asked]]:
+        """Those of one run, with the seconds between them; the same ones for the same arguments.
+
+        Args:
+            before: requests of all former runs of the case.
+            case: its number; of no consequence where cases have the same prompts.
+        """
+        chance, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._apart
+        made = []
+        for i in range(count):
+            # With one seed for all, requests would share their noise, and be accepted together.
+            gap, seed = chance.expovariate(load.rate) if load.rate else 0.0, self._seed + before + i
+            num_input, num_output = (chance.randint(*bounds) for bounds in self._lengths)
+            if self._items:
+                line = self._apart * before + case * count + i
+                item = self._items[line % len(self._items)]
+                made.append((gap, Asked(item.prompt, item.num_output or num_output, seed)))
+            else:
+                made.append((gap, Asked(self._piece(chance, num_input, case), num_output, seed)))
+        return made
+
+    def _piece(self, chance: random.Random, size: int, shift: int) -> Any:
+        """Of the text, so many tokens later than drawn."""
+        source, more = self._source, self._apart - 1
+        if source.shuffled:
+            return chance.choices(source.ids, k=size + more)[shift : shift + size]
+        text: Any = source.ids or source.text
+        size = size if source.ids else size * _CHARS_PER_TOKEN
+        start = chance.randrange(len(text) - size - more + 1) + shift
+        return text[start : start + size]
+
+
+def read_text(prompts: str) -> str:
+    """`heldout`: all texts of it, prompts and how they go on; else those of a file."""
+    if prompts in ("heldout", "random"):
+        return "".join(item.prompt + item.reference for item in heldout())
+    return _read(prompts)
+
+
+def read_dataset(path: str) -> Source:
+    """A dataset's requests: `{"prompt": ...}`, `{"messages": ...}`, `{"conversations": ...}`.
+
+    One object per line, or a list of them in one file. Messages are sent up to the last that is no
+    answer, of `conversations` (the shape of ShareGPT) the turns before the first. What is none of
+    these is counted and left out.
+
+    Raises:
+        ConfigError: there is no such file, or nothing in it can be sent.
+    """
+    text, items, wrong = _read(path), list[Item](), list[str]()
+    whole = text.lstrip().startswith("[")
+    pieces = [text] if whole else text.split("\n")
+    for i, piece in enumerate(pieces, start=1):
+        try:
+            found = json.loads(piece) if piece.strip() else []
+        except (ValueError, RecursionError) as error:
+            wrong.append(f"line {i}: {error}")
+            continue
+        for j, entry in enumerate(found if whole else [found] if piece.strip() else [], start=1):
+            try:
+                items.append(_item(entry))
+            except ValueError as error:
+                wrong.append(f"{f'entry {j}' if whole else f'line {i}'}: {error}")
+    if not items:
+        remedy = f"The first is wrong in {wrong[0]}." if wrong else ""
+        raise ConfigError("prompts", path, "a dataset with a request in it", remedy)
+    total, first = len(items) + len(wrong), "; ".join(wrong[:5])
+    said = f"{Path(path).name}: {len(wrong)} of {total} requests were left out: {first}."
+    return Source(items=items, notes=[said] if wrong else [])
+
+
+def _item(given: Any) -> Item:
+    """One object of a dataset; `ValueError` says what is wrong with it."""
+    if not isinstance(given, dict):
+        raise ValueError("not an object")
+    most = given.get("max_tokens")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise ValueError("`max_tokens` is no integer >= 1")
+    prompt = given.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return Item(prompt, most)
+    turns = given.get("messages", given.get("conversations"))
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("no `prompt`, `messages` or `conversations`")
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise ValueError("a turn that is no object")
+        role = _ROLES.get(str(turn.get("role", turn.get("from"))))
+        content = turn.get("content", turn.get("value"))
+        if role is None or not isinstance(content, str):
+            raise ValueError("a turn without a known role and a text")
+        if role == "assistant" and "messages" not in given:
+            break
+        messages.append({"role": role, "content": content})
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError("nothing said by a user before the answer")
+    return Item(messages, most)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        bound = "`heldout`, `random`, or a file of UTF-8 text"
+        raise ConfigError("prompts", path, bound, f"{error}.") from None
+
 
 Report = Callable[[int, str], None]
 """Gets how many requests have ended, warm-up included, and what runs."""

@@ -11,26 +11,27 @@ import json
 import re
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.load import Asked, Record, RequestFailedError, ServerGoneError, Step
+from foretoken.lab.bench.load import Asked, Client, Record, RequestFailedError, ServerGoneError
 from foretoken.lab.bench.offline import set_fields
 from foretoken.lab.bench.options import Case
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 _LINE = 2**20  # bytes of a line, or of a head
+_FIELDS = {name: name for name in ("num_speculative_tokens", "drafter")}
+_FIELDS |= {"rejection_sample_method": "rule"}  # of a case, by the names of `speculative`
 _WRONG_BODY = (400, 422)
 _COUNTING = ("foretoken", "vllm")  # who can say with each piece how many tokens there were
 _COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
-class Server:
+class Server(Client):
     """A server, what it takes, and what it is asked.
 
     Args:
@@ -42,9 +43,6 @@ class Server:
     Attributes:
         speculates: whether requests can choose how they are drafted for, and something drafts.
     """
-
-    floor: Floor | None = None
-    keeps_prefixes = True
 
     def __init__(
         self,
@@ -106,15 +104,6 @@ class Server:
         said = f"It answered {status}: {answer[:200].decode(errors='replace')}"
         raise ConfigError("url", self.url, "a server that completes a prompt", said)
 
-    @asynccontextmanager
-    async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
-        """Nothing is to be made."""
-        yield
-
-    def together(self) -> nullcontext[None]:
-        """A server takes requests as they come."""
-        return nullcontext()
-
     def shapes(self) -> dict[str, Any]:
         """What is known of it; the hardware of the results file is the client's."""
         return {"url": self.url, "model": self.model, "sampling": self._params}
@@ -134,13 +123,8 @@ class Server:
             "temperature": case.fields["temperature"],
         }
         if self.speculates:
-            names = {"num_speculative_tokens": "num_speculative_tokens", "drafter": "drafter"}
-            names["rejection_sample_method"] = "rule"
-            body["speculative"] = {
-                names[name]: value
-                for name, value in case.fields.items()
-                if name in names and value is not None
-            }
+            given = ((_FIELDS.get(name), value) for name, value in case.fields.items())
+            body["speculative"] = {k: v for k, v in given if k is not None and v is not None}
         path = f"/v1/{'chat/' if is_chat else ''}completions"
         async with self._request("POST", path, body) as (status, pieces):
             if status != 200:
@@ -235,9 +219,6 @@ class Server:
         except (ServerGoneError, RequestFailedError, ValueError, OverflowError):
             return None
 
-    def watch(self, steps: list[Step] | None) -> None:
-        """A server's steps are not seen."""
-
     async def tokens(self, text: str) -> list[int]:
         """By its `/tokenize`, if it has one."""
         try:
@@ -249,10 +230,6 @@ class Server:
             return []
         is_ids = isinstance(found, list) and all(isinstance(token, int) for token in found)
         return found if is_ids else []
-
-    def vocabulary(self) -> list[int]:
-        """Not known."""
-        return []
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:

@@ -12,7 +12,7 @@ mean within four standard errors, a count that must be met. `suite.py` lists all
 The model is a table: logits by the last two tokens (`chain.py`), so that the exact distribution of
 any run of tokens can be computed, and thousands of slots share a call. The draft's logits are the
 target's negated, as unlike as can be. Drafts come from the backend's own `draft`, or from any
-`propose` that is given, and `emission.py` drives them through the backend's own `verify`.
+`propose` that is given, and `chain.emit` drives them through the backend's own `verify`.
 
 That a law can fail is shown by its mutants: the drafter, the backend or the rule with one thing
 wrong (`mutants.py`). Each must be rejected at p < 1e-6 in the case that is named there.

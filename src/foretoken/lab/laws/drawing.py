@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from foretoken.lab.laws.acceptance import one_round
-from foretoken.lab.laws.chain import Chain, Setting, random_chain
-from foretoken.lab.laws.emission import TRIALS, TableDrafter, emit, joint_p_value, waves
+from foretoken.lab.laws.chain import (
+    TRIALS,
+    Chain,
+    Setting,
+    TableDrafter,
+    emit,
+    joint_p_value,
+    random_chain,
+    waves,
+)
 from foretoken.lab.laws.findings import Finding, fit, none_finding, p_finding, z_finding
 from foretoken.lab.laws.joint import RULES
 from foretoken.ops import (

@@ -1,13 +1,77 @@
-"""What a law finds: one number, and the bounds that a correct backend keeps."""
+"""What a law finds: one number, and the bounds that a correct backend keeps; chi-square tests."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from foretoken.lab.chi_square import goodness_of_fit
+MIN_EXPECTED = 5.0  # the usual rule for the chi-square approximation to hold in a cell
+
+
+@dataclass(frozen=True, slots=True)
+class ChiSquare:
+    """A statistic, its degrees of freedom, and the chance of a larger one without a difference."""
+
+    statistic: float
+    degrees: int
+    p_value: float
+
+
+def upper_tail(statistic: float, degrees: int) -> float:
+    """P(X > statistic) for X chi-square distributed: Q(degrees/2, statistic/2), to 8 digits.
+
+    Q is the upper regularised incomplete gamma function (Abramowitz & Stegun 6.5.3).
+    """
+    shape, x = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(shape, x))
+
+
+def poisson(count: int, mean: float) -> float:
+    """Two-sided p-value of a count: twice P(X <= count), or P(X >= count), whichever is less."""
+    at_most = upper_tail(2 * mean, 2 * count + 2)
+    at_least = 1 - upper_tail(2 * mean, 2 * count) if count else 1.0
+    return min(1.0, 2 * min(at_most, at_least))
+
+
+def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
+    """Pearson's test of counts against known probabilities; cells expected below 5 are pooled.
+
+    A count where the probability is 0 has p = 0, whatever else was counted. One cell alone, for
+    want of observations or of outcomes, has p = 1.
+    """
+    return _test(counts, probabilities, lambda n, expected: (n - expected) ** 2 / expected)
+
+
+def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
+    """The same by the likelihood ratio to the counts' own distribution (Sokal & Rohlf, ch. 17)."""
+    return _test(
+        counts, probabilities, lambda n, expected: 2 * n * math.log(n / expected) if n else 0.0
+    )
+
+
+def _test(
+    counts: Sequence[int], probabilities: Sequence[float], part: Callable[[float, float], float]
+) -> ChiSquare:
+    total = sum(counts)
+    cells = [(n, total * chance) for n, chance in zip(counts, probabilities, strict=True)]
+    if any(n and not expected for n, expected in cells):
+        return ChiSquare(math.inf, len(cells) - 1, 0.0)
+    kept = [cell for cell in cells if cell[1] >= MIN_EXPECTED]
+    rare = [cell for cell in cells if 0 < cell[1] < MIN_EXPECTED]
+    if rare:
+        pool = sum(n for n, _ in rare), sum(expected for _, expected in rare)
+        if pool[1] < MIN_EXPECTED and kept:  # the pool itself is rare: the last cell takes it
+            n, expected = kept.pop()
+            pool = pool[0] + n, pool[1] + expected
+        kept.append(pool)
+    statistic = max(sum(part(n, expected) for n, expected in kept), 0.0)
+    degrees = len(kept) - 1
+    return ChiSquare(statistic, degrees, upper_tail(statistic, degrees) if degrees > 0 else 1.0)
+
 
 CORRECT_P, MUTANT_P = 1e-4, 1e-6  # a correct backend is above the first, a mutant below the second
 SIGMAS = 4.0

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.lab.laws.chain import Chain, Setting, random_chain
-from foretoken.lab.laws.emission import (
+from foretoken.lab.laws.chain import (
     TRIALS,
+    Chain,
     Emission,
     MakePropose,
     Propose,
+    Setting,
     TableDrafter,
     emit,
     joint_p_value,
+    random_chain,
 )
 from foretoken.lab.laws.findings import Finding, p_finding
 from foretoken.ops import Backend, Rule, SlotParams

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.lab.laws.chain import edits_of_rows
-from foretoken.lab.laws.emission import Propose, first_row
+from foretoken.lab.laws.chain import Propose, edits_of_rows, first_row
 from foretoken.lab.laws.findings import MUTANT_P, Finding
 from foretoken.lab.laws.joint import Case, run_case
 from foretoken.ops import (

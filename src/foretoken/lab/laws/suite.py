@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from foretoken.lab.laws import acceptance, drawing, synthetic
-from foretoken.lab.laws.chain import Setting
-from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws import acceptance, drawing
+from foretoken.lab.laws.chain import TRIALS, Setting
 from foretoken.lab.laws.findings import Finding
 from foretoken.lab.laws.joint import Case, check_case, extra_cases, matrix, pairwise, several_rounds
 from foretoken.lab.laws.mutants import READ_RULES, Mutant, check_mutant, mutants, rule_mutants
@@ -52,9 +51,9 @@ def noise(name: str, backend: Backend, device: torch.device, trials: int) -> lis
 def synthetic_rates(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
     """Rates per position, mean rates through the solver, rejections at T = 0."""
     return [
-        *synthetic.per_position(backend, device),
-        *synthetic.mean_rates(backend, device),
-        *synthetic.greedy_rejections(backend, device),
+        *acceptance.per_position(backend, device),
+        *acceptance.mean_rates(backend, device),
+        *acceptance.greedy_rejections(backend, device),
     ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, ConfigError, RequestError, SamplingParams, SpeculativeConfig
-from foretoken.engine.assembly import Assembly
+from foretoken.engine.build import Assembly
 from foretoken.engine.control import DraftControl
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import Request
@@ -103,7 +103,7 @@ def test_a_device_measures_the_steps_that_it_captures_and_will_replay(
         assembly.captures = True
 
     monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
-    monkeypatch.setattr("foretoken.engine.assembly.Graphs", Noted)
+    monkeypatch.setattr("foretoken.engine.build.Graphs", Noted)
     monkeypatch.setattr(Assembly, "__init__", capturing)
     llm = build(target, {**auto, **most}, backend="torch", num_blocks=60)
     captured, widths = llm.engine.runner.graphs._captured, range(5)

@@ -223,12 +223,7 @@ class Assembly:
     """Loaded models, and what an engine over them is made of; `on_host`: by slots on the host."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model: CausalLM,
-        drafter: Drafter | None,
-        *,
-        on_host: bool,
+        self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool
     ) -> None:
         self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
         self.block_size = config.block_size or BLOCK_SIZES[model.device.type]

@@ -34,14 +34,7 @@ from torch import Tensor
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, SlotParams, Verdict
 from foretoken.ops.pinned import Staging, to_device
-from foretoken.ops.steps import (
-    DraftRequests,
-    ForwardBatch,
-    PackSizes,
-    SlotState,
-    Steps,
-    StepTokens,
-)
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.sampling.noise_key import to_int64
 from foretoken.slots.plan import Admission, StepInput, StepPlan
 from foretoken.slots.step import StepRequests, StepShape

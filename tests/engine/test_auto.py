@@ -194,7 +194,7 @@ def test_prompts_that_join_play_no_part_and_nobody_is_kept(
     assert seen[0] == 0 < max(seen) <= 3
     control = llm.engine.scheduler.control
     assert control is not None
-    assert control._adapting == control._probed == control.held_slots() == []
+    assert control._adapting == control._probed == control.acceptance.held_slots() == []
 
 
 def test_slots_on_a_device_take_one_of_few_widths(

@@ -304,25 +304,22 @@ class Assembly:
         On a host they are measured with slots and blocks of their own, so that the drafter forgets
         them; on a device in the runner's own, since that is where graphs are kept.
         """
+        config, bound, control, pace = self.config, self.config.max_step_seconds, None, None
+        if not self.adapts and bound is None:
+            return self.runner(num_blocks), None, None
         measured = None
-        if self.on_host and self._needs_costs:
+        if self.on_host:
             own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
             measured = self._measure(self.runner(own_blocks, measuring=True))
-        runner, control, pace = self.runner(num_blocks), None, None
-        if self._needs_costs:
-            table, prompts = measured or self._measure(runner)
-            config, bound = self.config, self.config.max_step_seconds
-            if self.adapts:
-                _log.info("Measured for K = `auto`:\n%s", table.shown())
-                control = DraftControl(table, config.max_num_seqs, config.num_drafts, self._widths)
-            if prompts is not None and bound is not None:
-                _log.info("Measured for `max_step_seconds`: %s", prompts.shown())
-                pace = Pace(table, prompts, bound, lockstep=not self.on_host)
+        runner = self.runner(num_blocks)
+        table, prompts = measured or self._measure(runner)
+        if self.adapts:
+            _log.info("Measured for K = `auto`:\n%s", table.shown())
+            control = DraftControl(table, config.max_num_seqs, config.num_drafts, self._widths)
+        if prompts is not None and bound is not None:
+            _log.info("Measured for `max_step_seconds`: %s", prompts.shown())
+            pace = Pace(table, prompts, bound, lockstep=not self.on_host)
         return runner, control, pace
-
-    @property
-    def _needs_costs(self) -> bool:
-        return self.adapts or self.config.max_step_seconds is not None
 
     @property
     def _widths(self) -> tuple[int, ...]:

@@ -140,10 +140,6 @@ class DraftControl:
             self._end_probe()
             self._adapting, self._wait = [], 0  # no ended request is kept
 
-    def held_slots(self) -> list[int]:
-        """Slots for which something is kept."""
-        return self.acceptance.held_slots()
-
     def _take_in(self) -> None:
         """Learn from the steps since the last choice."""
         rounds, self._rounds = self._rounds, []

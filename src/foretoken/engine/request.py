@@ -141,11 +141,6 @@ class Request:
         return min(self.num_speculative_tokens, self.most_remaining - 1)
 
     @property
-    def output_ids(self) -> list[int]:
-        """Generated token ids (a copy)."""
-        return self.token_ids[self.num_prompt :]
-
-    @property
     def num_prefill(self) -> int:
         """Known tokens to compute before it can decode; 0 when it decodes.
 

@@ -271,7 +271,10 @@ class SlotTable:
         if not all(step.decides_B):
             chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
             chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # numpy gives columns
-            slot_D, max_drafts_D = self._sent(_padded(chosen))[:, : chosen.shape[1]].unbind()
+            # In an even number of columns: then rows lie at multiples of 16 bytes; for others
+            # kernels are compiled anew.
+            padded = np.pad(chosen, ((0, 0), (0, chosen.shape[1] % 2)))
+            slot_D, max_drafts_D = self._sent(padded)[:, : chosen.shape[1]].unbind()
             of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRequests(
             step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most,
@@ -357,9 +360,3 @@ class SlotTable:
 
     def _sent(self, array: Array) -> Tensor:
         return to_device(array, self.device)
-
-
-def _padded(numbers: Array) -> Array:
-    """Numbers in an even number of columns: then rows lie at multiples of 16 bytes; for others
-    kernels are compiled anew."""
-    return np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))

@@ -46,7 +46,7 @@ def child(options: dict[str, Any], begun: float) -> dict[str, float]:
     from foretoken import LLM, SamplingParams
     from foretoken.drafting import stacks
     from foretoken.engine import build
-    from foretoken.engine.assembly import Assembly
+    from foretoken.engine.build import Assembly
     from foretoken.engine.runner import Runner
 
     seconds = {"import": time.time() - begun}

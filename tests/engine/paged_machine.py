@@ -355,7 +355,7 @@ class PagedMachine:
             assert found == pytest.approx(expected, abs=1e-5)
 
     def check_sample(self, request: Request) -> None:
-        output, truth = request.output_ids, truth_of(request)
+        output, truth = request.token_ids[request.num_prompt :], truth_of(request)
         given = (output, "".join(request.pieces), request.finish_reason, request.stop_reason)
         assert request.token_ids == list(truth.upto(len(request.token_ids)))
         assert request.finish_reason in ("abort", "error") or given == ending(request)

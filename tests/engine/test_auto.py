@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, ConfigError, RequestError, SamplingParams, SpeculativeConfig
-from foretoken.engine.assembly import Assembly
+from foretoken.engine.build import Assembly
 from foretoken.engine.control import DraftControl
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import Request
@@ -103,7 +103,7 @@ def test_a_device_measures_the_steps_that_it_captures_and_will_replay(
         assembly.captures = True
 
     monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
-    monkeypatch.setattr("foretoken.engine.assembly.Graphs", Noted)
+    monkeypatch.setattr("foretoken.engine.build.Graphs", Noted)
     monkeypatch.setattr(Assembly, "__init__", capturing)
     llm = build(target, {**auto, **most}, backend="torch", num_blocks=60)
     captured, widths = llm.engine.runner.graphs._captured, range(5)
@@ -194,7 +194,7 @@ def test_prompts_that_join_play_no_part_and_nobody_is_kept(
     assert seen[0] == 0 < max(seen) <= 3
     control = llm.engine.scheduler.control
     assert control is not None
-    assert control._adapting == control._probed == control.held_slots() == []
+    assert control._adapting == control._probed == control.acceptance.held_slots() == []
 
 
 def test_slots_on_a_device_take_one_of_few_widths(

@@ -170,7 +170,7 @@ def test_steps_with_prompts_teach_no_costs_and_what_left_is_forgotten() -> None:
     world = World(COSTS["rows are free"], 3, 0.8)
     world.run(20)
     control, seconds = world.control, world.control.metrics.controlled_seconds
-    assert control.held_slots() == [0, 1, 2]
+    assert control.acceptance.held_slots() == [0, 1, 2]
     for _ in range(20):
         control.choose(world.requests)
         shares = [Share(r, r.slot, 9, 1, 0, True, 0) for r in world.requests[:2]]
@@ -179,7 +179,7 @@ def test_steps_with_prompts_teach_no_costs_and_what_left_is_forgotten() -> None:
         control.observe(shares, {0: Outcome([1]), 1: Outcome([1])}, 100.0)
     assert control.metrics.controlled_seconds == pytest.approx(seconds, abs=0.1)
     control.release(1)
-    assert control.held_slots() == [0, 2]
+    assert control.acceptance.held_slots() == [0, 2]
 
 
 def test_a_warning_says_once_that_it_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:

@@ -198,7 +198,7 @@ def test_mutants_of_the_device_slots_are_noticed(
     target: Path, draft: Path, mutant: type[SlotTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = on_the_host(target, draft, "draft_model")
-    monkeypatch.setattr("foretoken.engine.assembly.SlotTable", mutant)
+    monkeypatch.setattr("foretoken.engine.build.SlotTable", mutant)
     with pytest.raises((AssertionError, ForetokenError)):
         check_equal(serve(target, draft, "draft_model", on_host=False), expected)
 

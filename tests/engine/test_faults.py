@@ -12,7 +12,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.config.machine import machine_bytes
-from foretoken.engine import assembly, build, memory_plan
+from foretoken.engine import build, memory_plan
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine
 from foretoken.engine.rounds import describe
@@ -365,7 +365,7 @@ def test_memory_that_runs_out_while_building_is_typed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(assembly, "check_fits", lambda num_bytes: None)
+        patch.setattr(build, "check_fits", lambda num_bytes: None)
         with pytest.raises(EngineMemoryError, match=r"engine was built.*`max_num_seqs`"):
             LLM(str(target), num_blocks=10**13)
     monkeypatch.setattr(build, "load_model", break_call(1, Broken("else"), build.load_model))

@@ -251,8 +251,8 @@ def test_a_launched_step_whose_requests_have_ended_is_no_work() -> None:
     next_group = machine.add("follows", TEXT[:5], 8)  # in the same slot
     assert engine.launch(engine.scheduler.schedule()).groups == [next_group]
     assert engine.commit(launched) == [group]
-    assert (group.samples[0].output_ids, group.samples[0].finish_reason) == ([], "abort")
-    assert not next_group.samples[0].output_ids
+    assert (group.samples[0].num_output, group.samples[0].finish_reason) == (0, "abort")
+    assert not next_group.samples[0].num_output
 
 
 EDITS: list[dict[str, Any]] = [

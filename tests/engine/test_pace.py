@@ -42,7 +42,7 @@ def tokens_and_chunks(llm: LLM) -> tuple[list[list[int]], list[int]]:
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
     while engine.has_work:
         engine.step()
-    return [group.samples[0].output_ids for group in groups], chunks
+    return [group.samples[0].token_ids[group.samples[0].num_prompt :] for group in groups], chunks
 
 
 @pytest.mark.parametrize("speculative", [False, True])

@@ -21,12 +21,7 @@ from foretoken.errors import ForetokenError, ProcessingError, RequestError, chec
 from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
 from foretoken.models.tokenizer import encode_after
-from foretoken.outputs import (
-    CompletionDelta,
-    CompletionOutput,
-    RequestDelta,
-    RequestOutput,
-)
+from foretoken.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from foretoken.sampling.params import SamplingParams, check_salt, check_text
 
 _log = logging.getLogger(__name__)

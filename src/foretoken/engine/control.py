@@ -21,7 +21,6 @@ import numpy as np
 from foretoken.drafting.control import (
     ADAPTS,
     Acceptance,
-    Array,
     Choice,
     Curve,
     Load,
@@ -141,10 +140,6 @@ class DraftControl:
             self._end_probe()
             self._adapting, self._wait = [], 0  # no ended request is kept
 
-    def held_slots(self) -> list[int]:
-        """Slots for which something is kept."""
-        return self.acceptance.held_slots()
-
     def _take_in(self) -> None:
         """Learn from the steps since the last choice."""
         rounds, self._rounds = self._rounds, []
@@ -229,14 +224,14 @@ class DraftControl:
         self._probed = []
 
     def _say_unpaid(self) -> None:
-        curve = self.costs.curve(self._batch)
-        plain, one = (float(curve.seconds(k, curve.drafting(self._live(k)), 0)) for k in (0, 1))
+        curve, index_K = self.costs.curve(self._batch), np.arange(self.max_drafts)
+        plain, one = (
+            float(curve.seconds(k, curve.drafting(np.where(index_K < k, self._batch, 0)), 0))
+            for k in (0, 1)
+        )
         _log.warning(
             "Speculation has not paid for %d steps: at batch %d a first draft is accepted in "
             "%.0f%% of all cases, and a step with one takes %.2f times one without. Drafts are "
             "still tried now and then; without `speculative_config` their memory is free.",
             self._unpaid, self._batch, 100 * self.acceptance.shared()[0], one / plain,
         )  # fmt: skip
-
-    def _live(self, per_request: int) -> Array:
-        return np.where(np.arange(self.max_drafts) < per_request, self._batch, 0)

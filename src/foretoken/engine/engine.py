@@ -333,7 +333,7 @@ class Engine:
         self.scheduler.check_integrity()
         live = {request.slot for request in self.scheduler.running}
         self._release_idle()
-        self.runner.check_integrity(live | {*self._released})
+        self.runner.slots.check_integrity(live | {*self._released})
 
     def _release_idle(self) -> None:
         """Tell the runner of released slots where no step will: nothing of a request is kept."""

@@ -61,6 +61,7 @@ class Request:
 
     Attributes:
         group: the user's request this is sample `index` of.
+        params, num_prompt: parameters and length of the prompt, which all its samples share.
         key: the 64-bit noise key of the sample, which is also the seed that reproduces it.
         token_ids: prompt and generated ids.
         stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
@@ -117,19 +118,12 @@ class Request:
     history: EditHistory | None = None
     matcher: Matcher | None = None
     limit: int = field(init=False)
+    params: SamplingParams = field(init=False)
+    num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.limit = len(self.group.prompt_ids) + self.group.params.token_limit
-
-    @property
-    def params(self) -> SamplingParams:
-        """Parameters shared by all samples of the group."""
-        return self.group.params
-
-    @property
-    def num_prompt(self) -> int:
-        """Length of the prompt."""
-        return len(self.group.prompt_ids)
+        self.params, self.num_prompt = self.group.params, len(self.group.prompt_ids)
+        self.limit = self.num_prompt + self.params.token_limit
 
     @property
     def num_output(self) -> int:
@@ -147,11 +141,6 @@ class Request:
         return min(self.num_speculative_tokens, self.most_remaining - 1)
 
     @property
-    def output_ids(self) -> list[int]:
-        """Generated token ids (a copy)."""
-        return self.token_ids[self.num_prompt :]
-
-    @property
     def num_prefill(self) -> int:
         """Known tokens to compute before it can decode; 0 when it decodes.
 
@@ -164,7 +153,7 @@ class Request:
         if self.launched_share is not None and self.launched_share.decides:
             return 0
         known = len(self.token_ids)
-        return known - self.num_scheduled - (known > len(self.group.prompt_ids))
+        return known - self.num_scheduled - (known > self.num_prompt)
 
     @property
     def num_scheduled(self) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
@@ -38,7 +37,11 @@ from foretoken.slots.step import OpenStep, StepRequests, StepResult, StepShape
 
 
 class Runner:
-    """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots."""
+    """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots.
+
+    device, on_host: of the slots: where it computes, and whether results are known as soon as a
+    step was launched: reading never blocks then.
+    """
 
     def __init__(
         self,
@@ -53,28 +56,15 @@ class Runner:
         self.sampler = sampler
         self.drafter = drafter
         self.slots = sampler.slots
+        self.device, self.on_host = self.slots.device, self.slots.on_host
         self.graphs = graphs or Graphs()
         self.planned: MemoryPlan | None = None
-        self._clock = PhaseClock(self.slots.device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.slots.device
-
-    @property
-    def on_host(self) -> bool:
-        """Whether results are known as soon as a step was launched: reading never blocks."""
-        return self.slots.on_host
+        self._clock = PhaseClock(self.device)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
         return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
-
-    def check_integrity(self, live: set[int]) -> None:
-        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
-        self.slots.check_integrity(live)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step's tokens and draw the next ones."""
@@ -205,7 +195,7 @@ class Runner:
         """Drafts of the requests that decide, written after their known tokens."""
         asked = self.slots.count_drafts(requests)
         if self.drafter is None or not asked.most:
-            return asked, no_drafts(len(asked.slot_B), self.slots.device)
+            return asked, no_drafts(len(asked.slot_B), self.device)
         drafts = self.drafter.propose(asked)
         # An id that the target lacks is rejected, but passes through it first: as its last one.
         self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)

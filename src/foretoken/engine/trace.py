@@ -24,7 +24,6 @@ class StepTrace:
             advance, observe (if there is a drafter), read, commit. On a GPU the device's own: gap
             (nothing to do since the step before), draft, forward, verify, observe, read.
         total: their sum.
-        host_seconds: what the host spent on the step, waiting included; on a host as `total`.
         num_requests: requests in it; num_decoding: those that computed one known token and drafts.
         num_tokens: tokens that the target computed.
         num_context: tokens of the requests whose keys and values it read besides these; drafts of a
@@ -35,7 +34,6 @@ class StepTrace:
 
     seconds: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
-    host_seconds: float = 0.0
     num_requests: int = 0
     num_decoding: int = 0
     num_tokens: int = 0
@@ -71,7 +69,7 @@ class StepTrace:
         admit = phases.pop("admit", 0.0)
         admit += launch - admit - sum(phases.values())
         self.seconds = {"schedule": schedule, "admit": admit, **phases, "commit": commit}
-        self.total = self.host_seconds = schedule + launch + commit
+        self.total = schedule + launch + commit
 
     def read_events(self, result: StepResult) -> None:
         """Let the device's own times take the place of the host's, if there are any."""

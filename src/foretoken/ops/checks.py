@@ -133,11 +133,9 @@ def check_params(params: SlotParams, device: torch.device) -> None:
     check_kind("params.rules", params.rules, AbstractSet)
     check_tensor("params.key_S", params.key_S, (S,), INT64, device)
     shape = params.key_S.shape
-    check_tensor("params.temperature_S", params.temperature_S, shape, FLOAT32, device)
-    check_tensor("params.top_k_S", params.top_k_S, shape, INT64, device)
-    check_tensor("params.top_p_S", params.top_p_S, shape, FLOAT32, device)
-    check_tensor("params.min_p_S", params.min_p_S, shape, FLOAT32, device)
-    check_tensor("params.rule_S", params.rule_S, shape, INT64, device)
+    dtypes = {"temperature": FLOAT32, "top_k": INT64, "top_p": FLOAT32, "min_p": FLOAT32}
+    for name, dtype in {**dtypes, "rule": INT64}.items():
+        check_tensor(f"params.{name}_S", getattr(params, f"{name}_S"), shape, dtype, device)
     _FITTING.add(params)
 
 

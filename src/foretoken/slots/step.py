@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from foretoken.ops import (
-    DraftBlock,
-    Evidence,
-    ForwardOutput,
-    Logprobs,
-    Rule,
-    SlotParams,
-)
+from foretoken.ops import DraftBlock, Evidence, ForwardOutput, Logprobs, Rule, SlotParams
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
 from foretoken.slots.plan import NO_STEP, StepInput

@@ -34,14 +34,7 @@ from torch import Tensor
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, SlotParams, Verdict
 from foretoken.ops.pinned import Staging, to_device
-from foretoken.ops.steps import (
-    DraftRequests,
-    ForwardBatch,
-    PackSizes,
-    SlotState,
-    Steps,
-    StepTokens,
-)
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.sampling.noise_key import to_int64
 from foretoken.slots.plan import Admission, StepInput, StepPlan
 from foretoken.slots.step import StepRequests, StepShape
@@ -278,7 +271,10 @@ class SlotTable:
         if not all(step.decides_B):
             chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
             chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # numpy gives columns
-            slot_D, max_drafts_D = self._sent(_padded(chosen))[:, : chosen.shape[1]].unbind()
+            # In an even number of columns: then rows lie at multiples of 16 bytes; for others
+            # kernels are compiled anew.
+            padded = np.pad(chosen, ((0, 0), (0, chosen.shape[1] % 2)))
+            slot_D, max_drafts_D = self._sent(padded)[:, : chosen.shape[1]].unbind()
             of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRequests(
             step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most,
@@ -364,9 +360,3 @@ class SlotTable:
 
     def _sent(self, array: Array) -> Tensor:
         return to_device(array, self.device)
-
-
-def _padded(numbers: Array) -> Array:
-    """Numbers in an even number of columns: then rows lie at multiples of 16 bytes; for others
-    kernels are compiled anew."""
-    return np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))

@@ -22,7 +22,7 @@ Outcome = tuple[int, float]
 
 def at(p: Row, x: int) -> float:
     """p(x); 0 for an id that the target does not have."""
-    return float(p[x]) if x < len(p) else 0.0
+    return float(p[x]) if 0 <= x < len(p) else 0.0
 
 
 def residual(w: float, p: Row, q: Row) -> Row:

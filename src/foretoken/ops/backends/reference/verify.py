@@ -103,7 +103,7 @@ def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidenc
         p = [_p(row, slot) for row in rows[int(first_B[b]) :][: num + 1]]
         mine = [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num)]
         for i, (x, q_x, _) in enumerate(mine):
-            out.token_RK[r, i], out.p_RK1[r, i], out.q_RK1[r, i] = x, _of(p[i], x), q_x
+            out.token_RK[r, i], out.p_RK1[r, i], out.q_RK1[r, i] = x, at(p[i], x), q_x
             where = slot.key, start + i, i, Stream.ACCEPT, fp64_noise
             out.u_RK[r, i] = uniform_of(0, *where)
         if slot.rule == Rule.BLOCK:
@@ -111,15 +111,11 @@ def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidenc
                 out.mass_RK[r, i] = mass
         tau = int(verdict.n_accept_B[b])
         y = int(verdict.token_BK1[b, tau])
-        out.p_RK1[r, most] = _of(p[tau], y)
-        out.q_RK1[r, most] = _of(mine[tau].q, y) if tau < num and mine[tau].q_x > 0 else 0.0
+        out.p_RK1[r, most] = at(p[tau], y)
+        out.q_RK1[r, most] = at(mine[tau].q, y) if tau < num and mine[tau].q_x > 0 else 0.0
         has_q = drafts.cache is not None and bool(drafts.real_q_B[b])
         out.real_q_R[r] = has_q and not slot.is_certain
     return out
-
-
-def _of(p: Row, x: int) -> float:
-    return at(p, x) if x >= 0 else 0.0
 
 
 def _p(row: Row, slot: Slot) -> Row:
@@ -138,6 +134,6 @@ def _masses(p: list[Row], drafts: list[Draft]) -> list[float]:
     drafts = list(takewhile(lambda draft: draft.q_x > 0, drafts))
     masses, p_i = [], 1.0
     for i, (x, q_x, _) in enumerate(drafts[:-1]):
-        p_i = min(1.0, p_i * _of(p[i], x) / q_x)
+        p_i = min(1.0, p_i * at(p[i], x) / q_x)
         masses.append(float(residual(p_i, p[i + 1], drafts[i + 1].q).sum()))
     return masses

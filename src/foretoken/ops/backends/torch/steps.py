@@ -14,13 +14,12 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 
 class Steps:
-    """The `Steps` of any device, and the ones that the others must equal."""
+    """The `ops.steps.Steps` of any device, and the ones that the others must equal."""
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Steps.count_drafts`."""
         length_B = self._state.length_S[slot_B]
         left_B = self._state.limit_S[slot_B] - length_B - 1
         return torch.minimum(most_B, left_B).clamp(min=0), length_B
@@ -28,7 +27,6 @@ class Steps:
     def write_drafts(
         self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """See `Steps.write_drafts`."""
         if num_B.device.type == "cpu":
             fits = num_B.shape == asked.num_B.shape and not (num_B > asked.num_B).any()
             if not fits:
@@ -36,7 +34,6 @@ class Steps:
         self._put(asked.slot_B, asked.position_B, num_B, token_BK.clamp(0, last_id))
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """See `Steps.pack`."""
         want_B = tokens.num_D + 1
         if tokens.of_B is not None:
             want_B = pad(want_B, (0, 1))[tokens.of_B]  # -1 is the 0 after the last
@@ -46,7 +43,6 @@ class Steps:
         return self._packed(slot_B, start_B, count_B, want_B, sizes, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """See `Steps.advance`."""
         slot_B, (token_BK1, accepted_B, finite_B) = tokens.slot_B, verdict
         decides_B = torch.ones_like(finite_B)
         if (of_B := tokens.of_B) is not None:
@@ -64,7 +60,6 @@ class Steps:
         return torch.cat([computed_B, of_D.flatten()])
 
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        """See `Steps.begin_round`."""
         (slot_B, num_B, position_B, most), state = asked[:4], self._state
         requests, columns = len(slot_B), state.block_SL.shape[1]
         spare, device = len(state.length_S) - 1, slot_B.device
@@ -88,7 +83,6 @@ class Steps:
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """See `Steps.shift`."""
         start_B1, length_B, (token_SL, _, length_S, *_) = (
             batch.query_start_B1, batch.length_B, self._state,
         )  # fmt: skip
@@ -102,16 +96,12 @@ class Steps:
         return token_T, start_B + (last_B - first_B).clamp_(min=0)
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-        """See `Steps.join_drafts`."""
         index_K = torch.arange(len(drafts), device=num_B.device)
         return torch.stack(list(drafts), dim=1).masked_fill(index_K >= num_B[:, None], -1)
 
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        """See `Steps.look_up`.
-
-        An occurrence is named by where it ends: `run_BL` is how many tokens up to there are equal
-        to the last ones.
-        """
+        # An occurrence is named by where it ends: `run_BL` is how many tokens up to there are equal
+        # to the last ones.
         slot_B, num_B, position_B, most = asked[:4]
         text_BL, length_B1 = self._state.token_SL[slot_B], position_B[:, None]
         width = text_BL.shape[1]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -239,9 +240,6 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
     return last_B
 
 
-_Reading = tuple[Callable[[Rows], Tensor], Callable[[Rows, Tensor, int], Logprobs]]
-
-
 class _Asked(NamedTuple):
     """How a backend reads rows, and the requests that are asked for, by their order there."""
 
@@ -267,20 +265,20 @@ def evidence_by(
     process_logits: Callable[[Rows], Tensor], logprobs: Callable[[Rows, Tensor, int], Logprobs]
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
     """`Backend.evidence` of a backend that reads rows by these functions of its own."""
-    reading = process_logits, logprobs
 
     def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         """Some requests at a time."""
         most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
         parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
-        found = [_evidence(reading, given, verdict, part_R) for part_R in parts]
+        own = partial(_Asked, process_logits, logprobs, given)
+        found = [_evidence(own, given, verdict, part_R) for part_R in parts]
         return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
 
     return evidence
 
 
 def _evidence(
-    reading: _Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
+    own: Callable[..., _Asked], given: VerifyBatch, verdict: Verdict, request_R: Tensor
 ) -> Evidence:
     drafts, slot_R = given.drafts, given.slot_B[request_R]
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
@@ -290,9 +288,7 @@ def _evidence(
     own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
     real_q_R = drafts.real_q_B[request_R] & ~own_R
     first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
-    asked = _Asked(
-        *reading, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK
-    )
+    asked = own(slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
     accepted_R1 = verdict.n_accept_B[request_R, None]
     last_R1 = verdict.token_BK1[request_R].long().gather(1, accepted_R1)
     p_RK, finite_RK = _p(asked, index_RK, token_RK)

@@ -1,7 +1,7 @@
 """What `config.json` of an EAGLE-3 head says.
 
-Belongs here: both formats of it, its switches, and which of them are refused. Does not: weights
-(`eagle3_checkpoint.py`), what the head computes (`eagle3.py`).
+Belongs here: both formats of it, its switches, and which of them are refused. Does not: its
+weights (`eagle3.py`), what a stack computes (`ops/backends/`).
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ SPECULATIVE_METHODS = {
     "mtp": _NO_HEADS.format("Layers of multi-token prediction"),
     **dict.fromkeys(("dflash", "dspark"), _NO_HEADS.format("Block-diffusion drafters")),
     "extract_hidden_states": "It drafts nothing: this version has no such side output.",
-    "custom_class": "A drafter of your own is one file: ARCHITECTURE.md, Four recipes.",
+    "custom_class": "A drafter of your own is one file: ARCHITECTURE.md, Recipes.",
     "ngram_gpu": "Write `ngram`: it runs on the device where there is one.",
     "[ngram]": "Write `method`: `ngram`.",
 }

@@ -9,6 +9,8 @@ from tests.project.source import PACKAGE, ROOT
 
 TREE_LINE = re.compile(r"^(?P<indent> +)(?P<name>[\w.\-]+/?)(?:\s.*)?$")
 SKIPPED_DIRECTORIES = {"__pycache__", "lib"}  # `lib`: compiled kernels
+MOST_LINES = 250
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
 def tree_in(document: str, top: str) -> set[str]:
@@ -34,43 +36,64 @@ def tree_in(document: str, top: str) -> set[str]:
     return found
 
 
-def real_tree(top: Path) -> set[str]:
-    """Folders and sources below `top`; `__init__.py` of a subfolder goes without saying, and so
-    does the header of a C++ file."""
-    found = set()
-    for path in top.rglob("*"):
-        relative = path.relative_to(top)
-        if SKIPPED_DIRECTORIES & set(relative.parts):
-            continue
-        if path.is_dir():
-            found.add(f"{relative}/")
-        elif (
-            (path.suffix == ".py" and (path.name != "__init__.py" or path.parent == top))
-            or path.suffix == ".cpp"
-            or (path.suffix == ".h" and not path.with_suffix(".cpp").exists())
-        ):
-            found.add(str(relative))
-    return found
+def sources(top: Path) -> list[Path]:
+    """Folders and sources below `top`."""
+    return [
+        path
+        for path in sorted(top.rglob("*"))
+        if not SKIPPED_DIRECTORIES & {*path.relative_to(top).parts}
+        and (path.is_dir() or path.suffix in (".py", ".cpp", ".h"))
+    ]
 
 
-def test_the_tree_in_architecture_is_the_real_tree() -> None:
-    said = tree_in((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), "src/foretoken/")
-    real = real_tree(PACKAGE)
-    assert said - real == set(), "named, but not there"
-    assert real - said == set(), "there, but not named"
+def named_files(document: str) -> set[str]:
+    """What stands between backticks and is a path, or ends as a file does."""
+    names = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)*/?)`", document)
+    return {name for name in names if "/" in name or re.search(r"\.(py|cpp|h|md|txt)$", name)}
 
 
-def test_the_tree_test_can_fail() -> None:
-    document = "```text\nsrc/x/\n  a.py   first\n  b/     folder\n    c.py second\n```\n"
-    assert tree_in(document, "src/x/") == {"a.py", "b/", "b/c.py"}
+def test_architecture_is_short() -> None:
+    assert ARCHITECTURE.count("\n") <= MOST_LINES
+
+
+def test_the_tree_in_architecture_has_every_folder_and_nothing_else() -> None:
+    said, found = tree_in(ARCHITECTURE, "src/foretoken/"), sources(PACKAGE)
+    assert [name for name in said if not (PACKAGE / name).exists()] == []
+    folders = {f"{path.relative_to(PACKAGE)}/" for path in found if path.is_dir()}
+    assert folders - said == set(), "there, but not named"
 
 
 def test_architecture_names_only_files_that_exist() -> None:
-    document = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:src|tests|docs|benchmarks|training)/[\w./-]+)`", document)
-    assert named
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert not missing
+    bare = {path.name for path in sources(PACKAGE)}  # a file next to one that was named in full
+    named = named_files(ARCHITECTURE)
+    assert len(named) > 50
+    missing = {
+        name for name in named - bare if not any((top / name).exists() for top in (ROOT, PACKAGE))
+    }
+    assert missing == set()
+
+
+def test_the_tests_of_architecture_can_fail() -> None:
+    document = "```text\nsrc/x/\n  a.py   first\n  b/     folder\n    c.py second\n```\n"
+    assert tree_in(document, "src/x/") == {"a.py", "b/", "b/c.py"}
+    text = "`a.py` and `b/c.py`, `Stack.run`, `/v1/models`, `p / q`, `b/`, `method`"
+    assert named_files(text) == {"a.py", "b/c.py", "b/"}
+
+
+def has_charter(path: Path, text: str) -> bool:
+    """Whether a source says at its top what it is for; of a C++ file its header may."""
+    if path.suffix == ".cpp" and path.with_suffix(".h").exists():
+        return True
+    return text.startswith('"""' if path.suffix == ".py" else "//")
+
+
+def test_every_source_begins_with_its_charter() -> None:
+    """What the tree of ARCHITECTURE.md leaves out is told there."""
+    texts = {p: p.read_text(encoding="utf-8") for p in sources(PACKAGE) if p.is_file()}
+    without = [str(p.relative_to(ROOT)) for p, text in texts.items() if not has_charter(p, text)]
+    assert without == []
+    assert not has_charter(PACKAGE / "x.py", "import os\n")
+    assert not has_charter(PACKAGE / "x.h", "#pragma once\n")
 
 
 def test_links_between_documents_resolve() -> None:

@@ -1,0 +1,1 @@
+"""The laboratory: measuring and explaining, with the engine and beside it."""

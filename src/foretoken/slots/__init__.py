@@ -1,1 +1,1 @@
-"""What is kept by request slot: the table and its owners, histories of edited requests."""
+"""What is kept by request slot: a step as a message, a step on the device, the table."""

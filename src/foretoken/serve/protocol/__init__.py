@@ -1,0 +1,1 @@
+"""Bodies of requests: types, names, and which fields are inert or refused."""

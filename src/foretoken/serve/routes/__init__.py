@@ -1,0 +1,1 @@
+"""Endpoints: one module for each group, with a `router`."""

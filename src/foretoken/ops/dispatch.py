@@ -105,7 +105,7 @@ class Backend:
                 `verify` then takes it for no draft.
             noise: its streams are `DRAFT`.
             cache: written at [slot, draft index]; its dtype and width are those of the logits. None
-                keeps no q and draws the same tokens (for `Decoder.draft` None means the argmax).
+                keeps no q and draws the same tokens.
 
         Returns:
             int64 [N] token ids.
@@ -240,9 +240,10 @@ class Backend:
     def compile_ahead(self, run: Callable[[], object]) -> None:
         """Compile, in parallel processes, what `run` is about to launch on a GPU.
 
-        It is called once: in this thread, functions of this backend, its stacks
-        launch no kernel then, and return zeros; PyTorch's operators do run. A step on memory that
-        is not needed saves most of its first run's time. With other backends nothing is called.
+        `run` is called once. While it runs in this thread, this backend's functions and stacks
+        launch no kernel and return zeros; PyTorch's operators do run. `run` should be a step on
+        memory that nobody reads: that saves most of the first real step's time. Backends without
+        kernels to compile do not call it.
         """
         self._kernels.compile_ahead(run)
 

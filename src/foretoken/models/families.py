@@ -160,9 +160,7 @@ class _Weights:
         return Linear(weight, self.join(*(f"{path}.bias" for path in paths)), split)
 
     def read(self) -> None:
-        """Fill what `join` made from files, in several threads: one reads 1.3 GB/s from the page
-        cache of a machine on which the disk's bound is far above."""
-
+        """Fill from files what `join` made, in several threads: one keeps the disk waiting."""
         if (get := self._get) is None:
             return
         with ThreadPoolExecutor(_READERS) as readers:

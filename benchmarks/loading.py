@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,8 +85,14 @@ def child(folder: Path, device: str, dtype: str) -> dict[str, float]:
         "import": imported - start,
         "load": time.perf_counter() - before,
         "gpu_peak": peak,
-        "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "host_peak": _most_resident(),
     }
+
+
+def _most_resident() -> float:
+    """GiB; of this process alone, where `getrusage` also counts what its parent was."""
+    [kib] = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kib) / 2**20
 
 
 def load(src: Path, words: list[str]) -> dict[str, float]:
@@ -107,6 +113,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b", help="a folder of benchmarks/shapes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is kept for further runs")
     parser.add_argument("--child", type=Path, help="what its processes are told")
     options = parser.parse_args()
     if options.child is not None:
@@ -117,10 +124,12 @@ def main() -> None:
         sources["the older one"] = options.before
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_checkpoint(SHAPES / options.shape, folder)
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.json").exists():
+            write_checkpoint(SHAPES / options.shape, folder)
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**30
-        words = ["--child", name, "--device", options.device, "--dtype", options.dtype]
+        words = ["--child", str(folder), "--device", options.device, "--dtype", options.dtype]
         for repeat in progress(range(options.repeats + 1), "loading"):
             turn = sources if repeat % 2 else dict(reversed(sources.items()))
             for version, src in turn.items():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from foretoken.models.checkpoint import has_file, reading
 from foretoken.models.sizes import check_leftovers
+from foretoken.ops.pinned import fill
 from foretoken.ops.stack import Attention, Dense, Gated, Layer, Linear, Rope, Stack, UnfitError
 from foretoken.ops.types import AttentionOptions
 
@@ -163,8 +164,15 @@ class _Weights:
         """Fill from files what `join` made, in several threads: one keeps the disk waiting."""
         if (get := self._get) is None:
             return
+        on_gpu = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if on_gpu else None
+
+        def copy(unread: tuple[Tensor, str]) -> None:
+            with torch.cuda.stream(stream):
+                fill(unread[0], get(unread[1]))
+
         with ThreadPoolExecutor(_READERS) as readers:
-            for _ in readers.map(lambda job: job[0].copy_(get(job[1])), self._unread):
+            for _ in readers.map(copy, self._unread):
                 pass
 
 

@@ -16,6 +16,7 @@ from foretoken.models.packing import PackedLinear, observe_linears, pack_linears
 from foretoken.ops import ForwardOutput, get_backend
 from foretoken.ops.backends.native.stack import NativeStack
 from foretoken.ops.backends.torch import stack as torch_stack
+from foretoken.ops.pinned import fill
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
@@ -45,6 +46,19 @@ def test_explicit_dtype(tmp_path: Path, dtype: str) -> None:
     model = load_model(folder, device="cpu", dtype=dtype, backend="torch")
     assert str(model.dtype) == f"torch.{dtype}"
     assert logits_of(model).dtype == model.dtype
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_filled_from_files_is_what_they_hold(
+    stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    """On a GPU it goes by pieces of 4 MiB: there are four and a rest of bfloat16."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.randn(3, 2_900_001).to(stored)
+    to = torch.zeros(3, 2_900_001, dtype=dtype, device=device)
+    fill(to, source)
+    assert torch.equal(to.cpu(), source.to(dtype))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])

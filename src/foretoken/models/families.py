@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +47,6 @@ FAMILIES = {
 
 # Frequencies that do not depend on what is computed; the others move with the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-
-_READERS = 8
 
 Get = Callable[[str], Tensor]
 """A tensor of the checkpoint by its name in Transformers' module."""
@@ -118,7 +115,6 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
     if tied:
         module.lm_head.weight = model.embed_tokens.weight
     head = Linear(Dense(embedding)) if tied else weights.linear("lm_head")
-    weights.read()
     return Stack(
         embedding, tuple(layers), norm, head, model.norm.variance_epsilon, len(head.weight.values)
     )
@@ -130,11 +126,9 @@ class _Weights:
     def __init__(self, module: Any, get: Get | None, device: torch.device) -> None:
         self._module, self._get, self._device = module, get, device
         self._dtype: torch.dtype = module.lm_head.weight.dtype
-        self._unread: list[tuple[Tensor, str]] = []
 
     def join(self, *names: str) -> Tensor:
-        """Tensors with their rows one after the other, contiguous; the twin gets views. What is in
-        files is there after `read`."""
+        """Tensors with their rows one after the other, contiguous; the twin gets views."""
         tensors = [self._module.get_parameter(name).detach() for name in names]
         sizes = [len(tensor) for tensor in tensors]
         whole: Tensor = tensors[0]
@@ -143,7 +137,7 @@ class _Weights:
             whole = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, tensor, view in zip(names, tensors, torch.split(whole, sizes), strict=True):
             if self._get is not None:
-                self._unread.append((view, name))
+                fill(view, self._get(name))
             elif whole is not tensor:
                 view.copy_(tensor)
             path, _, leaf = name.rpartition(".")
@@ -159,21 +153,6 @@ class _Weights:
         if parts[0].bias is None:
             return Linear(weight, None, split)
         return Linear(weight, self.join(*(f"{path}.bias" for path in paths)), split)
-
-    def read(self) -> None:
-        """Fill from files what `join` made, in several threads: one keeps the disk waiting."""
-        if (get := self._get) is None:
-            return
-        on_gpu = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device) if on_gpu else None
-
-        def copy(unread: tuple[Tensor, str]) -> None:
-            with torch.cuda.stream(stream):
-                fill(unread[0], get(unread[1]))
-
-        with ThreadPoolExecutor(_READERS) as readers:
-            for _ in readers.map(copy, self._unread):
-                pass
 
 
 def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Get | None:

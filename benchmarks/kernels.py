@@ -32,6 +32,7 @@ from foretoken.lab.bench.floor import Floor, Reads
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.results import Row, Spread, collect, write_file
 from foretoken.ops import LoadedStack, Stack
+from foretoken.ops.stack import linears
 
 UNITS = {
     "calls": "per decode step",
@@ -49,7 +50,6 @@ NOTE = (
     "wait. kernel_ms is from the end of all before to the kernel's own; with `idle` it adds up to "
     "the step, `all`."
 )
-_PRODUCTS = ("qkv", "o", "gate_up", "down")
 SETTLING, RECORDED = 3, 8
 """Steps of the whole batch that pass before, and that are recorded."""
 
@@ -274,18 +274,15 @@ def network_of(drafter: Any) -> LoadedStack | None:
 
 
 def products_of(network: Any) -> dict[str, float]:
-    """Bytes of a layer's products by their names in `_PRODUCTS`, on average over layers."""
+    """Bytes of a layer's products by their names, on average over layers."""
     stack: Stack | None = getattr(network, "stack", None)
     if stack is None:
         return {}
-    found = {"head": stack.head}
-    if stack.features is not None:
-        found["features"] = stack.features.fc
-    sizes = {kind: float(linear.weight.values.nbytes) for kind, linear in found.items()}
-    for layer in stack.layers:
-        linears = (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down)
-        for kind, linear in zip(_PRODUCTS, linears, strict=True):
-            sizes[kind] = sizes.get(kind, 0.0) + linear.weight.values.nbytes / len(stack.layers)
+    sizes = dict[str, float]()
+    for name, linear in linears(stack):
+        kind = "features" if name == "fc" else name
+        share = linear.weight.nbytes / (1 if name in ("head", "fc") else len(stack.layers))
+        sizes[kind] = sizes.get(kind, 0.0) + share
     return sizes
 
 

@@ -158,7 +158,7 @@ def shifted(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 def ends_at_invalid(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Drafts end before the first one that was sampled and is not allowed."""
     drafter: Any = llm.engine.runner.drafter
-    patch.setattr(drafter, "mask", lambda logits, *given: logits)  # that draws no such draft
+    patch.setattr(drafter, "_mask", lambda logits, *given: logits)  # that draws no such draft
     propose, running = drafter.propose, llm.engine.scheduler.running
 
     def cut(rows: DraftRequests) -> DraftBlock:

@@ -382,7 +382,7 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
         states = aux.to(device, stack.dtype).unbind()
-        # Drafts go on from what the row before put out; here from some of a target's numbers.
+        # A prompt's rows begin with a target's states, drafts with the output of the row before.
         features = hidden_NC[: len(rows)] if is_draft else states
         found = head.run(batch, kv, features=features, logits=is_draft)
         hidden_NC = found.hidden_NC

@@ -148,7 +148,9 @@ class _Weights:
     def linear(self, *paths: str) -> Linear:
         """Linear layers that read the same rows, as one."""
         parts = [self._module.get_submodule(path) for path in paths]
-        split = tuple(part.out_features for part in parts)
+        if len({part.bias is None for part in parts}) > 1:
+            raise UnfitError(f"some of {', '.join(paths)} have a bias, others have none")
+        split = tuple(part.out_features for part in parts) if len(parts) > 1 else ()
         weight = Dense(self.join(*(f"{path}.weight" for path in paths)))
         if parts[0].bias is None:
             return Linear(weight, None, split)
@@ -229,7 +231,7 @@ def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
     for name, value in changes.items():
         setattr(small, name, value)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed GPUs
         module = model_class._from_config(small, attn_implementation=attention, dtype=torch.float32)
         module.requires_grad_(False)
         for parameter in module.parameters():

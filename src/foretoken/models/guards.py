@@ -97,7 +97,7 @@ def check_quantisation(config: Any) -> bool:
     """Whether the weights are quantised; if so, Transformers has all that it takes to load them.
 
     Weights that can be turned back into ordinary numbers will be (the configuration is changed):
-    any backend's decoder runs those, and no kernels are fetched from elsewhere.
+    any backend runs those as stacks, and no kernels are fetched from elsewhere.
     """
     given: Any = getattr(config, "quantization_config", None)
     given = given or getattr(config.get_text_config(), "quantization_config", None)

@@ -29,6 +29,8 @@ from foretoken.models.checkpoint import (
     read_config,
 )
 from foretoken.models.families import (
+    FAMILIES,
+    Get,
     files_of,
     miniature_of,
     read_stack,
@@ -66,7 +68,7 @@ def load_model(
     shorten: bool = False,
     view: TargetView | None = None,
 ) -> CausalLM:
-    """Load a checkpoint into a Transformers module with paged attention, and check it.
+    """Load a checkpoint, as a stack or as a Transformers module with paged attention, and check it.
 
     Args:
         path_or_name: what `resolve_checkpoint` takes.
@@ -140,7 +142,7 @@ def _checked(
 
     Args:
         module: runs it if there is no stack; else the stack's twin.
-        positions: those of a draft may be longer than its own: past them it computes for nobody.
+        positions: contexts of the engine; a draft model's own may be shorter, and then it stops.
         folder: where the weights are from; None: they are random.
     """
     device = module.get_input_embeddings().weight.device
@@ -293,11 +295,12 @@ def _weighted(
     """
     config, model_class, headers, shapes = described
     is_plain = shapes is not None and not _is_quantised(config)
-    if is_plain and config.get_text_config() is config:
+    if is_plain and config.model_type in FAMILIES:
         twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
-        if (get := files_of(twin, headers)) is not None:
+        get = files_of(twin, headers)
+        if get is not None and (stack := _stack_of(twin, get)) is not None:
             take_generation_config(twin, folder)
-            return twin, read_stack(twin, get)
+            return twin, stack
     module = _weighted_module(described, folder, dtype, device)
     return module, None if getattr(module, "is_quantized", False) else _stack_of(module)
 
@@ -306,9 +309,9 @@ def _is_quantised(config: Any) -> bool:
     return bool(getattr(config, "quantization_config", None))
 
 
-def _stack_of(module: Any) -> Stack | None:
+def _stack_of(module: Any, get: Get | None = None) -> Stack | None:
     try:
-        return read_stack(module)
+        return read_stack(module, get)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None

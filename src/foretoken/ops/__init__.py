@@ -50,7 +50,7 @@ def unavailable(name: str) -> str | None:
 def get_backend(name: str, *, deterministic: bool = False) -> Backend:
     """Load a backend by name; `ConfigError` if there is none, or if it cannot run here.
 
-    deterministic: of its decoders, see `EngineConfig.deterministic`.
+    deterministic: of its stacks, see `EngineConfig.deterministic`.
     """
     reason = unavailable(name)
     if reason is not None:

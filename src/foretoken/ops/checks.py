@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.stack import DraftRound
+from foretoken.ops.stack import KV, DraftRound, Features, Stack
+from foretoken.ops.steps import ForwardBatch
 
 from foretoken.ops.types import (  # isort: skip
     DRAFT, RESIDUAL, TARGET, AttentionBatch, AttentionOptions, DraftBlock, DraftCache, Edits, Noise,
@@ -490,8 +491,37 @@ def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
 
 
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
-    """What a head keeps by slot, see `RoundHead`."""
+    """Outputs of a drafting stack's rows, by slot: see `RoundStack`."""
     check_tensor("hidden_SC", hidden_SC, (slots, size), (torch.float32,), contiguous=True)
+
+
+def check_stack(stack: Stack) -> None:
+    """Outputs are tokens: native code would write past its rows otherwise."""
+    outputs, ids = stack.head.weight.shape[0], stack.target_ids
+    if ids is None:
+        if outputs != stack.vocab_size:
+            bound = f"{outputs}, the outputs of `head`, without `target_ids`"
+            raise ConfigError("stack.vocab_size", stack.vocab_size, bound)
+        return
+    check_tensor("stack.target_ids", ids, (outputs,), INT64)
+    wanted = f"in 0..{stack.vocab_size - 1}"
+    check_between("stack.target_ids", ids.cpu().numpy(), 0, stack.vocab_size - 1, wanted)
+
+
+def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | None) -> None:
+    """The batch fits the cache, the cache has the stack's layers, and features are given if the
+    stack has a rule for them."""
+    check_attention_batch(batch.attention, len(batch.token_T), kv.keys[0])
+    if not len(kv.keys) == len(kv.values) == len(stack.layers):
+        raise ConfigError("kv.keys", len(kv.keys), f"tensors of {len(stack.layers)} layers")
+    check_features(stack.features is not None, features)
+
+
+def check_features(has_rule: bool, features: Features | None) -> None:
+    """There are features if, and only if, the stack has a `FeatureRule`."""
+    if has_rule != (features is not None):
+        must = "what rows begin with" if has_rule else "None without a `FeatureRule`"
+        raise ConfigError("features", type(features).__name__, must)
 
 
 def check_aux(aux: Sequence[Tensor], tokens: int, numbers: int) -> None:

@@ -202,14 +202,22 @@ class Backend:
 
         Raises:
             UnfitError: this stack has something that the kernels do not implement; it says what.
+            ConfigError: its outputs are not its tokens.
         """
+        checks.check_stack(stack)
         own = self._kernels.load_stack
         if own is None:
             return self.stock_stack(stack)
         return own(stack, positions, most_rows, deterministic=self.deterministic)
 
     def stock_stack(self, stack: Stack) -> LoadedStack:
-        """A stack in stock operators, around this backend's `attention`."""
+        """A stack in stock operators, around this backend's `attention`.
+
+        Raises:
+            UnfitError: a weight is of a format that they do not know.
+            ConfigError: its outputs are not its tokens.
+        """
+        checks.check_stack(stack)
         loaded: LoadedStack = self._stock.StockStack(stack, self._kernels.attention)
         return loaded
 

@@ -1,4 +1,7 @@
-"""Where new keys and values go in the cache, for whoever writes them in stock operators."""
+"""Where new keys and values go in the cache: what stock operators write.
+
+Shape suffixes: T packed tokens, H heads, D head size.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from foretoken.ops.types import AttentionBatch
 def write_kv(
     caches: tuple[Tensor, Tensor], index_T: Tensor, key_THD: Tensor, value_THD: Tensor
 ) -> None:
-    """Store new tokens' keys and values of a layer at the flat indices of `write_index`."""
+    """Store a layer's new keys and values.
+
+    Args:
+        caches: its keys and values, [num_blocks, block_size, H, D] each.
+        index_T: of `write_index`.
+    """
     for cache, new_THD in zip(caches, (key_THD, value_THD), strict=True):
         cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
 

@@ -13,8 +13,8 @@ of what a feature is made of, A numbers of such a part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -33,6 +33,17 @@ class Dense(NamedTuple):
 
     values: Tensor
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers that a row of the product has, and of what it multiplies."""
+        out, numbers = self.values.shape
+        return out, numbers
+
+    @property
+    def nbytes(self) -> int:
+        """What a pass reads."""
+        return self.values.nbytes
+
 
 Weight = Dense
 """How the numbers of a weight lie in memory; a further format is a further class."""
@@ -42,7 +53,7 @@ class Linear(NamedTuple):
     """A linear layer, or several that read the same rows, their outputs one after the other.
 
     bias:  [out]
-    split: sizes of the layers that it consists of
+    split: outputs of each, if it is several
     """
 
     weight: Weight
@@ -102,16 +113,16 @@ class Layer(NamedTuple):
 class FeatureRule(NamedTuple):
     """What the rows of a drafting stack (an EAGLE-3 head) begin with.
 
-    A row has a *feature*: several hidden states of the target, one after the other, through `fc`;
-    where the target has not been, what the row before put out. The mixer of the first layer reads
-    the token's vector, normed, and next to it the feature, normed: 2C numbers. The residual stream
-    begins with the feature.
+    Each row has a *feature* of C numbers. At positions that the target has computed, it is several
+    of the target's hidden states, one after the other, through `fc`; past them it is the output of
+    the row before. The mixer of the first layer reads 2C numbers: the token's vector, normed, and
+    the feature, normed. The residual stream begins with the feature.
 
     fc:           [C, states]
     fc_norm_PA:   gains of P equal parts of what `fc` reads, each normed by itself
     feature_norm_C: of the feature
     norm_before_residual: the stream begins with the normed feature
-    norm_output:  what a row puts out is normed for the next row, too, not for its logits alone
+    norm_output:  a row's output is normed for the next row, too, not for its logits alone
     """
 
     fc: Linear
@@ -163,6 +174,36 @@ class Stack:
         return [(m.kv_heads, m.head_size, m.head_size) for _, m, _, _ in self.layers]
 
 
+def linears(stack: Stack) -> Iterator[tuple[str, Linear]]:
+    """All linear layers, each with its name in the record that has it."""
+    for _, mixer, _, feed in stack.layers:
+        yield from (("qkv", mixer.qkv), ("o", mixer.o))
+        yield from (("gate_up", feed.gate_up), ("down", feed.down))
+    yield "head", stack.head
+    if stack.features is not None:
+        yield "fc", stack.features.fc
+
+
+def map_linears(stack: Stack, change: Callable[[Linear], Linear]) -> Stack:
+    """The stack with every linear layer changed."""
+    layers = [
+        layer._replace(
+            mixer=layer.mixer._replace(qkv=change(layer.mixer.qkv), o=change(layer.mixer.o)),
+            feed=Gated(change(layer.feed.gate_up), change(layer.feed.down)),
+        )
+        for layer in stack.layers
+    ]
+    rule = stack.features and stack.features._replace(fc=change(stack.features.fc))
+    return replace(stack, layers=tuple(layers), head=change(stack.head), features=rule)
+
+
+def check_formats(stack: Stack) -> None:
+    """Raise `UnfitError` for a weight format other than `Dense`."""
+    for name, linear in linears(stack):
+        if not isinstance(linear.weight, Dense):
+            raise UnfitError(f"`{name}` is stored as {type(linear.weight).__name__}, not Dense")
+
+
 class KV(Protocol):
     """Keys and values of each layer: what a `cache.KVPool` has; always the same tensors."""
 
@@ -172,11 +213,12 @@ class KV(Protocol):
 
     @property
     def values(self) -> Sequence[Tensor]:
-        """The same of values."""
+        """[num_blocks, block_size, H_kv, D_v] each."""
 
 
 Features = Sequence[Tensor] | Tensor
-"""Each row's hidden states of the target, by layers; or what the row before put out."""
+"""Each row's hidden states of the target, [T, C] for each layer; or the outputs of the rows before
+them, [T, C]."""
 
 
 class ForwardOutput(NamedTuple):
@@ -187,7 +229,7 @@ class ForwardOutput(NamedTuple):
     aux:       [T, hidden], the hidden states of all tokens that were asked for, numbered as in
                Transformers' `hidden_states`: i is the input of layer i, and after the last layer
                follows the input of the output layer, normed
-    hidden_NC: with a `FeatureRule`: what the wanted rows put out, which is their own memory
+    hidden_NC: with a `FeatureRule`: outputs of the wanted rows; no later pass overwrites them
     """
 
     logits_NV: Tensor
@@ -204,7 +246,7 @@ class DraftRound(NamedTuple):
     cache:      float32; gets the q that each draft is drawn from. None: each draft is the argmax of
                 the logits, whatever the temperature
     fp64_noise: as in `Backend.draft`
-    hidden_SC:  with a `FeatureRule`: by slot, what the request's last row put out
+    hidden_SC:  with a `FeatureRule`: by slot, the output of the request's last row
     """
 
     params: SlotParams
@@ -218,11 +260,10 @@ class DraftRound(NamedTuple):
 class Outcome(NamedTuple):
     """What became of a pass of the target, for a stack that follows it.
 
-    token_SL:  int32, tokens by slot
-    length_B:  of these known ones, of each request of the pass
-    slot_B:    int64, its slot
-    hidden_SC: by slot; gets what the last row of each request puts out that has a known token after
-               it
+    token_SL:  int32, the tokens of each slot
+    length_B:  for each request of the pass, how many tokens of its slot are known
+    slot_B:    int64, the slot of each request
+    hidden_SC: by slot; gets the output of each request's last row that has a known token after it
     """
 
     token_SL: Tensor
@@ -265,7 +306,7 @@ class LoadedStack(Protocol):
         """
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """Raw logits [N, V] of what rows put out, with a `FeatureRule`.
+        """Raw logits [N, V] of rows' outputs, with a `FeatureRule`.
 
         They may lie in memory that the next call overwrites.
         """

@@ -19,7 +19,7 @@ from foretoken.lab.results import read_bandwidth
 from foretoken.models import CausalLM
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.models.families import windows
-from foretoken.ops.stack import Linear, Stack
+from foretoken.ops.stack import Stack, linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,13 @@ class Reads:
         An EAGLE-3 head's pass over the target's rows is one of a step's K; `fc`, which makes its
         features once a step, is left out of `weights`.
         """
-        tensors = [stack.norm_C, *_tensors(stack.head)]
-        layers = []
-        for layer, shape in zip(stack.layers, stack.layer_shapes, strict=True):
-            mixer, feed = layer.mixer, layer.feed
-            tensors += [layer.mixer_norm_C, layer.feed_norm_C]
-            for linear in (mixer.qkv, mixer.o, feed.gate_up, feed.down):
-                tensors += _tensors(linear)
-            size = KVPool.bytes_per_block([shape], 1, stack.dtype)
-            layers.append((size, mixer.options.sliding_window))
-        numbers = sum(tensor.numel() for tensor in tensors)
-        return cls(numbers * stack.dtype.itemsize, tuple(layers))
+        read = [linear for name, linear in linears(stack) if name != "fc"]
+        norms = [norm for layer in stack.layers for norm in (layer.mixer_norm_C, layer.feed_norm_C)]
+        others = [stack.norm_C, *norms, *(one.bias for one in read if one.bias is not None)]
+        count = sum(one.weight.nbytes for one in read) + sum(tensor.nbytes for tensor in others)
+        sizes = [KVPool.bytes_per_block([shape], 1, stack.dtype) for shape in stack.layer_shapes]
+        layers = zip(sizes, (layer.mixer.options for layer in stack.layers), strict=True)
+        return cls(count, tuple((size, options.sliding_window) for size, options in layers))
 
     def per_pass(self, batch: float, context: float) -> float:
         """Bytes of a pass over `batch` requests whose contexts have `context` tokens each."""
@@ -117,7 +113,3 @@ def _weight_bytes(module: Any) -> int:
     if head is None or head.weight is not embedding:
         found.pop(id(embedding))
     return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-
-def _tensors(linear: Linear) -> list[Tensor]:
-    return [linear.weight.values, *([] if linear.bias is None else [linear.bias])]

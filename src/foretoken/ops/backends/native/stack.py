@@ -15,7 +15,6 @@ import logging
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +27,14 @@ from foretoken.ops.backends.native.arguments import (  # isort: skip
     Struct, address, native_cache, native_params, struct,
 )  # fmt: skip
 from foretoken.ops.checks import (  # isort: skip
-    INT64, check_attention_batch, check_aux, check_draft_round, check_hidden, check_tensor,
+    INT64, check_attention_batch, check_aux, check_draft_round, check_features, check_hidden,
+    check_tensor,
 )  # fmt: skip
 from foretoken.ops.passes import pass_begins
 
 from foretoken.ops.stack import (  # isort: skip
     KV, Dense, DraftRound, Features, ForwardOutput, Layer, Linear, Outcome, Stack, UnfitError,
+    check_formats, map_linears,
 )  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 
@@ -83,7 +84,7 @@ class NativeStack:
         self._num_layers, self._size = len(stack.layers), stack.hidden_size
         self._vocab_size, self._has_rule = stack.vocab_size, rule is not None
         self._no_logits = torch.empty(0, stack.vocab_size)
-        self._read_numbers = 0 if rule is None else rule.fc.weight.values.shape[1]
+        self._read_numbers = 0 if rule is None else rule.fc.weight.shape[1]
         layers = [_native_layer(layer) for layer in stack.layers]
         addresses, native_rule = struct((), *map(address, layers)), _native_rule(stack)
         scales = stack.eps, mixer.options.scale, mixer.rope.scale
@@ -93,7 +94,7 @@ class NativeStack:
         # Not at exit: a daemon thread may still compute then.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
-        self.stack = _without_matrices(stack)  # whose embedding and norms are read
+        self.stack = self._read = _without_matrices(stack)  # native code reads what it still has
         self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
         self._aux: tuple[Tensor, ...] = ()
         self._aux_fields: Struct | None = None  # of those, and what they are for
@@ -218,10 +219,9 @@ class NativeStack:
 
     def _features(self, features: Features | None, tokens: int) -> Struct | None:
         """`Features`; of the same tensors as the last time the same."""
-        if not self._has_rule:
-            return None
+        check_features(self._has_rule, features)
         if features is None:
-            raise ConfigError("features", None, "given: rows begin with them")
+            return None
         if isinstance(features, Tensor):
             check_hidden(features := features.contiguous(), tokens, self._size)
             return struct((features,), 0, 0, 0)
@@ -259,6 +259,7 @@ def _check_fit(stack: Stack) -> None:
     """Raise `UnfitError` unless the kernels implement it; they know one shape of all layers."""
     if library.missing() is not None:
         raise UnfitError(f"there are no native kernels: {library.missing()}")
+    check_formats(stack)
     if stack.dtype is not torch.float32 or stack.device.type != "cpu":
         raise UnfitError(f"weights are {stack.dtype}, not float32 on the CPU")
     if stack.target_ids is not None and not stack.target_ids.is_contiguous():
@@ -275,7 +276,7 @@ def _check_fit(stack: Stack) -> None:
         raise UnfitError(f"heads of sizes {sizes}: not one multiple of {HEAD_MULTIPLE}")
     alike = {(m.heads, m.kv_heads, m.options.scale, m.rope.scale) for m in mixers}
     ropes = [m.rope.frequency_R for m in mixers]
-    wide = {layer.feed.down.weight.values.shape[1] for layer in stack.layers}
+    wide = {layer.feed.down.weight.shape[1] for layer in stack.layers}
     if len(alike) > 1 or len(wide) > 1 or not all(torch.equal(ropes[0], r) for r in ropes):
         raise UnfitError("layers differ in their sizes, or in how they turn or scale")
 
@@ -294,7 +295,7 @@ def _native_model(stack: Stack) -> Struct:
     head, frequency_R = stack.head.weight.values, mixer.rope.frequency_R
     return struct(
         (*_checked(stack.embedding_VC, stack.norm_C, head, frequency_R), stack.target_ids),
-        len(stack.layers), stack.hidden_size, feed.down.weight.values.shape[1], mixer.heads,
+        len(stack.layers), stack.hidden_size, feed.down.weight.shape[1], mixer.heads,
         mixer.kv_heads, mixer.head_size, 2 * len(frequency_R), len(head), stack.vocab_size,
     )  # fmt: skip
 
@@ -327,12 +328,4 @@ def _without_matrices(stack: Stack) -> Stack:
         shape = None if bias is None else torch.empty_like(bias, device="meta")
         return linear._replace(weight=Dense(torch.empty_like(values, device="meta")), bias=shape)
 
-    layers = []
-    for layer in stack.layers:
-        mixer, feed = layer.mixer, layer.feed
-        mixer = mixer._replace(qkv=empty(mixer.qkv), o=empty(mixer.o))
-        feed = feed._replace(gate_up=empty(feed.gate_up), down=empty(feed.down))
-        layers.append(layer._replace(mixer=mixer, feed=feed))
-    rule = stack.features
-    rule = None if rule is None else rule._replace(fc=empty(rule.fc))
-    return replace(stack, layers=tuple(layers), head=empty(stack.head), features=rule)
+    return map_linears(stack, empty)

@@ -2,7 +2,7 @@
 
 At batch 1 a function takes 0.1 us there and 20 times as long to call. So what is computed anew in
 each step lies in memory that is used again, and the tensors over it are kept, by their sizes. Only
-passes through a Transformers module need `shift` and `join_drafts`: these are stock operators.
+drafting pass by pass, in stock operators, needs `shift` and `join_drafts`: so these are, too.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.ops.checks import check_pass
 from foretoken.ops.paging import write_index, write_kv
 from foretoken.ops.passes import pass_begins
 from foretoken.ops.stack import (
@@ -26,11 +26,13 @@ from foretoken.ops.stack import (
     FeatureRule,
     Features,
     ForwardOutput,
-    Gated,
     Layer,
     Linear,
     Rope,
     Stack,
+    check_formats,
+    linears,
+    map_linears,
 )
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
@@ -47,11 +49,16 @@ fast and its calls 10 us cheaper."""
 
 
 class StockStack:
-    """The `LoadedStack` of stock operators, around any backend's attention; see `pack`."""
+    """The `LoadedStack` of stock operators, around any backend's attention; see `pack`.
+
+    Raises:
+        UnfitError: a weight is of a format that `multiply` does not know.
+    """
 
     multiplies_masked_keys: ClassVar[bool] = True
 
     def __init__(self, stack: Stack, attention: Attend) -> None:
+        check_formats(stack)
         self.stack, self._attention = pack(stack), attention
 
     def run(
@@ -77,6 +84,7 @@ class StockStack:
         logits: bool,
     ) -> ForwardOutput:
         stack, row_N, last = self.stack, batch.logit_row_N, len(self.stack.layers)
+        check_pass(stack, batch, kv, features)
         index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
         x_TC, read_TW = begin(stack, batch.token_T, features)
         angles, aux = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
@@ -95,12 +103,11 @@ class StockStack:
             aux[last] = norm(x_TC, stack.norm_C, stack.eps)
         if len(row_N) != len(batch.token_T):
             x_TC = x_TC[row_N]
+        rule, is_normed = stack.features, stack.features is not None and stack.features.norm_output
+        hidden_NC = norm(x_TC, stack.norm_C, stack.eps) if is_normed else x_TC
+        logits_NV = output(stack, hidden_NC if logits else hidden_NC[:0])
         found = tuple(aux[i] for i in aux_layers)
-        if stack.features is None:
-            return ForwardOutput(output(stack, x_TC), found)
-        hidden_NC = norm(x_TC, stack.norm_C, stack.eps) if stack.features.norm_output else x_TC
-        rows_NC = hidden_NC if logits else hidden_NC[:0]
-        return ForwardOutput(output(stack, rows_NC), found, hidden_NC)
+        return ForwardOutput(logits_NV, found, None if rule is None else hidden_NC)
 
     @torch.inference_mode()
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor
 
 
 def output(stack: Stack, x_NC: Tensor) -> Tensor:
-    """Logits [N, V] of the stream's rows, or of what rows put out."""
+    """Logits [N, V] of the stream's rows, or of rows' outputs."""
     rule = stack.features
     is_normed = rule is not None and rule.norm_output
     logits = multiply(x_NC if is_normed else norm(x_NC, stack.norm_C, stack.eps), stack.head)
@@ -195,20 +202,8 @@ def multiply(x: Tensor, linear: Linear) -> Tensor:
 
 def pack(stack: Stack) -> Stack:
     """The same in oneDNN's layout on a CPU, if it is there and pays (decision 004)."""
-    linears = [stack.head]
-    for _, mixer, _, feed in stack.layers:
-        linears += [mixer.qkv, mixer.o, feed.gate_up, feed.down]
-    if not pays([linear.weight.values for linear in linears]):
-        return stack
-    layers = [
-        layer._replace(
-            mixer=layer.mixer._replace(qkv=packed(layer.mixer.qkv), o=packed(layer.mixer.o)),
-            feed=Gated(packed(layer.feed.gate_up), packed(layer.feed.down)),
-        )
-        for layer in stack.layers
-    ]
-    rule = stack.features and stack.features._replace(fc=packed(stack.features.fc))
-    return replace(stack, layers=tuple(layers), head=packed(stack.head), features=rule)
+    weights = [linear.weight.values for _, linear in linears(stack)]
+    return map_linears(stack, packed) if pays(weights) else stack
 
 
 def pays(weights: Sequence[Tensor]) -> bool:

@@ -22,7 +22,6 @@ import torch
 import triton
 from torch import Tensor
 
-from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.attention import (
     MOST_NEW,
     HeadInputs,
@@ -36,10 +35,11 @@ from foretoken.ops.backends.triton.decoder.products import Products, ResidualStr
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
 from foretoken.ops.backends.triton.launch import overlaps
-from foretoken.ops.checks import check_attention_batch
+from foretoken.ops.checks import check_pass
 
 from foretoken.ops.stack import (  # isort: skip
     KV, Attention, FeatureRule, Features, ForwardOutput, Rope, Stack, UnfitError,
+    check_formats,
 )  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
@@ -126,6 +126,7 @@ class FusedStack:
         layers, last = stack.layers, len(stack.layers)
         if rule is None and not logits:
             row_N = row_N[:0]
+        check_pass(stack, batch, kv, features)
         stream, both_T2C = self._begin(token_T, where, kv, features)
         aux = {0: stream.state_TH}
         gains = [layer.mixer_norm_C for layer in layers] + [stack.norm_C]
@@ -164,12 +165,6 @@ class FusedStack:
         """The residual stream; and what the first q, k and v read, if it is not the stream. Plans
         of attention are made before the first kernel that lets the next one start."""
         stack, rule = self.stack, self.stack.features
-        check_attention_batch(batch, len(token_T), kv.keys[0])
-        if not len(kv.keys) == len(kv.values) == len(stack.layers):
-            raise ConfigError("kv.keys", len(kv.keys), f"tensors of {len(stack.layers)} layers")
-        if (rule is None) != (features is None):
-            must = "None without a `FeatureRule`" if rule is None else "what rows begin with"
-            raise ConfigError("features", type(features).__name__, must)
         if rule is not None and features is not None and not isinstance(features, Tensor):
             features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
         for heads, options in {(m.heads, m.options) for _, m, _, _ in stack.layers}:
@@ -249,6 +244,9 @@ def _check_fit(stack: Stack) -> None:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
     if table_VC.dtype not in _DTYPES:
         raise UnfitError(f"weights are {table_VC.dtype}, not bfloat16, float16 or float32")
+    check_formats(stack)
+    if any((m.q_norm_D is None) != (m.k_norm_D is None) for m in mixers):
+        raise UnfitError("of queries and keys only one is normed")
     sizes = {(m.kv_heads, m.head_size) for m in mixers}
     if (largest := max(size for _, size in sizes)) > _LARGEST_HEAD:
         raise UnfitError(f"heads of sizes up to {largest}: more than {_LARGEST_HEAD}")

@@ -126,8 +126,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = options.folder or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "config.json").exists():
-            write_checkpoint(SHAPES / options.shape, folder)
+        shape, kept = SHAPES / options.shape, folder / "config.json"
+        if not kept.exists():
+            write_checkpoint(shape, folder)
+        elif kept.read_text() != (shape / "config.json").read_text():
+            parser.error(f"--folder: {folder} has a checkpoint of another shape")
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**30
         words = ["--child", str(folder), "--device", options.device, "--dtype", options.dtype]
         for repeat in progress(range(options.repeats + 1), "loading"):

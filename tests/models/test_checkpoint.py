@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
@@ -277,7 +278,7 @@ def test_an_index_of_files_that_cannot_be(sharded: Path, tmp_path: Path, shard: 
     index = json.loads(path.read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], shard)
     path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"lacks 1 of 1|cannot be read|is not a file"):
+    with pytest.raises(CheckpointError, match=r"lacks 1|cannot be read|is not a file|no file of"):
         load(folder)
 
 
@@ -435,3 +436,70 @@ def test_nothing_is_printed(whole: Path, capfd: pytest.CaptureFixture[str]) -> N
     with pytest.raises(ForetokenError):
         load("no-such-model")
     assert capfd.readouterr() == ("", "")
+
+
+def copied(whole: Path, folder: Path, **changes: object) -> Path:
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    edit_config(folder, **changes)
+    return folder
+
+
+@pytest.mark.parametrize("window", [0, 4096])
+def test_a_window_that_the_family_ignores(whole: Path, tmp_path: Path, window: int) -> None:
+    model = load(copied(whole, tmp_path, sliding_window=window))
+    assert [layer.mixer.options.sliding_window for layer in model.network.stack.layers] == [  # type: ignore[union-attr]
+        None
+    ] * len(model.layer_shapes)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_of_no_tokens(tmp_path: Path, window: int, backend: str) -> None:
+    folder = families.save_model(tmp_path, "mistral", {})
+    edit_config(folder, sliding_window=window)
+    with pytest.raises(ConfigError, match=f"`options.sliding_window` is {window}"):
+        load_model(folder, device="cpu", backend=backend)
+
+
+def test_a_tensor_in_two_files_is_the_one_that_transformers_takes(
+    sharded: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(sharded, tmp_path, dirs_exist_ok=True)
+    index = tmp_path / "model.safetensors.index.json"
+    described = json.loads(index.read_text())
+    name = "model.layers.1.mlp.up_proj.weight"
+    own = described["weight_map"][name]
+    other = next(file for file in described["weight_map"].values() if file != own)
+    tensors = load_file(tmp_path / other)
+    tensors[name] = torch.randn_like(load_file(tmp_path / own)[name])
+    save_file(tensors, tmp_path / other, {"format": "pt"})
+    by_file = sorted(described["weight_map"].items(), key=lambda item: item[1], reverse=True)
+    index.write_text(json.dumps({**described, "weight_map": dict(by_file)}))
+    module, plain = load(tmp_path).module, families.plain_model(tmp_path)
+    assert families.same_weights(module, plain)
+
+
+@pytest.mark.parametrize("eps", [float("nan"), float("inf")])
+def test_a_number_that_is_none_in_the_configuration(
+    whole: Path, tmp_path: Path, eps: float
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"not finite|differs"):
+        load(copied(whole, tmp_path, rms_norm_eps=eps))
+
+
+def test_architectures_that_are_no_list(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"`architectures` .* is 5: not a list"):
+        load(copied(whole, tmp_path, architectures=5))
+
+
+@pytest.mark.parametrize("outside", ["../other.safetensors", "/other.safetensors"])
+def test_an_index_reads_no_file_of_another_folder(
+    sharded: Path, tmp_path: Path, outside: str
+) -> None:
+    shutil.copytree(sharded, tmp_path / "model")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    described = json.loads(index.read_text())
+    described["weight_map"]["model.norm.weight"] = outside
+    index.write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match="no file of its folder"):
+        load(tmp_path / "model")

@@ -231,6 +231,9 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
     shards: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         shards.setdefault(str(shard), set()).add(tensor)
+    for shard in shards:
+        if Path(shard).is_absolute() or ".." in Path(shard).parts or not Path(shard).name:
+            raise CheckpointError(f"`{index_path}` names {shard!r}: no file of its folder.")
     with reading(index_path):
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing and not has_file(folder / missing[0]):

@@ -30,18 +30,20 @@ class Family(NamedTuple):
     """What a family's layers have besides Llama's: RMSNorm, rotary attention, a gated SiLU layer.
 
     qk_norm: each head's query and key is normed before it is turned
+    slides:  layers attend by the configuration's `sliding_window`; others ignore it
     """
 
     qk_norm: bool = False
+    slides: bool = True
 
 
 FAMILIES = {
-    "llama": Family(),
+    "llama": Family(slides=False),
     "ministral": Family(),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(qk_norm=True),
-    "seed_oss": Family(),
+    "seed_oss": Family(slides=False),
 }
 """By `model_type`."""
 
@@ -86,13 +88,16 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
         UnfitError: see `check_family`.
     """
     family, config, model = check_family(module), module.config, module.model
+    windows_L = windows(config, len(model.layers)) if family.slides else [None] * len(model.layers)
+    if any(window is not None and window < 1 for window in windows_L):
+        raise UnfitError(f"`sliding_window` is {config.sliding_window}")
     tied = module.lm_head.weight is model.embed_tokens.weight
     rotary = model.rotary_emb
     weights = _Weights(module, get, rotary.inv_freq.device)
     rope = Rope(rotary.inv_freq.float(), float(rotary.attention_scaling))
     embedding = weights.join("model.embed_tokens.weight")
     layers = []
-    for i, window in enumerate(windows(config, len(model.layers))):
+    for i, window in enumerate(windows_L):
         at = f"model.layers.{i}."
         attention = model.layers[i].self_attn
         norms = [weights.join(f"{at}self_attn.{n}_norm.weight") for n in "qk" if family.qk_norm]
@@ -168,6 +173,8 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Ge
     stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
     inert: Any = module._keys_to_ignore_on_load_unexpected
     ignored = ["rotary_emb.inv_freq", *(inert or ())]
+    names = [name for header in headers.values() for name in header if name != "__metadata__"]
+    is_twofold = len(set(names)) < len(names)  # two files have a tensor of one name
     others = {
         name for name in found.keys() - wanted.keys() - {"__metadata__"}
         if not any(re.search(pattern, name) for pattern in ignored)
@@ -177,7 +184,7 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Ge
     except UnfitError:
         return None
     differs = any(stored.get(name) != shape for name, shape in wanted.items())
-    if differs or "lm_head.weight" in others:
+    if is_twofold or differs or "lm_head.weight" in others:
         return None
     check_leftovers(module, others, next(iter(headers)).parent)
 

@@ -74,6 +74,8 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
     the `model_type`: a causal language model, then one of pictures or sound.
     """
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"`architectures` in `config.json` is {names!r}: not a list.")
     same = [name for name in class_names if name in map(str, names)]
     if raw.get("auto_map") and not same:
         raise UnsupportedModelError(

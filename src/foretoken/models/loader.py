@@ -6,9 +6,7 @@ the checks themselves (`checkpoint.py`, `guards.py`).
 
 from __future__ import annotations
 
-import json
 import logging
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,11 +191,9 @@ def _loaded(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
         return backend.stock_stack(stack)
 
 
-@cache
-def _miniature_error(model_class: Any, config: str) -> str:
+def _miniature_error(model_class: Any, config: Any) -> str:
     """Why a family's stack is not its module's, on a small model of the same switches."""
-    parsed = model_class.config_class.from_dict(json.loads(config))
-    module, backend = miniature_of(model_class, parsed, ATTENTION_NAME), get_backend("torch")
+    module, backend = miniature_of(model_class, config, ATTENTION_NAME), get_backend("torch")
     expected, stack = guards.eager_logits(module, torch.device("cpu")), read_stack(module)
     model = CausalLM(
         module, backend.stock_stack(stack), backend=backend, layer_shapes=stack.layer_shapes,
@@ -210,13 +206,20 @@ def _miniature_error(model_class: Any, config: str) -> str:
     return ""
 
 
+_miniatures: dict[tuple[str, str], str] = {}
+"""What was found of each configuration; empty: nothing is wrong."""
+
+
 def _check_miniature(model_class: Any, config: Any) -> None:
     """Refuse a family whose stack differs from its module's eager attention in a miniature.
 
     It shows that the table of families has read the configuration right, on shorter windows and
     bolder norms and biases than a checkpoint may have: 0.1 s, once for each configuration.
     """
-    if error := _miniature_error(model_class, config.to_json_string(use_diff=False)):
+    key = model_class.__name__, config.to_json_string(use_diff=False)
+    if key not in _miniatures:
+        _miniatures[key] = _miniature_error(model_class, config)
+    if error := _miniatures[key]:
         raise UnsupportedModelError(f"A small model of this configuration fails: {error}")
 
 

@@ -96,7 +96,7 @@ def main() -> None:
     life = served.state.context.lifetime
     for number, late in ((TIME_IS_UP, 0), (LAST_CALL, 60)):
         signal.signal(number, lambda *_, late=late: setattr(life, "_end", time.monotonic() - late))
-    serve(served, bind(options), options, partial(print, flush=True))
+    serve(served, life, bind(options), ["ready"], partial(print, flush=True))
     leave(0)
 
 

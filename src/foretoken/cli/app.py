@@ -35,6 +35,7 @@ from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.sampling.params import SamplingParams
+from foretoken.serve.fleet.config import ReplicaOptions
 from foretoken.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -271,10 +272,18 @@ def plan(
 
 
 @app.command(cls=ServeCommand)
-@with_fields(ServeOptions, sampling=False, also=OF_SERVERS, model=None)
+@with_fields(ServeOptions, ReplicaOptions, sampling=False, also=OF_SERVERS, model=None)
 def serve(
     ctx: typer.Context,
     model_name: Model = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The Ray cluster that replicas run on, or auto for the one of this machine. "
+            "Default: one of their own, on this machine.",
+        ),
+    ] = None,
     debug: Debug = False,
     **options: Any,
 ) -> None:
@@ -287,13 +296,19 @@ def serve(
         asked = ServeOptions(**fields_given(ServeOptions, options))
         options["model"] = _one_model(model_name, options["model"])
         engine = _engine_options(options, OF_SERVERS) | given
-        template = read_template(asked.chat_template)
+        asked = replace(asked, chat_template=read_template(asked.chat_template))
+        scale = ReplicaOptions(**fields_given(ReplicaOptions, options))
+        if scale.replicas is None and ray_address is not None:
+            raise ConfigError("ray_address", ray_address, "given with `replicas`")
         note("nothing was served.")
         if inert:
             say(f"Without effect here: {', '.join(inert)}.")
-        from foretoken.serve.command import start
+        from foretoken.serve.command import start, start_replicas
 
-        start(engine, replace(asked, chat_template=template), say)
+        if scale.replicas is None:
+            start(engine, asked, say)
+        else:
+            start_replicas(engine, scale, asked, ray_address, say)
 
 
 @app.command("train-eagle3")

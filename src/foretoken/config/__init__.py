@@ -5,7 +5,7 @@ the nearest valid name for an unknown key. Environment switches, if there ever a
 """
 
 from foretoken.config.checks import check_choice, check_int, check_number, from_environment, plain
-from foretoken.config.engine import BLOCK_SIZES, DTYPES, EngineConfig
+from foretoken.config.engine import BLOCK_SIZES, DTYPES, HOST_CACHE_GIB, EngineConfig
 from foretoken.config.speculative import (
     AUTO,
     HYBRID,
@@ -18,7 +18,8 @@ from foretoken.config.speculative import (
 )
 
 __all__ = [
-    "AUTO", "BLOCK_SIZES", "DTYPES", "HYBRID", "LOSSLESS_METHODS", "MAX_SPECULATIVE_TOKENS",
-    "REJECTION_SAMPLE_METHODS", "EngineConfig", "SpeculativeConfig", "check_choice", "check_int",
-    "check_number", "check_synthetic", "from_environment", "of_drafter", "plain",
+    "AUTO", "BLOCK_SIZES", "DTYPES", "HOST_CACHE_GIB", "HYBRID", "LOSSLESS_METHODS",
+    "MAX_SPECULATIVE_TOKENS", "REJECTION_SAMPLE_METHODS", "EngineConfig", "SpeculativeConfig",
+    "check_choice", "check_int", "check_number", "check_synthetic", "from_environment",
+    "of_drafter", "plain",
 ]  # fmt: skip

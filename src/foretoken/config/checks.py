@@ -18,6 +18,11 @@ def from_environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def set_in_environment(name: str, value: str) -> None:
+    """Set a variable for this process and those that it starts, unless it is set."""
+    os.environ.setdefault(name, value)
+
+
 def plain(value: Any) -> Any:
     """A number or truth value of numpy or torch as Python's own; anything else as it is."""
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")

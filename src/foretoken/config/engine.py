@@ -22,6 +22,8 @@ from foretoken.foreign import ENGINE_OPTIONS, RENAMED, names_checked
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """Tokens per cache block where nobody says how many, by type of device."""
+HOST_CACHE_GIB = 0.5
+"""`kv_cache_gib` on a CPU where nobody says how much."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 

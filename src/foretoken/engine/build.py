@@ -18,7 +18,7 @@ import torch
 
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.kv_pool import KVPool
-from foretoken.config import BLOCK_SIZES, EngineConfig
+from foretoken.config import BLOCK_SIZES, HOST_CACHE_GIB, EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.control import StepTable, draft_widths
 from foretoken.drafting.registry import find_drafter
@@ -56,7 +56,6 @@ from foretoken.slots.table import SlotSizes, SlotTable
 
 _log = logging.getLogger(__name__)
 
-_HOST_CACHE_GIB = 0.5
 _GRAPH = 4 << 20  # bytes of a captured step besides its tensors: some hundred kernels
 _ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of this
 _SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
@@ -144,7 +143,7 @@ def _build(config: EngineConfig) -> Engine:
 
 def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The options with what they leave to the device."""
-    gib = config.kv_cache_gib or (_HOST_CACHE_GIB if device.type == "cpu" else None)
+    gib = config.kv_cache_gib or (HOST_CACHE_GIB if device.type == "cpu" else None)
     block_size = config.block_size or BLOCK_SIZES[device.type]
     return replace(config, block_size=block_size, kv_cache_gib=gib)
 

@@ -1,10 +1,11 @@
-"""The application: an engine and its options as ASGI."""
+"""The application: an engine and its options as ASGI, and what stands before every application."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -23,8 +24,11 @@ from foretoken.serve.routes import generate, page, state
 from foretoken.serve.running import Lifetime
 
 
-def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
+def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = True) -> FastAPI:
     """OpenAI's API over an engine, which it closes when it ends.
+
+    Args:
+        guarded: whether it checks who calls, and logs that; False in a replica: the front has.
 
     Raises:
         ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
@@ -35,7 +39,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
         yield
         await engine.close()
 
-    life = Lifetime(engine, options)
+    life = Lifetime(options, lambda: engine.status.failure)
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
@@ -48,19 +52,24 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     # The last one added is the first that sees a request: bodies of strangers are not read.
     most = context.served.max_model_len
     app.add_middleware(BodyLimits, options=options, max_model_len=most)
-    if options.keys:
-        app.add_middleware(KeyCheck, keys=options.keys)
-    if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
-        )
-    if options.checks_host:
-        app.add_middleware(HostCheck, options=options)
-    app.add_middleware(RequestLog)
-    if options.root_path:
-        app.add_middleware(RootPath, root=options.root_path)
+    for kind, given in guards(options) if guarded else ():
+        app.add_middleware(kind, **given)
     return app
+
+
+def guards(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
+    """Classes of ASGI that see a request before the application does, the last one first, and
+    what each is given."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+    if options.keys:
+        found.append((KeyCheck, {"keys": options.keys}))
+    if options.allowed_origins:
+        every = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        shown = {"allow_origins": options.allowed_origins, "expose_headers": ["X-Request-Id"]}
+        found.append((CORSMiddleware, {**every, **shown}))
+    if options.checks_host:
+        found.append((HostCheck, {"options": options}))
+    found.append((RequestLog, {}))
+    if options.root_path:
+        found.append((RootPath, {"root": options.root_path}))
+    return found

@@ -1,12 +1,13 @@
-"""`foretoken serve`: from options to a server that runs. Loads fastapi only when it is called."""
+"""`foretoken serve`: from options to a server that runs. Loads fastapi and Ray when it is called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
+from foretoken.serve.fleet.config import ReplicaOptions
 from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions
 
 
@@ -38,5 +39,36 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
         say(f"Loading {engine['model']}")
         app = build_app(AsyncEngine(**engine), options)
         collect_when_idle()
-        serve(app, bound, options, say)
+        context = app.state.context
+        told = [drafting(context.served.names, config), context.served.format.told]
+        serve(app, context.lifetime, bound, told, say)
     leave(0)
+
+
+def start_replicas(
+    engine: Mapping[str, Any],
+    scale: ReplicaOptions,
+    options: ServeOptions,
+    address: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """The same with replicas, as `fleet.command.start`.
+
+    Raises:
+        ConfigError: what that raises, or a package of the extra `ray` is missing.
+    """
+    try:
+        from foretoken.serve.fleet.command import start as start_fleet
+    except ModuleNotFoundError as error:
+        missing, remedy = f"foretoken[ray]: {error.name}", "Run: pip install 'foretoken[ray]'"
+        raise ConfigError(missing, None, "installed for replicas", remedy) from None
+    start_fleet(engine, scale, options, address, say)
+
+
+def drafting(names: Sequence[str], config: EngineConfig) -> str:
+    """A line that says under which names a model is served, and what drafts for it."""
+    speculation, drafts = config.speculative_config, "nothing drafts"
+    if speculation is not None:
+        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
+        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
+    return f"{', '.join(names)}: {drafts}."

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -68,7 +69,7 @@ class RequestLog:
         name = sent if _ID.fullmatch(sent) else uuid.uuid4().hex
         start, status, is_complete = time.perf_counter(), 0, False
 
-        async def noted(message: Message) -> None:
+        async def passed_on(message: Message) -> None:
             nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -78,7 +79,7 @@ class RequestLog:
 
         token = request_id.set(name)
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, passed_on)
         finally:
             fields: dict[str, Any] = {
                 "method": scope["method"],
@@ -87,12 +88,22 @@ class RequestLog:
                 "seconds": round(time.perf_counter() - start, 4),
                 "complete": is_complete and status != 499,
             }
-            if answer_id := scope.get("state", {}).get("answer_id"):
-                fields["answer_id"] = answer_id
-            usage: Usage | None = scope.get("state", {}).get("usage")
-            if usage is not None:
-                counts = usage.body()
-                fields |= {k: counts[k] for k in ("prompt_tokens", "completion_tokens")}
+            fields |= noted(scope.get("state", {}))
             level = logging.DEBUG if own_path(scope) in OPEN else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
             request_id.reset(token)
+
+
+def noted(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an application noted of a request in its `state`, for the line in the log.
+
+    Behind a front a replica notes it, which sends it as `log_fields`.
+    """
+    fields: dict[str, Any] = {**state.get("log_fields", {})}
+    if answer_id := state.get("answer_id"):
+        fields["answer_id"] = answer_id
+    usage: Usage | None = state.get("usage")
+    if usage is not None:
+        counts = usage.body()
+        fields |= {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
+    return fields

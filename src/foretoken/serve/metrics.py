@@ -224,6 +224,11 @@ class EngineCollector(Collector):
         return family
 
 
+def process_metrics() -> list[Metric]:
+    """Families of this process (`process_*`)."""
+    return list(_PROCESS.collect())
+
+
 def exposition(collector: Collector) -> bytes:
     """All families as Prometheus reads them, and those of this process (`process_*`)."""
     registry = CollectorRegistry()

@@ -3,21 +3,22 @@
 Charter: how many requests of the engine one of HTTP makes, that none of them outlives it, how many
 log-probabilities they may have together, and who ends a request that neither its client nor the
 model ends. A `Flight` is one request over HTTP while the engine works for it; `Lifetime` knows all
-of them. Routes ask it, signals tell it; how a process notices is `server.py`'s.
+of them. Routes ask it, signals tell it; how a process notices is `server.py`'s. In front of
+replicas there is a `Lifetime`, too, of other flights: see `fleet/forward.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.engine.admission import last_tokens
-from foretoken.errors import RequestError
+from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import RequestDelta
 from foretoken.sampling.params import SamplingParams
 from foretoken.serve.errors import UnavailableError, written_as
@@ -33,16 +34,26 @@ _TOLD = {
 }
 
 
+class UnderWay(Protocol):
+    """A request that is being answered."""
+
+    def cut(self, why: str, *, refuses: bool = True) -> None:
+        """End it where it is, as `Flight.cut` does."""
+
+
 class Lifetime:
     """What is under way, and whether more is taken.
+
+    Args:
+        failed: what made it impossible to serve, if anything did.
 
     Attributes:
         num_cut: requests that the end came before.
     """
 
-    def __init__(self, engine: AsyncEngine, options: ServeOptions) -> None:
-        self.engine, self.options = engine, options
-        self.flights: set[Flight] = set()
+    def __init__(self, options: ServeOptions, failed: Callable[[], ForetokenError | None]) -> None:
+        self.options, self.failed = options, failed
+        self.flights: set[UnderWay] = set()
         self._end: float | None = None
         self.num_cut = 0
 
@@ -87,8 +98,8 @@ class Flight:
         UnavailableError: the server takes no more.
     """
 
-    def __init__(self, lifetime: Lifetime, name: str) -> None:
-        self._lifetime, self._name = lifetime, name
+    def __init__(self, lifetime: Lifetime, engine: AsyncEngine, name: str) -> None:
+        self._lifetime, self._engine, self._name = lifetime, engine, name
         self._why, self._has_begun, self._is_refused, self._num_names = "", False, False, 0
         self._task: asyncio.Task[Any] | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -125,7 +136,7 @@ class Flight:
             self._is_refused = self._task.cancel()
         self._why = self._why or why
         for number in range(self._num_names):
-            task = asyncio.ensure_future(self._lifetime.engine.abort(f"{self._name}-{number + 1}"))
+            task = asyncio.ensure_future(self._engine.abort(f"{self._name}-{number + 1}"))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 

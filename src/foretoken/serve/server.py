@@ -1,4 +1,4 @@
-"""The process: an engine, its application, and uvicorn in front of them.
+"""The process: an application, its lifetime, and uvicorn in front of them.
 
 Charter: a socket, signals, and how the process ends. The first SIGTERM or Ctrl-C lets what is under
 way be answered, and ends with 0; the second ends at once. An engine that failed ends the process,
@@ -15,20 +15,22 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.connection import Connection
-from foretoken.serve.context import Context
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.running import Lifetime
 
+Lifespan = Literal["on", "off"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
 _OLD = 10, 10_000
@@ -80,10 +82,9 @@ def collect_when_idle() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], _OLD[1])
 
 
-def make_config(app: FastAPI, *, closes_engine: bool = True) -> uvicorn.Config:
+def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.Config:
     """Uvicorn as it serves an application; it says nothing of what it serves."""
-    context: Context = app.state.context
-    options = context.served.options
+    options = life.options
     return uvicorn.Config(
         app,
         http=partial(Connection, options),  # type: ignore[arg-type]
@@ -91,66 +92,76 @@ def make_config(app: FastAPI, *, closes_engine: bool = True) -> uvicorn.Config:
         log_config=None,  # see `logs.py`
         access_log=False,
         ws="none",
-        lifespan="on" if closes_engine else "off",
+        lifespan=lifespan,
         server_header=False,
         proxy_headers=False,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
         ssl_ca_certs=options.ssl_ca_certs,
         ssl_cert_reqs=options.ssl_cert_reqs,
-        timeout_graceful_shutdown=math.ceil(context.lifetime.seconds_left()),
+        timeout_graceful_shutdown=math.ceil(life.seconds_left()),
     )
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
     """A server of this application for a program that has other things to do."""
-    return uvicorn.Server(make_config(app))
+    return uvicorn.Server(make_config(app, app.state.context.lifetime, lifespan="on"))
 
 
 class Process(uvicorn.Server):
-    """A server that is all that its process does: it ends by signals, and with its engine."""
+    """A server that is all that its process does: it ends by signals, and by a failure."""
 
-    def __init__(self, app: FastAPI, say: Callable[[str], None]) -> None:
-        super().__init__(make_config(app, closes_engine=False))
-        self._context: Context = app.state.context
-        self._say, self._has_said = say, False
+    def __init__(
+        self, app: ASGIApp, life: Lifetime, say: Callable[[str], None], lifespan: Lifespan
+    ) -> None:
+        super().__init__(make_config(app, life, lifespan=lifespan))
+        self._life, self._say, self._has_said = life, say, False
         self.failure: ForetokenError | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains; the next one finds no handler."""
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-        self._context.lifetime.drain()
+        self._life.drain()
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is over."""
-        life = self._context.lifetime
+        life = self._life
         if life.is_draining and not self._has_said:  # a signal handler must not write
             self._has_said = True
             seconds = life.options.drain_timeout
             self._say(f"Ending: requests left: {len(life.flights)} ({seconds:g} s at most).")
         if not life.flights and gc.get_count()[2] > _OLD[0]:
             gc.collect()
-        self.failure = self._context.engine.status.failure
+        self.failure = life.failed()
         is_over = self.failure is not None or life.is_over()
         return await super().on_tick(counter) or is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for clients to read the ends of their answers, as long as there is time."""
-        self.config.timeout_graceful_shutdown = math.ceil(self._context.lifetime.seconds_left())
+        self.config.timeout_graceful_shutdown = math.ceil(self._life.seconds_left())
         await super().shutdown(sockets)
 
 
 def serve(
-    app: FastAPI, bound: socket.socket, options: ServeOptions, say: Callable[[str], None]
+    app: ASGIApp,
+    life: Lifetime,
+    bound: socket.socket,
+    told: Sequence[str],
+    say: Callable[[str], None],
+    lifespan: Lifespan = "off",
 ) -> None:
-    """Serve until a signal ends that. The engine's thread goes on: `leave` does not wait for it.
+    """Serve until a signal ends that. Threads of an engine go on: `leave` does not wait for them.
+
+    Args:
+        told: lines about what is served.
+        lifespan: whether the application learns when it begins and ends.
 
     Raises:
         ConfigError: another program has begun to listen at this address.
-        ForetokenError: the engine failed.
+        ForetokenError: what `life` failed by.
     """
-    context: Context = app.state.context
+    options = life.options
     try:
         bound.listen(_BACKLOG)
     except OSError as error:  # another began to listen meanwhile
@@ -159,21 +170,16 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     if options.is_exposed:
         say(f"WARNING: whoever reaches {shown} can use this server: there is no --api-key.")
-    served, speculation = context.served, context.engine.config.speculative_config
-    drafts = "nothing drafts"
-    if speculation is not None:
-        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
-        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
-    say(f"{', '.join(served.names)}: {drafts}.")
-    say(served.format.told)
+    for line in told:
+        say(line)
     say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
     scheme = "https" if options.has_tls else "http"
     say(f"Serving on {scheme}://{shown}:{port}")
-    process = Process(app, say)
+    process = Process(app, life, say, lifespan)
     process.run(sockets=[bound])
     if process.failure is not None:
         raise process.failure
-    num_cut = context.lifetime.num_cut
+    num_cut = life.num_cut
     say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "all is answered."))
 
 

@@ -103,7 +103,7 @@ async def answer(
     """
     record, reader = Record(context.counts), EventReader(asked)
     request.state.usage, request.state.answer_id = reader.usage, asked.name  # for the log
-    flight = Flight(context.lifetime, uuid.uuid4().hex)
+    flight = Flight(context.lifetime, context.engine, uuid.uuid4().hex)
     news = run(context.engine, asked, flight, context.served.options.max_answer_logprobs)
     try:
         if not asked.stream:

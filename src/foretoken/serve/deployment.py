@@ -1,0 +1,129 @@
+"""A fleet as an application of Ray Serve, for clusters that exist: `serve deploy` takes `build`.
+
+Charter: deployments and their options. What a fleet is, `fleet/config.py` says; the same engines
+behind the server of one command are `fleet/command.py`'s. Needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from foretoken import __version__
+from foretoken.serve.fleet.config import Fleet, FleetModel
+from foretoken.serve.fleet.front import Front
+from foretoken.serve.fleet.handles import RayReplicas
+from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, needs_of
+from foretoken.serve.fleet.replica import Replica
+from foretoken.serve.logs import set_up
+from foretoken.serve.options import ServeOptions
+from foretoken.serve.running import Lifetime
+
+STARTS = 3
+"""A replica that fails so often when it starts ends the deployment."""
+_ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
+_UNBOUNDED = 100_000  # an engine refuses by `max_num_waiting`, in OpenAI's form
+_HEALTH_PERIOD_S = 2.0
+_QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application of a file for `serve deploy`: engines, and an ingress in front of them.
+
+    Args:
+        args: see `Fleet` and docs/scale.md.
+
+    Raises:
+        ConfigError: an option is unknown or out of bounds, or the cluster has too little for it.
+    """
+    fleet = Fleet.parse(args)
+    needs = cluster_needs(fleet)
+    engines = [
+        engine(model, fleet.server, each) for model, each in zip(fleet.models, needs, strict=True)
+    ]
+    ingress = serve.deployment(Ingress).options(
+        name="foretoken-ingress",
+        max_ongoing_requests=_UNBOUNDED,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=fleet.server.drain_timeout,
+        logging_config=_QUIET,
+    )
+    return ingress.bind(fleet, *engines)
+
+
+@serve.ingress()
+class Ingress:
+    """The application in front of the engines, behind Ray Serve's proxies.
+
+    Args:
+        engines: handles of the models' deployments, in their order.
+    """
+
+    def __init__(self, fleet: Fleet, *engines: DeploymentHandle) -> None:
+        set_up(fleet.server.log_level)
+        models = [
+            RayReplicas(model.names, handle)
+            for model, handle in zip(fleet.models, engines, strict=True)
+        ]
+        self._front = Front(fleet, models, Lifetime(fleet.server, lambda: None))
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """What Ray Serve runs."""
+        return self._front.app
+
+
+def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
+    """The engines of one model."""
+    scale, config = model.scale, model.engine
+    config = replace(config, device="cuda" if needs.gpus else "cpu")
+    if not needs.gpus and config.threads is None:
+        config = replace(config, threads=engine_threads(needs.cpus))
+    count = scale.replicas or 1
+    number: dict[str, Any] = {"num_replicas": count}
+    if scale.max_replicas is not None:
+        scaling = AutoscalingConfig(
+            min_replicas=count,
+            max_replicas=scale.max_replicas,
+            target_ongoing_requests=scale.target_requests or config.max_num_seqs,
+        )
+        number = {"num_replicas": "auto", "autoscaling_config": scaling}
+    actor = {"num_cpus": needs.cpus, "num_gpus": needs.gpus}
+    made = serve.deployment(Replica).options(
+        name=model.deployment,
+        max_ongoing_requests=_UNBOUNDED,
+        ray_actor_options=actor | ({"memory": needs.memory} if needs.memory else {}),
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=30,
+        # What scaling ends has its time; the end of a server has drained its replicas before.
+        graceful_shutdown_timeout_s=server.request_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=STARTS,
+        logging_config=_QUIET,
+        **number,
+    )
+    return made.bind(config, replace(server, served_model_name=model.names), __version__)
+
+
+def cluster_needs(fleet: Fleet) -> list[Needs]:
+    """What a replica of each model needs, which the cluster has for all of them.
+
+    Raises:
+        ConfigError: it has not; which resource, and for how many replicas it suffices.
+    """
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    needs = [needs_of(model, has_gpus=has_gpus) for model in fleet.models]
+    if not fleet.grows:
+        nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
+        asked = {
+            model.names[0]: (model.scale.replicas or 1, each)
+            for model, each in zip(fleet.models, needs, strict=True)
+        }
+        check_cluster(asked, nodes)
+    return needs

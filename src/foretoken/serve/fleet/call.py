@@ -1,0 +1,104 @@
+"""A request on its way to a replica, and what a front must read of it. No Ray, no torch.
+
+Charter: the messages between a front and a replica. Whether a request is right, a replica says: what
+cannot be read here is sent on, and answered there with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+from starlette.types import Scope
+
+from foretoken.serve.fleet.prefixes import MOST_CHARS
+
+_IN_FRONT = ("cache_salt", "tools", "instructions", "system")
+_PROMPTS = ("prompt", "messages", "input")
+_PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request over HTTP, for a replica.
+
+    Attributes:
+        prompt: what its prompt begins with, by which routers choose a replica; empty: any will do.
+            Ray Serve's own prefix router reads it by this name.
+        name: of the request, in logs and for its client.
+        scope: of ASGI, without what belongs to a connection.
+        body: all of it.
+    """
+
+    prompt: str
+    name: str
+    scope: dict[str, Any]
+    body: bytes
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes, prompt: str, name: str) -> Call:
+        """A call from what ASGI says of a request."""
+        kept = {key: scope[key] for key in _PASSED if key in scope}
+        kept |= {"root_path": scope.get("root_path", ""), "headers": list(scope["headers"])}
+        return cls(prompt, name, kept, body)
+
+
+class Taken(NamedTuple):
+    """A replica has begun with a call: the first thing that it says."""
+
+    replica: str
+
+
+class Head(NamedTuple):
+    """Status and headers of an answer; pieces of its body follow, as bytes."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+
+class Done(NamedTuple):
+    """An answer is complete; what a log should say of it."""
+
+    fields: dict[str, Any]
+
+
+class Wanted(NamedTuple):
+    """What a front reads of a body: the model's name, and what the prompt begins with."""
+
+    model: str | None
+    prompt: str
+
+
+def read_wanted(body: bytes) -> Wanted:
+    """What a body asks of whom; of what is no JSON object nothing."""
+    try:
+        given = from_json(body)
+    except ValueError:
+        return Wanted(None, "")
+    if not isinstance(given, dict):
+        return Wanted(None, "")
+    model = given.get("model")
+    parts, length = list[str](), 0
+    for part in _texts([given.get(name) for name in (*_IN_FRONT, *_PROMPTS)]):
+        parts.append(part)
+        length += len(part) + 1
+        if length > MOST_CHARS:
+            break
+    return Wanted(model if isinstance(model, str) else None, "\n".join(parts)[:MOST_CHARS])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts and numbers of a value, in order, keys of maps left out."""
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, dict):
+            stack.extend(reversed(list(top.values())))
+        elif isinstance(top, list):
+            stack.extend(reversed(top))
+        elif isinstance(top, str):
+            yield top
+        elif isinstance(top, (int, float)):
+            yield str(top)

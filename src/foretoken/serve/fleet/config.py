@@ -1,0 +1,226 @@
+"""What a fleet is: models, how many replicas of each, and what a replica needs. No Ray, no torch.
+
+Charter: options and their bounds, from a command line or from the `args` of a YAML file. What a
+replica needs of a machine where nobody said it is `needs.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.config import EngineConfig, check_int, check_number
+from foretoken.errors import ConfigError, check_known_keys
+from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
+
+IMPORT_PATH = "foretoken.serve.deployment:build"
+OF_PROXIES = {
+    **{"host": "host", "port": "port", "ssl_keyfile": "ssl_keyfile"},
+    **{"ssl_certfile": "ssl_certfile", "ssl_ca_certs": "ssl_ca_certs"},
+    **{"ssl_cert_reqs": "ssl_ca_certs", "io_timeout": "request_timeout_s"},
+    **{"max_header_bytes": "", "root_path": "route_prefix", "allowed_hosts": ""},
+}
+"""Options of a server that Ray Serve's proxies have in place of ours; by what name, if by any."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How many replicas a model has, and what each needs.
+
+    Attributes:
+        replicas: engines with this model, each in a process of its own, behind one address
+            (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
+        max_replicas: the most of them: as many run as requests ask for, `replicas` at least. None:
+            their number is fixed.
+        target_requests: queued and running requests of a replica above which one more is started,
+            and below which one less runs; None: `max_num_seqs`.
+        replica_cpus: cores that a replica gets; a part of one is possible. None: of the machine's
+            cores an equal part, on a cluster `threads`, or 1.
+        replica_gpus: GPUs that a replica gets; 0.5 lets two share one. None: 1, or as many parts of
+            one as `memory_fraction` leaves room for; on a CPU 0.
+        replica_memory_gib: memory of the machine that a replica gets. None: of its weights and its
+            cache, and 1.5 GiB.
+    """
+
+    replicas: int | None = None
+    max_replicas: int | None = None
+    target_requests: float | None = None
+    replica_cpus: float | None = None
+    replica_gpus: float | None = None
+    replica_memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None:
+            check_int("replicas", self.replicas, 1, 10_000)
+        for name in (f.name for f in fields(self) if f.name != "replicas"):
+            if getattr(self, name) is not None and self.replicas is None:
+                raise ConfigError(name, getattr(self, name), "given with `replicas`")
+        if self.max_replicas is not None:
+            check_int("max_replicas", self.max_replicas, self.replicas or 1, 10_000)
+        if self.target_requests is not None:
+            check_number("target_requests", self.target_requests, 0.01, 1e6)
+            if self.max_replicas is None:
+                raise ConfigError(
+                    "target_requests", self.target_requests, "given with max_replicas"
+                )
+        for name, most in (("replica_cpus", 4096), ("replica_gpus", 64)):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0, most)
+        gpus = self.replica_gpus
+        if gpus is not None and gpus > 1:
+            remedy = "An engine computes on one GPU: give 1, or a part of one."
+            raise ConfigError("replica_gpus", gpus, "at most 1", remedy)
+        if self.replica_memory_gib is not None:
+            check_number("replica_memory_gib", self.replica_memory_gib, 0.001, 2**20)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """One model of a fleet.
+
+    Attributes:
+        engine: options of its engines.
+        names: by which requests may call it.
+        scale: how many replicas it has, and what they need.
+    """
+
+    engine: EngineConfig
+    names: tuple[str, ...]
+    scale: ReplicaOptions
+
+    @property
+    def deployment(self) -> str:
+        """Its name in Ray Serve, where a slash or a colon would be taken for a separator."""
+        return "".join(c if c.isalnum() or c in "-_." else "-" for c in self.names[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All models of one application.
+
+    Attributes:
+        models: the first is that of requests that name none.
+        server: to whom they are served.
+        grows: whether the cluster adds machines by itself, so that what it lacks now is no error.
+    """
+
+    models: tuple[FleetModel, ...]
+    server: ServeOptions = field(default_factory=ServeOptions)
+    grows: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("models", [], "a list with at least one model")
+        seen = dict[str, int]()
+        for number, model in enumerate(self.models):
+            self.server.check_engine(model.engine)
+            for name in {*model.names, model.deployment}:
+                if seen.setdefault(name, number) != number:
+                    remedy = "Give each a `served_model_name` of its own."
+                    raise ConfigError(f"models[{number}]", name, "a name of no other", remedy)
+
+    @classmethod
+    def parse(cls, args: Any) -> Fleet:
+        """A fleet from the `args` of an application in a file for `serve deploy`.
+
+        Raises:
+            ConfigError: a field is unknown or out of bounds; it says which.
+        """
+        known = ("models", "server", "grows")
+        given = _mapping("args", args)
+        check_known_keys("args", given, known)
+        listed = given.get("models")
+        if not isinstance(listed, list):
+            raise ConfigError("models", listed, "a list of models", "See docs/scale.md.")
+        models = tuple(_model(f"models[{i}]", each) for i, each in enumerate(listed))
+        grows = given.get("grows", False)
+        if not isinstance(grows, bool):
+            raise ConfigError("grows", grows, "true or false")
+        return cls(models, _server(_mapping("server", given.get("server") or {})), grows)
+
+    @classmethod
+    def read(cls, path: Path) -> Fleet:
+        """The fleet of a YAML file for `serve deploy`: that of its application of ours.
+
+        Raises:
+            ConfigError: there is no such file, or no such application in it, or several.
+        """
+        import yaml
+
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError("fleet", str(path), f"a YAML file ({error})") from None
+        listed = found.get("applications") if isinstance(found, Mapping) else None
+        apps = [each for each in listed or [] if isinstance(each, Mapping)]
+        ours = [each for each in apps if each.get("import_path") == IMPORT_PATH]
+        if len(ours) != 1:
+            bound = f"a file with one application whose `import_path` is {IMPORT_PATH}"
+            raise ConfigError("fleet", str(path), bound, f"It has {len(ours)}. See docs/scale.md.")
+        return cls.parse(ours[0].get("args"))
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(name, value, "a map of options by name")
+    return dict(value)
+
+
+def _model(where: str, given: Any) -> FleetModel:
+    """A model of a list; errors name their place in it."""
+    asked = _mapping(where, given)
+    scales = {f.name for f in fields(ReplicaOptions)}
+    check_known_keys(where, asked, ("engine", "served_model_name", *sorted(scales)))
+    engine = _mapping(f"{where}.engine", asked.get("engine"))
+    check_known_keys(f"{where}.engine", engine, [f.name for f in fields(EngineConfig)])
+    names = asked.get("served_model_name", [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(f"{where}.served_model_name", names, "a name, or a list of names")
+    with _placed(where):
+        scale = ReplicaOptions(**{"replicas": 1, **{k: asked[k] for k in scales & asked.keys()}})
+        return fleet_model(engine, names, scale)
+
+
+def fleet_model(engine: Mapping[str, Any], names: Any, scale: ReplicaOptions) -> FleetModel:
+    """A model from what a user typed; `ConfigError` for what is out of bounds."""
+    config = EngineConfig.parse(**{"max_num_waiting": MAX_NUM_WAITING, **engine})
+    return FleetModel(config, tuple(names) or (config.model,), scale)
+
+
+def _server(given: dict[str, Any]) -> ServeOptions:
+    """Options of a server behind Ray Serve's proxies."""
+    names = [f.name for f in fields(ServeOptions) if f.name != "served_model_name"]
+    check_known_keys("server", given, names)
+    for name in OF_PROXIES.keys() & given.keys():
+        theirs = OF_PROXIES[name]
+        remedy = f"Write `{theirs}` of Ray Serve's." if theirs else "Its proxies have their own."
+        raise ConfigError(f"server.{name}", given[name], "left out: proxies listen", remedy)
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    with _placed("server"):
+        # Proxies listen on whatever `http_options` say, so that no name of a host is known.
+        return ServeOptions(**{**given, **lists, "host": "0.0.0.0"})
+
+
+class _placed:
+    """Errors within it name their place in the file."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, *rest: object) -> None:
+        if isinstance(error, ConfigError):
+            where = f"{self._where}.{error.field}"
+            raise ConfigError(where, error.value, error.bound, error.remedy) from None
+        if isinstance(error, TypeError):
+            raise ConfigError(self._where, str(error), "options of the right types") from None
+
+
+def scaled(model: FleetModel, **changes: Any) -> FleetModel:
+    """The same model with other needs."""
+    return replace(model, scale=replace(model.scale, **changes))

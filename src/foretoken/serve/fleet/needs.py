@@ -1,0 +1,148 @@
+"""What a replica needs of a machine, and whether a cluster has it. No Ray.
+
+Charter: before anything is loaded, from the headers of weights and the options that size the cache.
+What an engine takes once it runs is its memory plan's: `foretoken:memory_bytes` of `/metrics` has
+the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from foretoken.config import HOST_CACHE_GIB, EngineConfig
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models import folder_of
+from foretoken.models.checkpoint import check_weights
+from foretoken.models.sizes import stored_sizes
+from foretoken.serve.fleet.config import FleetModel
+
+_PROCESS_GIB = 1.5
+"""A replica of the embedded model took 1.1 GiB beside its cache: PyTorch, Transformers, Ray."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one replica gets of a machine.
+
+    Attributes:
+        memory: bytes of the machine's; 0: not known, and not reserved.
+    """
+
+    cpus: float
+    gpus: float
+    memory: int
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """By Ray's names, those that are not 0."""
+        named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
+        return {name: value for name, value in named.items() if value}
+
+    def described(self) -> str:
+        """For a message."""
+        words = [f"{self.cpus:.3g} CPU", f"{self.gpus:.3g} GPU" if self.gpus else ""]
+        words.append(f"{self.memory / 2**30:.1f} GiB of memory" if self.memory else "")
+        return ", ".join(filter(None, words))
+
+
+def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
+    """What a replica of this model needs.
+
+    Args:
+        has_gpus: whether the cluster has a GPU, which `device: auto` takes then.
+
+    Raises:
+        ConfigError: `replica_gpus` contradicts `device`.
+    """
+    engine, scale = model.engine, model.scale
+    wanted = {"cpu": False, "auto": scale.replica_gpus != 0 and (has_gpus or scale.replica_gpus)}
+    on_gpu = bool(wanted.get(engine.device, True))
+    gpus = scale.replica_gpus
+    if gpus is None:
+        gpus = 1 / max(int(1 / engine.memory_fraction), 1) if on_gpu else 0
+    if bool(gpus) != on_gpu:
+        bound = "more than 0 with a GPU as `device`, and else left out or 0"
+        raise ConfigError("replica_gpus", gpus, bound)
+    cpus = scale.replica_cpus
+    if cpus is None:
+        cpus = float(engine.threads or 1)
+    gib = scale.replica_memory_gib
+    if gib is not None:
+        return Needs(cpus, gpus, int(gib * 2**30))
+    weights = _weights(engine, on_gpu)
+    cache = 0.0 if on_gpu else engine.kv_cache_gib or HOST_CACHE_GIB
+    return Needs(cpus, gpus, int(weights + (cache + _PROCESS_GIB) * 2**30))
+
+
+def _weights(config: EngineConfig, on_gpu: bool) -> int:
+    """Bytes of the target's and the draft's weights on the host; 0 of what is not here yet.
+
+    On a GPU they pass through a small buffer, and none stay.
+    """
+    if on_gpu or config.load_format != "auto":
+        return 0
+    size = _BYTES[config.dtype if config.dtype != "auto" else "float32"]
+    asked = [(config.model, config.revision)]
+    if (draft := config.speculative_config) is not None and draft.model is not None:
+        asked.append((draft.model, draft.revision))
+    total = 0
+    for name, revision in asked:
+        with suppress(CheckpointError, OSError):  # replicas download it
+            folder = folder_of(config, name, revision, weights=False)
+            total += size * stored_sizes(check_weights(folder, plain=False).values()).numbers
+    return total
+
+
+def engine_threads(cpus: float) -> int:
+    """Threads of an engine that has so many cores: one at least."""
+    return max(int(cpus), 1)
+
+
+def check_cluster(
+    needs: Mapping[str, tuple[int, Needs]], nodes: Sequence[Mapping[str, float]]
+) -> None:
+    """Raise `ConfigError` unless a cluster has room for all replicas.
+
+    Args:
+        needs: by model, how many replicas and what each needs.
+        nodes: resources that each machine has left, by Ray's names.
+    """
+    left = [dict(node) for node in nodes]
+    for name, (count, each) in needs.items():
+        placed = sum(_place(each, left) for _ in range(count))
+        if placed == count:
+            continue
+        has = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU", "memory")}
+        total = Needs(has["CPU"], has["GPU"], int(has["memory"]))
+        short = sorted(
+            key for key, value in each.resources.items()
+            if value * count > has[key] + 1e-9
+        )  # fmt: skip
+        which = f"too little {' and '.join(short)}" if short else "no machine with so much left"
+        bound = f"at most {placed}: {which}"
+        remedy = (
+            f"A replica of {name} needs {each.described()}; the cluster's {len(nodes)} machines "
+            f"have {total.described()}. Lower `replicas`, or state less by `replica_cpus`, "
+            "`replica_gpus` or `replica_memory_gib`."
+        )
+        raise ConfigError("replicas", count, bound, remedy)
+
+
+def _place(each: Needs, left: Sequence[dict[str, float]]) -> bool:
+    """Take what a replica needs from the first machine that has it."""
+    for node in left:
+        if all(node.get(key, 0.0) >= value - 1e-9 for key, value in each.resources.items()):
+            for key, value in each.resources.items():
+                node[key] -= value
+            return True
+    return False
+
+
+def equal_part(cores: float, replicas: int) -> float:
+    """Cores of one of several replicas on a machine: whole ones, or a part of one."""
+    part = cores / replicas
+    return float(math.floor(part)) if part >= 1 else math.floor(part * 100) / 100

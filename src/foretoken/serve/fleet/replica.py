@@ -1,0 +1,182 @@
+"""A replica: one engine and the application over it, asked by messages instead of a socket.
+
+Charter: from a `Call` to what the application sends, and what Ray Serve asks of a replica. Nothing
+here knows of other replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+from prometheus_client.core import Metric
+from starlette.types import Message, Send
+
+from foretoken import __version__
+from foretoken.async_engine import AsyncEngine
+from foretoken.config import EngineConfig
+from foretoken.engine.devices import choose_device
+from foretoken.errors import ConfigError
+from foretoken.serve.app import build_app
+from foretoken.serve.context import Context
+from foretoken.serve.errors import request_id
+from foretoken.serve.fleet.call import Call, Done, Head, Taken
+from foretoken.serve.logs import noted, set_up
+from foretoken.serve.metrics import EngineCollector, process_metrics
+from foretoken.serve.options import MAX_STEP_SECONDS, ServeOptions
+from foretoken.serve.server import collect_when_idle
+
+_POLL_S = 0.1
+
+
+class State(NamedTuple):
+    """How a replica is.
+
+    Attributes:
+        pid: of its process.
+        failure: why it serves nobody any more; empty: it serves.
+        load: requests over HTTP that it answers.
+    """
+
+    replica: str
+    pid: int
+    failure: str
+    load: int
+
+
+class Replica:
+    """One engine. Ray Serve makes as many as are asked for, each in a process of its own.
+
+    Args:
+        config: of the engine; `seed` is that of the fleet.
+        options: of the server.
+        version: of the package that deploys it.
+
+    Raises:
+        ConfigError: the package here is another one, or an option does not fit this machine.
+    """
+
+    def __init__(self, config: EngineConfig, options: ServeOptions, version: str) -> None:
+        self._name = _own_name()
+        check_version(version)
+        set_up(options.log_level)
+        config = replace(config, seed=own_seed(config.seed, self._name))
+        on_cpu = choose_device(config.device).type == "cpu"
+        if on_cpu and config.max_step_seconds is None:
+            config = replace(config, max_step_seconds=MAX_STEP_SECONDS)
+        self._engine = AsyncEngine(**{name: getattr(config, name) for name in config.__slots__})
+        self._app = build_app(self._engine, options, guarded=False)
+        context: Context = self._app.state.context
+        self._life = context.lifetime
+        self._metrics = EngineCollector(self._engine, context.counts, context.served.names[0])
+        self._draining: asyncio.Task[None] | None = None
+        collect_when_idle()
+
+    async def answer(self, call: Call) -> AsyncGenerator[Taken | Head | bytes | Done, None]:
+        """Answer a request: first `Taken`, then a `Head`, the body in pieces, and `Done`.
+
+        Leaving it early is a client that leaves: the engine ends the request.
+        """
+        yield Taken(self._name)
+        scope = {**call.scope, "asgi": {"version": "3.0"}, "state": {}, "client": None}
+        waiting, news = list[Head | bytes](), asyncio.Event()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                waiting.append(Head(message["status"], list(message["headers"])))
+            else:
+                waiting.append(message.get("body", b""))
+            news.set()
+
+        task = asyncio.create_task(self._run(scope, call, send))
+        task.add_done_callback(lambda _: news.set())
+        try:
+            while waiting or not task.done():
+                await news.wait()
+                news.clear()
+                found, waiting[:] = [*waiting], []
+                for piece in _joined(found):
+                    yield piece
+            await task
+            yield Done(noted(scope["state"]))
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self, scope: dict[str, Any], call: Call, send: Send) -> None:
+        """The application over one call."""
+        body: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if body:
+                return body.pop()
+            await asyncio.Event().wait()  # who leaves cancels this task
+            raise RuntimeError("a call goes on after its end")
+
+        request_id.set(call.name)  # of this task
+        await self._app(scope, receive, send)
+
+    async def state(self) -> State:
+        """How it is."""
+        failure = self._engine.status.failure
+        return State(self._name, os.getpid(), str(failure or ""), len(self._life.flights))
+
+    async def metrics(self) -> tuple[str, list[Metric]]:
+        """Its name, and its metrics with those of its process."""
+        return self._name, [*self._metrics.collect(), *process_metrics()]
+
+    async def drain(self) -> None:
+        """Take no more, and end what is under way in time, as a server does that gets SIGTERM."""
+        self._life.drain()
+        self._draining = self._draining or asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        while not self._life.is_over():
+            await asyncio.sleep(_POLL_S)
+
+    async def check_health(self) -> None:
+        """Raise what the engine failed by: Ray Serve replaces this replica then."""
+        if (failure := self._engine.status.failure) is not None:
+            raise failure
+
+
+def check_version(deployed: str) -> None:
+    """Raise `ConfigError` where a machine of the cluster has another version of the package."""
+    if deployed != __version__:
+        remedy = "Install one version on all machines of the cluster."
+        bound = f"{deployed}, the version that deploys it"
+        raise ConfigError("foretoken", __version__, bound, remedy)
+
+
+def own_seed(seed: int, replica: str) -> int:
+    """The engine's seed in one replica.
+
+    Requests without a seed get noise by the engine's seed and their number (decision 005): with one
+    seed for all, requests of equal numbers in two replicas would be drawn alike. Requests with a
+    seed do not depend on it.
+    """
+    digest = hashlib.blake2b(f"{seed}/{replica}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _own_name() -> str:
+    from ray import serve
+
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name
+
+
+def _joined(pieces: Iterable[Head | bytes]) -> Iterator[Head | bytes]:
+    """The same with pieces of a body as one: every message takes a millisecond on its way."""
+    for is_head, group in groupby(pieces, key=lambda piece: isinstance(piece, Head)):
+        if is_head:
+            yield from group
+        elif body := b"".join(cast("Iterable[bytes]", group)):
+            yield body

@@ -1,0 +1,66 @@
+"""Ray Serve's interface for choosing a replica, by the prefixes that each has seen.
+
+Charter: Ray's types in, Ray's types out; the choice is `prefixes.py`'s. One router belongs to one
+handle, and runs in that handle's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from foretoken.serve.fleet.prefixes import PrefixIndex, ranked
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a request to the replica that computed most of its prompt's beginning.
+
+    It looks for an argument with a `prompt`, as Ray's `PrefixCacheAffinityRouter` does; a request
+    without one goes to the least busy replica. Where Ray's asks an actor three times per request,
+    this one keeps its memory where it routes (docs/decisions/023).
+    """
+
+    def initialize_state(self, **options: Any) -> None:
+        """Take `request_router_kwargs`: `imbalance`, see `ranked`."""
+        self._options = options
+        self._index = PrefixIndex[str]()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: Sequence[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """All replicas, one by one, in the order in which they should be tried."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if not replicas:
+            return []
+        counted = self.replica_queue_len_cache
+        load = {name: counted.get(each.replica_id) or 0 for name, each in replicas.items()}
+        prompt = _prompt(pending_request)
+        order = ranked(prompt, self._index, load, **self._options)
+        if prompt:  # now: others with the same beginning may come before this one is sent
+            self._index.add(prompt, order[0])
+        return [[replicas[name]] for name in order]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """A replica has taken it: maybe not the first one, if that was full."""
+        prompt, name = _prompt(pending_request), replica_id.unique_id
+        if prompt and self._index.longest(prompt, {name})[0] != name:
+            self._index.add(prompt, name)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Forget what replicas had that are gone."""
+        super().update_replicas(replicas)
+        self._index.keep({replica.replica_id.unique_id for replica in replicas})
+
+
+def _prompt(request: PendingRequest | None) -> str:
+    """What a request is routed by."""
+    found = (getattr(each, "prompt", None) for each in (request.args if request else ()))
+    return next((text for text in found if isinstance(text, str)), "")

@@ -62,9 +62,11 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def served(*options: str, model: str = TARGET, port: int = 0) -> Iterator[Served]:
+def served(
+    *options: str, model: str = TARGET, port: int = 0, module: str = "foretoken"
+) -> Iterator[Served]:
     """A server of its own process on one thread; it logs what fails, and is gone afterwards."""
-    words = [sys.executable, "-m", "foretoken", "serve", model, "--port", str(port)]
+    words = [sys.executable, "-m", module, "serve", model, "--port", str(port)]
     words += ["--threads", "1", "--log-level", "warning", *options]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

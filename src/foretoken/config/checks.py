@@ -18,9 +18,10 @@ def from_environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def set_in_environment(name: str, value: str) -> None:
-    """Set a variable for this process and those that it starts, unless it is set."""
-    os.environ.setdefault(name, value)
+def set_in_environment(**values: str) -> None:
+    """Set variables for this process and those that it starts; what is set stays as it is."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 def plain(value: Any) -> Any:

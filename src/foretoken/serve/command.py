@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretoken.config import EngineConfig
+from foretoken.config.checks import set_in_environment
 from foretoken.errors import ConfigError
 from foretoken.serve.fleet.config import ReplicaOptions
 from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions
+
+_OWN_CLUSTER = {
+    # Ray's ports are open to the network. By default it runs whatever is sent there; with a token
+    # only what the processes of this command send.
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",  # it sends nothing that nobody asked for
+    "RAY_COLOR_PREFIX": "0",
+    # By default replicas get what other processes leave of the machine: a token of the embedded
+    # model then waited 0.4 ms for its own client. With these two 0.15 ms.
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+"""What Ray reads of the environment when it is imported, where it starts for this command alone."""
 
 
 def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -57,12 +72,19 @@ def start_replicas(
     Raises:
         ConfigError: what that raises, or a package of the extra `ray` is missing.
     """
+    if address is None:
+        prepare_own_cluster()
     try:
         from foretoken.serve.fleet.command import start as start_fleet
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[ray]: {error.name}", "Run: pip install 'foretoken[ray]'"
         raise ConfigError(missing, None, "installed for replicas", remedy) from None
     start_fleet(engine, scale, options, address, say)
+
+
+def prepare_own_cluster() -> None:
+    """Have Ray start for this command alone, once it is imported."""
+    set_in_environment(**_OWN_CLUSTER, RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 
 def drafting(names: Sequence[str], config: EngineConfig) -> str:

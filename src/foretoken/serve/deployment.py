@@ -27,7 +27,7 @@ from foretoken.serve.running import Lifetime
 
 STARTS = 3
 """A replica that fails so often when it starts ends the deployment."""
-_ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
+ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
 _UNBOUNDED = 100_000  # an engine refuses by `max_num_waiting`, in OpenAI's form
 _HEALTH_PERIOD_S = 2.0
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
@@ -98,7 +98,7 @@ def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Appli
         name=model.deployment,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=actor | ({"memory": needs.memory} if needs.memory else {}),
-        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=30,
         # What scaling ends has its time; the end of a server has drained its replicas before.

@@ -22,7 +22,6 @@ from ray import serve as ray_serve
 from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from foretoken.config.checks import set_in_environment
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.command import drafting
 from foretoken.serve.deployment import cluster_needs, engine
@@ -77,22 +76,21 @@ def start(
         (needs,) = cluster_needs(fleet)
         say(f"Starting {scale.replicas} replicas of {model.names[0]}: {needs.described()} each")
         watch = Watch(model, say)
-        handle = ends.enter_context(_deployed(engine(model, options, needs), watch))
+        handle = ends.enter_context(
+            _deployed(engine(model, options, needs), watch, is_own=address is None)
+        )
         life = Lifetime(options, lambda: watch.failure)
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
         threading.Thread(target=watch.follow, daemon=True).start()
         told = [drafting(model.names, model.engine), f"Replicas: {watch.num_up}, by prefix."]
         serve(front.app, life, bound, told, say, lifespan="on")
-        watch.is_over = True
     leave(0)
 
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
     """A connection to a Ray cluster, or one of its own."""
-    own = {"num_gpus": None, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-    if address is None:
-        set_in_environment("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent that nobody asked for
+    own = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     try:
         ray.init(
             address or "local",
@@ -112,9 +110,12 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _deployed(target: ray_serve.Application, watch: Watch) -> Iterator[Any]:
-    """The engines' handle, once all of them are up; they are gone afterwards."""
-    was_there = _has_serve()
+def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> Iterator[Any]:
+    """The engines' handle, once all of them are up; they are gone afterwards.
+
+    Args:
+        is_own: whether the cluster ends with this process, and they with it.
+    """
     ray_serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -124,18 +125,8 @@ def _deployed(target: ray_serve.Application, watch: Watch) -> Iterator[Any]:
         yield handle
     finally:
         watch.is_over = True
-        if was_there:
+        if not is_own:
             ray_serve.delete(watch.application)
-        else:
-            ray_serve.shutdown()
-
-
-def _has_serve() -> bool:
-    """Whether Ray Serve runs on this cluster already, for others too."""
-    try:
-        return bool(ray_serve.status().applications)
-    except (RayError, RuntimeError):
-        return False
 
 
 class Watch:

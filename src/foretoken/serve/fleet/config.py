@@ -17,11 +17,10 @@ from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
 IMPORT_PATH = "foretoken.serve.deployment:build"
 OF_PROXIES = {
-    **{"host": "host", "port": "port", "ssl_keyfile": "ssl_keyfile"},
-    **{"ssl_certfile": "ssl_certfile", "ssl_ca_certs": "ssl_ca_certs"},
-    **{"ssl_cert_reqs": "ssl_ca_certs", "io_timeout": "request_timeout_s"},
-    **{"max_header_bytes": "", "root_path": "route_prefix", "allowed_hosts": ""},
-}
+    "host": "host", "port": "port", "ssl_keyfile": "ssl_keyfile", "ssl_certfile": "ssl_certfile",
+    "ssl_ca_certs": "ssl_ca_certs", "ssl_cert_reqs": "ssl_ca_certs", "max_header_bytes": "",
+    "io_timeout": "request_timeout_s", "root_path": "route_prefix", "allowed_hosts": "",
+}  # fmt: skip
 """Options of a server that Ray Serve's proxies have in place of ours; by what name, if by any."""
 
 

@@ -171,6 +171,7 @@ class Relay:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         self._head: Head | None = None
+        self._replica = ""
         self._parts, self._num_events, self._has_begun = list[bytes](), 0, False
 
     async def run(self, pieces: AsyncGenerator[Piece, None], under_way: Forwarded) -> None:
@@ -217,6 +218,7 @@ class Relay:
             told = f"No replica took the request within {TAKEN_SECONDS:g} s: none is up, or all"
             raise UnavailableError(f"{told} are too busy.") from None
         if isinstance(taken, Taken):
+            self._replica = taken.replica
             self._note({"replica": taken.replica})
 
     async def _begin(self, head: Head) -> None:
@@ -246,8 +248,8 @@ class Relay:
         await self._send_body(b"".join(self._parts), more=False)
 
     async def _start(self, head: Head) -> None:
-        start = {"type": "http.response.start", "status": head.status, "headers": head.headers}
-        await self._send(start)
+        headers = [*head.headers, (b"x-replica", self._replica.encode())]
+        await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -27,7 +27,8 @@ class RayReplicas:
 
     def __init__(self, names: Sequence[str], handle: DeploymentHandle) -> None:
         self.names, self._handle = names, handle
-        self._streaming = handle.options(method_name="answer", stream=True)
+        # A message by gRPC takes 0.15 ms of all cores, through Ray's object store 0.48 ms.
+        self._streaming = handle.options(method_name="answer", stream=True, _by_reference=False)
 
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
         """As `Replicas.answer`: a request that has left is sent to no other replica."""

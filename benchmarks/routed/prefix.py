@@ -1,0 +1,5 @@
+"""Ours."""
+
+from benchmarks.routed import serve
+
+serve("foretoken.serve.fleet.router:PrefixRouter")

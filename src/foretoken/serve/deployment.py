@@ -13,14 +13,14 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.serve.fleet.config import Fleet, FleetModel
 from foretoken.serve.fleet.front import Front
 from foretoken.serve.fleet.handles import RayReplicas
 from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, needs_of
-from foretoken.serve.fleet.replica import Replica
+from foretoken.serve.fleet.replica import Replica, told_briefly
 from foretoken.serve.logs import set_up
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
@@ -42,8 +42,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raises:
         ConfigError: an option is unknown or out of bounds, or the cluster has too little for it.
     """
-    fleet = Fleet.parse(args)
-    needs = cluster_needs(fleet)
+    with told_briefly():
+        fleet = Fleet.parse(args)
+        needs = cluster_needs(fleet)
     engines = [
         engine(model, fleet.server, each) for model, each in zip(fleet.models, needs, strict=True)
     ]
@@ -74,8 +75,18 @@ class Ingress:
         self._front = Front(fleet, models, Lifetime(fleet.server, lambda: None))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray Serve runs."""
-        return self._front.app
+        """What Ray Serve runs. Its proxies name each request in the answer, too."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            async def unnamed(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    kept = [each for each in message["headers"] if each[0] != b"x-request-id"]
+                    message = {**message, "headers": kept}
+                await send(message)
+
+            await self._front.app(scope, receive, unnamed)
+
+        return app
 
 
 def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import threading
 import time
 import uuid
@@ -36,6 +37,7 @@ from foretoken.serve.server import bind, check_tls, leave, serve
 
 _STORE_BYTES = 512 * 2**20  # of messages over 100 KB: an answer with many log-probabilities
 _POLL_S = 0.5
+_CONNECT_S = 5.0
 _MOST_MISSED = 20  # polls in a row without an answer: the cluster is lost
 _REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
 Say = Callable[[str], None]
@@ -91,6 +93,8 @@ def start(
 def _cluster(address: str | None) -> Iterator[None]:
     """A connection to a Ray cluster, or one of its own."""
     own = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
+    if address not in (None, "auto"):
+        _check_address(str(address))
     try:
         ray.init(
             address or "local",
@@ -98,15 +102,32 @@ def _cluster(address: str | None) -> Iterator[None]:
             log_to_driver=True,
             **(own if address is None else {}),
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        remedy = "Start one (`ray start --head`), or leave it out for one of this machine alone."
-        raise ConfigError("ray_address", address, f"a Ray cluster ({error})", remedy) from None
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise _no_cluster(address, error) from None
     logging.getLogger("ray").setLevel(logging.WARNING)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise `ConfigError` where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        bound = "`auto`, or HOST:PORT of a Ray cluster's head, which this machine is part of"
+        raise ConfigError("ray_address", address, bound)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str | None, error: Exception) -> ConfigError:
+    told = str(error).strip().partition("\n")[0]
+    remedy = "Start one (`ray start --head`), or leave it out for one of this machine alone."
+    return ConfigError("ray_address", address, f"the address of a Ray cluster ({told})", remedy)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple, cast
@@ -22,7 +22,7 @@ from foretoken import __version__
 from foretoken.async_engine import AsyncEngine
 from foretoken.config import EngineConfig
 from foretoken.engine.devices import choose_device
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.app import build_app
 from foretoken.serve.context import Context
 from foretoken.serve.errors import request_id
@@ -61,20 +61,20 @@ class Replica:
         config: of the engine; `seed` is that of the fleet.
         options: of the server.
         version: of the package that deploys it.
+        name: its own; None: the one that Ray Serve gave it.
 
     Raises:
         ConfigError: the package here is another one, or an option does not fit this machine.
     """
 
-    def __init__(self, config: EngineConfig, options: ServeOptions, version: str) -> None:
-        self._name = _own_name()
-        check_version(version)
-        set_up(options.log_level)
-        config = replace(config, seed=own_seed(config.seed, self._name))
-        on_cpu = choose_device(config.device).type == "cpu"
-        if on_cpu and config.max_step_seconds is None:
-            config = replace(config, max_step_seconds=MAX_STEP_SECONDS)
-        self._engine = AsyncEngine(**{name: getattr(config, name) for name in config.__slots__})
+    def __init__(
+        self, config: EngineConfig, options: ServeOptions, version: str, name: str | None = None
+    ) -> None:
+        self._name = _own_name() if name is None else name
+        with told_briefly():
+            check_version(version)
+            set_up(options.log_level)
+            self._engine = _engine(replace(config, seed=own_seed(config.seed, self._name)))
         self._app = build_app(self._engine, options, guarded=False)
         context: Context = self._app.state.context
         self._life = context.lifetime
@@ -151,6 +151,23 @@ class Replica:
         """Raise what the engine failed by: Ray Serve replaces this replica then."""
         if (failure := self._engine.status.failure) is not None:
             raise failure
+
+
+@contextmanager
+def told_briefly() -> Iterator[None]:
+    """Errors of ours without those that caused them: Ray Serve shows all of it where it tells why
+    a deployment failed, and the reason is below."""
+    try:
+        yield
+    except ForetokenError as error:
+        error.__cause__, error.__suppress_context__ = None, True
+        raise
+
+
+def _engine(config: EngineConfig) -> AsyncEngine:
+    if choose_device(config.device).type == "cpu" and config.max_step_seconds is None:
+        config = replace(config, max_step_seconds=MAX_STEP_SECONDS)
+    return AsyncEngine(**{name: getattr(config, name) for name in config.__slots__})
 
 
 def check_version(deployed: str) -> None:

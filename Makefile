@@ -14,6 +14,7 @@ ARGS ?=
 CORE := $(VENV)/.foretoken-core
 SERVE := $(VENV)/.foretoken-serve
 DEV := $(VENV)/.foretoken-dev
+RAY := $(VENV)/.foretoken-ray
 NATIVE := $(VENV)/.foretoken-native
 # A file's tests stay in one process, since they share models that take seconds to load; the files
 # that take longest begin first (tests/conftest.py). On two cores `make test` may take 10 minutes.
@@ -24,7 +25,7 @@ QUIETLY = && echo DONE; } | awk '/^(Collecting|Downloading .*whl|Building)/ { pr
   /^Installing collected/ { print "  Installing", NF - 3, "packages" } /^DONE$$/ { done = 1 } \
   { fflush() } END { exit !done }'
 
-.PHONY: demo serve audit test test-avx2 test-trial check format law soak trial bench tables clean help
+.PHONY: demo serve audit test test-avx2 test-ray test-trial check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +36,7 @@ help:
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
 	@echo "make trial   the long tests; threads, signals, forks, a busy machine; all commands of docs/"
+	@echo "make test-ray   replicas on Ray Serve (0.5 GB of packages more)"
 	@echo "make test-avx2  the same tests on the kernels of machines without AVX-512"
 	@echo "make bench   all measurements, into benchmarks/results;  make tables  from those files"
 	@echo "make clean   removes .venv and caches"
@@ -59,6 +61,11 @@ $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@echo "Adding the development tools to $(VENV)"
 	@{ $(PIP) --editable '.[dev]' $(QUIETLY)
 	@touch $(CORE) $@
+
+$(RAY): pyproject.toml constraints-dev.txt | $(DEV)
+	@echo "Adding Ray to $(VENV)"
+	@{ $(PIP) --editable '.[dev,ray]' $(QUIETLY)
+	@touch $(CORE) $(SERVE) $(DEV) $@
 
 # Before the packages, which need no part of it: pip would compile in silence. Without a compiler
 # everything runs on the `torch` backend, and says so. The next make tries again.
@@ -87,6 +94,10 @@ test-avx2: export FORETOKEN_NATIVE_VARIANT = x86-64-v3
 test-avx2: export ATEN_CPU_CAPABILITY = avx2
 test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
 test-avx2: test
+
+# One after another: each starts processes of its own on all cores.
+test-ray: $(RAY) $(NATIVE)
+	@$(BIN)/python -m pytest -m ray $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .

@@ -255,12 +255,16 @@ def plan(
     """
     with reporting(debug) as note:
         asked = PlanOptions(**fields_given(PlanOptions, options))
+        if asked.fleet is not None:
+            given = options | {"model": _one_model(model_name, options["model"], False)}
+            parameters = {f.name for f in fields(SamplingParams)}
+            _refuse_others(given, parameters, "left out with --fleet: its file says it")
         options["model"] = _one_model(model_name, options["model"], asked.stored is None)
         params = SamplingParams(**fields_given(SamplingParams, options))
         engine = fields_given(EngineConfig, options)
-        if asked.stored is None:
+        if asked.fleet is None and asked.stored is None:
             engine = _engine_options(options)
-        else:
+        elif asked.fleet is None:
             given = filter(None, map(options.get, SPECULATION))
             engine["speculative_config"] = next(given, None)
         note("nothing was predicted.")

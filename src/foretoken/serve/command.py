@@ -1,4 +1,4 @@
-"""`foretoken serve`: from options to a server that runs. Loads fastapi and Ray when it is called."""
+"""`foretoken serve`: from options to a server that runs. Fastapi and Ray load when it is called."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from foretoken.lab.bench import figures as bench_figures
 from foretoken.lab.bench import report as bench
 from foretoken.lab.bench.load import Record, Run
 from foretoken.lab.desk import Desk, Section, Table
+from foretoken.lab.plan.fleet import Replicas, engine_options, read_model, replicas_of, sized_for
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.profile import Acceptance, Profile, estimate
 from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation, Step
@@ -54,10 +55,12 @@ class Planner:
     profile: Profile
     acceptance: Acceptance
     options: PlanOptions
+    replicas: Replicas | None = None
 
     def __post_init__(self) -> None:
         profile, options = self.profile, self.options
         self.outlook, self.rows = Outlook(profile, self.acceptance), list[Row]()
+        self.said = list[str]()
         largest, most = max(options.batch_sizes), profile.limits.max_num_seqs
         if largest > most:
             bound = f"at most {most}, the `max_num_seqs` of the profile"
@@ -156,6 +159,9 @@ class Planner:
             capacity = {"capacity": found[k], "replicas": count}
             self._add("capacity", f"capacity, K={k}" if k else "capacity, plain", capacity, k=k)
         best = max(found, key=lambda k: found[k])
+        if self.replicas is not None:
+            best = best if self.replicas.drafts is None else self.replicas.drafts
+            self._replicas(self.replicas, found[best], rate)
         if not found[best]:
             return
         report(self.num_runs - 1, "fleet")
@@ -171,6 +177,16 @@ class Planner:
         values |= {"replicas": count, "memory_gib": sum(self.memory().values()) / 2**30}
         name = f"1 of {count} engines at {rate:g} requests/s, K={best}"
         self._add("fleet", name, values, k=best, requests_per_second=rate)
+
+    def _replicas(self, replicas: Replicas, one: float, rate: float) -> None:
+        """What 1, 2, .. replicas serve: as many as are needed, or as the file may have."""
+        needed = replicas.needed(one, rate)
+        for count in range(1, max(needed or 1, replicas.most) + 1):
+            value = replicas.capacity(one, count)
+            name = f"{count} replica{'s' * (count > 1)}"
+            self._add("replicas", name, {"capacity": value}, replicas=count)
+        most = replicas.capacity(one, replicas.most)
+        self.said.append(replicas.sentence(needed, self.options, most))
 
     def capacity(self, drafts: int) -> float:
         """Most requests per second at which one engine keeps to the bounds for good; 0: none does.
@@ -266,6 +282,10 @@ _TITLES = {
         "Requests per second within the bounds, of one engine",
         {"requests/s": ("capacity", 2, False), "engines": ("replicas", 0, False)},
     ),
+    "replicas": (
+        "Requests per second within the bounds, of several replicas",
+        {"requests/s": ("capacity", 2, False)},
+    ),
     "fleet": (
         "One engine of the fleet",
         {
@@ -343,9 +363,14 @@ class Command:
         Args:
             engine: fields of `EngineConfig`, those that were not given at their defaults.
         """
+        replicas = None
+        if options.fleet is not None:
+            model = read_model(options)
+            replicas, options = replicas_of(model, options), sized_for(model, options)
+            engine = _read_for(options, engine_options(model, replicas.threads))
         profile = self._profile(engine, options, params)
         acceptance = _acceptance(profile, options)
-        planner, said = Planner(profile, acceptance, options), list[str]()
+        planner, said = Planner(profile, acceptance, options, replicas), list[str]()
         try:
             with self._desk.progress(planner.num_runs, "simulations") as report:
                 planner.run(report)
@@ -404,7 +429,7 @@ class Command:
 
     def _finish(self, planner: Planner, notes: list[str]) -> None:
         profile, options, rows = planner.profile, planner.options, planner.rows
-        said = [*_about(planner), *notes]
+        said = [*planner.said, *_about(planner), *notes]
         shapes = {
             **{k: v for k, v in asdict(options).items() if k not in _FILES},
             "profile": {**asdict(profile), "model": Path(profile.model).name},
@@ -413,6 +438,13 @@ class Command:
         found = collect(stem(options.output, "plan"), self._desk.typed, shapes, rows, said)
         self._desk.show(made := tables(rows), [*sentences(rows), *said])
         self._desk.write(found, options.output, made, [Section(charts=charts(rows))])
+
+
+def _read_for(options: PlanOptions, engine: dict[str, Any]) -> dict[str, Any]:
+    """Of a file's options those that have a part in where costs come from."""
+    if options.stored is not None:
+        return {"model": engine["model"]}
+    return engine if options.bandwidth is None else {k: engine[k] for k in _ESTIMATED}
 
 
 def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:

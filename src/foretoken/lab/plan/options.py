@@ -10,6 +10,8 @@ from foretoken.config.checks import check_file, check_outputs
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.options import numbers
 
+BATCH_SIZES = "1,4,16"
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -32,7 +34,8 @@ class PlanOptions:
         acceptance_file: any of these in JSON or YAML, a public table of lengths by K, or results of
             `foretoken bench`.
         acceptance_name: which of the file's tables, names joined by `/`.
-        batch_size: requests under way at once; several sizes are separated by commas.
+        batch_size: requests under way at once; several sizes are separated by commas. With `fleet`
+            the default goes up to its `max_num_seqs`.
         input_len: tokens of every prompt.
         output_len: tokens that every request generates.
         requests: simulated at each batch size; None: four times as many as run at once, 20 at
@@ -40,6 +43,12 @@ class PlanOptions:
         rate: requests per second of a fleet: how many engines does it take?
         slo_ttft_ms: of a fleet, the time to the first token that 95 % of the requests must meet.
         slo_tpot_ms: likewise the time per token behind it.
+        fleet: a YAML file for `serve deploy` (docs/scale.md): how many replicas of its model does
+            `rate` take? Options of the engine are the file's.
+        fleet_model: which of its models; None: the first.
+        cores: of the one machine that all replicas run on; None: each has cores of its own.
+        front_ms: milliseconds of a core that a request takes outside of its engine, for `cores`:
+            in the front, on its way, and in a client that runs there too.
         seed: of what is accepted and when requests come.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """
@@ -54,13 +63,17 @@ class PlanOptions:
     acceptance_length: float | None = None
     acceptance_file: str | None = None
     acceptance_name: str | None = None
-    batch_size: str = "1,4,16"
+    batch_size: str = BATCH_SIZES
     input_len: int = 128
     output_len: int = 128
     requests: int | None = None
     rate: float | None = None
     slo_ttft_ms: float = 1000.0
     slo_tpot_ms: float = 50.0
+    fleet: str | None = None
+    fleet_model: str | None = None
+    cores: int | None = None
+    front_ms: float = 10.0
     seed: int = 0
     output: tuple[str, ...] = ()
 
@@ -74,10 +87,23 @@ class PlanOptions:
             check_number(name, getattr(self, name), 1e-3, 1e9, "It is in milliseconds.")
         if self.rate is not None:
             check_number("rate", self.rate, 1e-6, 1e9, "It is in requests per second.")
+        self._check_fleet()
         self._check_sources()
         check_outputs(self.output)
         if self.stored is None:  # what is only read may lie anywhere
             check_file("profile", self.profile, ".json")
+
+    def _check_fleet(self) -> None:
+        for name in ("fleet_model", "cores"):
+            if getattr(self, name) is not None and self.fleet is None:
+                raise ConfigError(name, getattr(self, name), "given with `fleet`")
+        if self.fleet is not None and self.rate is None:
+            raise ConfigError("rate", None, "given with `fleet`, in requests per second")
+        if self.cores is not None:
+            check_int("cores", self.cores, 1, 4096)
+        check_number("front_ms", self.front_ms, 0, 1e5)
+        if self.front_ms != 10.0 and self.cores is None:
+            raise ConfigError("front_ms", self.front_ms, "given with `cores`")
 
     def _check_sources(self) -> None:
         stated = ("acceptance_rate", "acceptance_rates", "acceptance_length", "acceptance_file")

@@ -96,6 +96,12 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
     yield b"\n\n"
 
 
+def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
+    """The event that ends a stream of the Responses API, after so many others."""
+    told = {"code": refused.code, "message": refused.message, "param": refused.param}
+    return named_event("error", {"type": "error", "sequence_number": number, **told})
+
+
 class ResponsesWriter(NamedEvents):
     """Items, and the events that build them."""
 
@@ -142,9 +148,8 @@ class ResponsesWriter(NamedEvents):
         return self._written()
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
-        told = {"code": refused.code, "message": refused.message, "param": refused.param}
-        self._tell("error", **told)
-        return self._written()
+        yield from self._written()
+        yield from error_event(refused, self._number)
 
     def _stop(self, sample: CompletionDelta) -> None:
         self._reason, self._cut_by = sample.finish_reason, sample.stop_reason

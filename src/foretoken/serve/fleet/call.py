@@ -1,6 +1,6 @@
 """A request on its way to a replica, and what a front must read of it. No Ray, no torch.
 
-Charter: the messages between a front and a replica. Whether a request is right, a replica says: what
+Charter: the messages between a front and a replica. A replica says whether a request is right: what
 cannot be read here is sent on, and answered there with the reason.
 """
 

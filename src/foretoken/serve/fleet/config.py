@@ -146,7 +146,7 @@ class Fleet:
         Raises:
             ConfigError: there is no such file, or no such application in it, or several.
         """
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         try:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foretoken.serve.answers.named import named_event
+from foretoken.serve.answers.named import error_event, named_event
 from foretoken.serve.app import guards
 from foretoken.serve.errors import (
     Refusal,
@@ -203,9 +203,7 @@ class Relay:
         if path.startswith("/v1/messages"):
             last = b"".join(named_event("error", refused.anthropic))
         elif path.startswith("/v1/responses"):
-            told = {"code": refused.code, "message": refused.message, "param": refused.param}
-            told |= {"type": "error", "sequence_number": self._num_events}
-            last = b"".join(named_event("error", told))
+            last = b"".join(error_event(refused, self._num_events))
         else:
             last = b"data: " + dumps(refused.body) + b"\n\n" + DONE
         await self._send_body(last, more=False)

@@ -322,10 +322,9 @@ def test_models_are_told_apart_by_name(pair: Pair, target: Path) -> None:
         others = Local(second.served_model_name, made)
         with fronted(Local(["small"], *pair), others, Scripted(DIED, names=["down"])) as found:
             http = found.http
-            listed = http.get("/v1/models").json()
-            assert listed["object"] == "list"
-            assert [card["id"] for card in listed["data"]] == ["small", "second", "org/2"]
-            for card in listed["data"]:
+            listed = http.get("/v1/models").json()["data"]
+            assert [card["id"] for card in listed] == ["small", "second", "org/2"]
+            for card in listed:
                 assert http.get(f"/v1/models/{card['id']}").json() == card
             for name, by in (("second", "c"), ("org/2", "c"), ("small", "a"), (None, "a")):
                 answer = http.post(COMPLETIONS, json={**LONG, "model": name})
@@ -414,23 +413,24 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, when: str) -> None:
         until(lambda: not (found.front.life.flights or pair[0]._life.flights))
         gate.close()
         assert found.http.post(COMPLETIONS, json=LONG).status_code == 200
-        assert counted(found, "foretoken:replica_failures_total") == {None: 0}
 
 
 @pytest.mark.parametrize("script", [[HANG], [TAKEN, HANG], [TAKEN, STREAM, b"data: 1\n\n", HANG]])
-def test_a_client_that_leaves_closes_the_answer(script: list[Any]) -> None:
+def test_a_client_that_leaves_closes_the_answer(
+    monkeypatch: pytest.MonkeyPatch, script: list[Any]
+) -> None:
+    monkeypatch.setattr(fronts, "TAKEN_SECONDS", PATIENCE)
     fake = Scripted(*script)
     with fronted(fake) as found:
         with closing(connect(Running(found.url, Any))) as leaving:
             leaving.sendall(request(LONG))
             until(lambda: fake.calls)
-        until(lambda: fake.num_closed == 1)
-        until(lambda: not found.front.life.flights)
+        until(lambda: fake.num_closed == 1 and not found.front.life.flights)
 
 
 @pytest.mark.parametrize(
     "script",
-    [[DIED], [TAKEN, DIED], [TAKEN, JSON, DIED], [TAKEN, JSON, b'{"id": "x", "choi', DIED]],
+    [[DIED], [TAKEN, DIED], [TAKEN, JSON, DIED], [TAKEN, JSON, b'{"id": 1,\n\n "cho', DIED]],
 )
 @pytest.mark.parametrize("path", PATHS)
 def test_what_dies_before_its_answer_is_503(path: str, script: list[Any]) -> None:
@@ -444,7 +444,6 @@ def test_what_dies_before_its_answer_is_503(path: str, script: list[Any]) -> Non
         assert (error["message"], error["type"]) == (str(DIED), kind)
         assert ("code" in error) == (path != MESSAGES)
         assert counted(found, "foretoken:replica_failures_total") == {None: 1}
-        until(lambda: not found.front.life.flights)
 
 
 @pytest.mark.parametrize("script", [[], [TAKEN], [TAKEN, Done({})], [UnavailableError("busy")]])
@@ -491,9 +490,8 @@ def test_a_real_stream_is_cut_where_its_replica_dies(pair: Pair, path: str) -> N
     local = Local(["small"], *pair)
     body = {**BODIES[path], "temperature": 0, "stream": True}
     with fronted(local) as found:
-        answer = found.http.post(path, json=body)
-        said = "".join(map(text_of, events(answer.text)))
-        for local.left in (len(answer.content) * part // 8 + 1 for part in (0, 2, 4, 6)):
+        said = "".join(map(text_of, events(found.http.post(path, json=body).text)))
+        for local.left in (1, 150, 300, 450):  # the shortest stream has three events of 240
             read = events(found.http.post(path, json=body).text)
             num_before = next(i for i, e in enumerate(read) if "died" in str(e))
             check_error(path, read, num_before)
@@ -529,12 +527,12 @@ def test_what_nobody_takes_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_front_that_drains_answers_what_is_under_way(pair: Pair) -> None:
+    local, body = Local(["small"], *pair), {**LONG, "stream": True}
     with (
-        fronted(Local(["small"], *pair)) as found,
+        fronted(local) as found,
         ThreadPoolExecutor(1) as pool,
         closing(Gate(pair[0]._engine)) as gate,
     ):
-        body = {**LONG, "stream": True}
         asked = pool.submit(httpx.post, found.url + COMPLETIONS, json=body, timeout=PATIENCE)
         until(lambda: pair[0]._engine.status.num_open == 1)
         assert found.http.get("/health/ready").status_code == 200
@@ -546,6 +544,7 @@ def test_a_front_that_drains_answers_what_is_under_way(pair: Pair) -> None:
             error = refused.json()["error"]
             assert error["message"] == "The server ends and takes no more requests."
             assert ("code" in error) == (path != MESSAGES)
+        assert len(local.calls) == 1, "replicas were not asked"
         assert found.http.get("/health/ready").status_code == 503
         assert found.http.get("/health").status_code == 200, "it lives"
         load = found.http.get("/load").json()

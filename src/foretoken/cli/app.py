@@ -265,8 +265,8 @@ def plan(
         if asked.fleet is None and asked.stored is None:
             engine = _engine_options(options)
         elif asked.fleet is None:
-            given = filter(None, map(options.get, SPECULATION))
-            engine["speculative_config"] = next(given, None)
+            drafting = filter(None, map(options.get, SPECULATION))
+            engine["speculative_config"] = next(drafting, None)
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
             with desk.status("Starting"):

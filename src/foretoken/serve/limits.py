@@ -26,7 +26,7 @@ from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.sse import aside
 
-_BODILESS = ("GET", "HEAD", "OPTIONS")
+BODILESS = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2
 _KINDS = np.zeros(256, np.int8)  # of bytes: how many levels deeper it is behind them, or quotes
 _KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
@@ -52,7 +52,7 @@ class BodyLimits:
             await send(message)
 
         try:
-            if scope["method"] in _BODILESS:
+            if scope["method"] in BODILESS:
                 await self._app(scope, receive, noted)
             elif isinstance(body := await self._read(scope, receive), Refusal):
                 await body.response(scope)(scope, receive, noted)

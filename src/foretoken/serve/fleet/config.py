@@ -6,8 +6,9 @@ replica needs of a machine where nobody said it is `needs.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ class Fleet:
             raise ConfigError("models", [], "a list with at least one model")
         seen = dict[str, int]()
         for number, model in enumerate(self.models):
-            self.server.check_engine(model.engine)
+            with placed(f"models[{number}].engine"):
+                self.server.check_engine(model.engine)
             for name in {*model.names, model.deployment}:
                 if seen.setdefault(name, number) != number:
                     remedy = "Give each a `served_model_name` of its own."
@@ -137,7 +139,8 @@ class Fleet:
         grows = given.get("grows", False)
         if not isinstance(grows, bool):
             raise ConfigError("grows", grows, "true or false")
-        return cls(models, _server(_mapping("server", given.get("server") or {})), grows)
+        server = given.get("server")
+        return cls(models, _server(_mapping("server", {} if server is None else server)), grows)
 
     @classmethod
     def read(cls, path: Path) -> Fleet:
@@ -153,7 +156,8 @@ class Fleet:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError("fleet", str(path), f"a YAML file ({error})") from None
         listed = found.get("applications") if isinstance(found, Mapping) else None
-        apps = [each for each in listed or [] if isinstance(each, Mapping)]
+        listed = listed if isinstance(listed, list) else []
+        apps = [each for each in listed if isinstance(each, Mapping)]
         ours = [each for each in apps if each.get("import_path") == IMPORT_PATH]
         if len(ours) != 1:
             bound = f"a file with one application whose `import_path` is {IMPORT_PATH}"
@@ -174,12 +178,15 @@ def _model(where: str, given: Any) -> FleetModel:
     check_known_keys(where, asked, ("engine", "served_model_name", *sorted(scales)))
     engine = _mapping(f"{where}.engine", asked.get("engine"))
     check_known_keys(f"{where}.engine", engine, [f.name for f in fields(EngineConfig)])
+    if "model" not in engine:
+        raise ConfigError(f"{where}.engine.model", None, "given")
     names = asked.get("served_model_name", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
         raise ConfigError(f"{where}.served_model_name", names, "a name, or a list of names")
-    with _placed(where):
+    with placed(where):
         scale = ReplicaOptions(**{"replicas": 1, **{k: asked[k] for k in scales & asked.keys()}})
+    with placed(f"{where}.engine"):
         return fleet_model(engine, names, scale)
 
 
@@ -197,29 +204,37 @@ def _server(given: dict[str, Any]) -> ServeOptions:
         theirs = OF_PROXIES[name]
         remedy = f"Write `{theirs}` of Ray Serve's." if theirs else "Its proxies have their own."
         raise ConfigError(f"server.{name}", given[name], "left out: proxies listen", remedy)
+    for f in fields(ServeOptions):
+        if f.name in given:
+            _check_type(f, given[f.name])
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    with _placed("server"):
+    with placed("server"):
         # Proxies listen on whatever `http_options` say, so that no name of a host is known.
         return ServeOptions(**{**given, **lists, "host": "0.0.0.0"})
 
 
-class _placed:
-    """Errors within it name their place in the file."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, *rest: object) -> None:
-        if isinstance(error, ConfigError):
-            where = f"{self._where}.{error.field}"
-            raise ConfigError(where, error.value, error.bound, error.remedy) from None
-        if isinstance(error, TypeError):
-            raise ConfigError(self._where, str(error), "options of the right types") from None
+def _check_type(f: Field[Any], value: Any) -> None:
+    """Raise `ConfigError` for what would be taken for something else than its author meant: a text
+    such as "no" for true, or one origin for a list of its letters."""
+    kinds, place = str(f.type), f"server.{f.name}"
+    if kinds == "bool" and not isinstance(value, bool):
+        raise ConfigError(place, value, "true or false")
+    is_text, is_list = isinstance(value, str), isinstance(value, list)
+    if is_list and (not value or not all(isinstance(each, str) for each in value)):
+        raise ConfigError(place, value, "a list of texts, with one at least")
+    if "tuple" in kinds and not is_list and not (is_text and kinds.startswith("str")):
+        raise ConfigError(place, value, "a list of texts")
+    if kinds.startswith("str") and "tuple" not in kinds and not is_text:
+        raise ConfigError(place, value, "a text")
 
 
-def scaled(model: FleetModel, **changes: Any) -> FleetModel:
-    """The same model with other needs."""
-    return replace(model, scale=replace(model.scale, **changes))
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Have errors name their place in the file."""
+    try:
+        yield
+    except ConfigError as error:
+        place = f"{where}.{error.field}"
+        raise ConfigError(place, error.value, error.bound, error.remedy) from None
+    except TypeError as error:
+        raise ConfigError(where, str(error), "options of the right types") from None

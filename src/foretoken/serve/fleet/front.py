@@ -31,7 +31,7 @@ from foretoken.serve.errors import (
 from foretoken.serve.fleet.call import Call, Done, Head, Taken, Wanted, read_wanted
 from foretoken.serve.fleet.config import Fleet
 from foretoken.serve.fleet.state import state_routes
-from foretoken.serve.limits import BodyLimits
+from foretoken.serve.limits import BODILESS, BodyLimits
 from foretoken.serve.running import Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
 
@@ -106,7 +106,7 @@ class Front:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        body = await request.body()
+        body = b"" if scope["method"] in BODILESS else await request.body()
         wanted = await aside(len(body), read_wanted, body) if body else Wanted(None, "")
         replicas = self.of(wanted.model or _named_in(own_path(scope)))
         call = Call.of(scope, body, wanted.prompt, request_id.get())
@@ -211,7 +211,7 @@ class Relay:
     async def _await_taken(self, pieces: AsyncGenerator[Piece, None]) -> None:
         try:
             async with asyncio.timeout(TAKEN_SECONDS):
-                taken = await anext(pieces)
+                taken = await anext(pieces, None)
         except TimeoutError:
             told = f"No replica took the request within {TAKEN_SECONDS:g} s: none is up, or all"
             raise UnavailableError(f"{told} are too busy.") from None

@@ -86,15 +86,23 @@ def _weights(config: EngineConfig, on_gpu: bool) -> int:
     if on_gpu or config.load_format != "auto":
         return 0
     size = _BYTES[config.dtype if config.dtype != "auto" else "float32"]
-    asked = [(config.model, config.revision)]
-    if (draft := config.speculative_config) is not None and draft.model is not None:
-        asked.append((draft.model, draft.revision))
     total = 0
-    for name, revision in asked:
+    for name, revision in [(config.model, config.revision), *_drafts(config)]:
         with suppress(CheckpointError, OSError):  # replicas download it
             folder = folder_of(config, name, revision, weights=False)
             total += size * stored_sizes(check_weights(folder, plain=False).values()).numbers
     return total
+
+
+def _drafts(config: EngineConfig) -> list[tuple[str, str | None]]:
+    """Checkpoints that drafters load, but those that come with the package: they are small."""
+    speculation = config.speculative_config
+    if speculation is None:
+        return []
+    members = speculation.drafters
+    if members is None:
+        return [(speculation.model, speculation.revision)] if speculation.model else []
+    return [(m["model"], m.get("revision")) for m in members if m.get("model")]
 
 
 def engine_threads(cpus: float) -> int:

@@ -49,7 +49,7 @@ class PrefixIndex(Generic[Id]):
 
     def add(self, prompt: str, replica: Id) -> None:
         """This replica computes the prompt now."""
-        for key in _chunks(prompt):
+        for key in reversed(_chunks(prompt)):  # what is forgotten first is found last
             self._seen[key] = replica
             self._seen.move_to_end(key)
         while len(self._seen) > self._most:

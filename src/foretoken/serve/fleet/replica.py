@@ -33,7 +33,7 @@ from foretoken.serve.options import MAX_STEP_SECONDS, ServeOptions
 from foretoken.serve.server import collect_when_idle
 
 _POLL_S = 0.1
-_PACE_S, _PACE_EACH_S = 0.002, 0.0003
+_PACE_S, _PACE_EACH_S = 0.002, 0.001
 """Seconds between two messages of an answer, at least, and by requests under way: a message takes
 0.15 ms of a core, and the engine's thread waits for it. What comes sooner goes with the next one.
 """

@@ -161,7 +161,7 @@ class Planner:
         best = max(found, key=lambda k: found[k])
         if self.replicas is not None:
             best = best if self.replicas.drafts is None else self.replicas.drafts
-            self._replicas(self.replicas, found[best], rate)
+            self._replicas(self.replicas, found[best], best, rate)
         if not found[best]:
             return
         report(self.num_runs - 1, "fleet")
@@ -178,14 +178,15 @@ class Planner:
         name = f"1 of {count} engines at {rate:g} requests/s, K={best}"
         self._add("fleet", name, values, k=best, requests_per_second=rate)
 
-    def _replicas(self, replicas: Replicas, one: float, rate: float) -> None:
+    def _replicas(self, replicas: Replicas, one: float, drafts: int, rate: float) -> None:
         """What 1, 2, .. replicas serve: as many as are needed, or as the file may have."""
-        needed = replicas.needed(one, rate)
+        steps = self.options.output_len / (1 + sum(self.joint(drafts)))
+        needed = replicas.needed(one, steps, rate)
         for count in range(1, max(needed or 1, replicas.most) + 1):
-            value = replicas.capacity(one, count)
+            value = replicas.capacity(one, steps, count)
             name = f"{count} replica{'s' * (count > 1)}"
             self._add("replicas", name, {"capacity": value}, replicas=count)
-        most = replicas.capacity(one, replicas.most)
+        most = replicas.capacity(one, steps, replicas.most)
         self.said.append(replicas.sentence(needed, self.options, most))
 
     def capacity(self, drafts: int) -> float:

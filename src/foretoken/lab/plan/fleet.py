@@ -29,7 +29,8 @@ class Replicas:
         threads: cores that an engine keeps busy.
         cores: of the one machine that all of them run on, the front and what else a request takes
             there included; None: each has its own.
-        front_s: seconds of a core that a request takes outside of its engine.
+        stream_s: seconds of a core that a step of a streamed answer takes in its replica, where the
+            engine waits for it (Python runs one thread at a time), and again in the front.
     """
 
     name: str
@@ -38,22 +39,26 @@ class Replicas:
     drafts: int | None
     threads: int
     cores: int | None
-    front_s: float
+    stream_s: float
 
-    def capacity(self, one: float, replicas: int) -> float:
+    def capacity(self, one: float, steps: float, replicas: int) -> float:
         """Requests per second within the bounds, of so many.
 
         Args:
-            one: of one that has cores of its own.
+            one: of one engine that does nothing else.
+            steps: of a request, on average.
         """
         if self.cores is None or not one:
             return one * replicas
-        return min(one * replicas, self.cores / (self.threads / one + self.front_s))
+        beside = steps * self.stream_s
+        each = 1 / one + beside
+        return min(replicas / each, self.cores / (self.threads * each + beside))
 
-    def needed(self, one: float, rate: float) -> int | None:
+    def needed(self, one: float, steps: float, rate: float) -> int | None:
         """The fewest that serve a rate; None: however many there are, they do not."""
-        count = math.ceil(rate / one) if one else _MOST + 1
-        return count if count <= _MOST and self.capacity(one, count) >= rate else None
+        alone = self.capacity(one, steps, 1)
+        count = math.ceil(rate / alone) if alone else _MOST + 1
+        return count if count <= _MOST and self.capacity(one, steps, count) >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:
         """What a user wanted to know.
@@ -98,7 +103,7 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
     threads = model.engine.threads or max(int(scale.replica_cpus or 1), 1)
     return Replicas(
         model.names[0], count, scale.max_replicas or count, drafts, threads, options.cores,
-        options.front_ms / 1e3,
+        options.stream_ms / 1e3,
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ _POLL_S = 0.5
 _CONNECT_S = 5.0
 _MOST_MISSED = 20  # polls in a row without an answer: the cluster is lost
 _REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
+_ROUTED = "Requests go to the replica that has seen most of their prompt."
 Say = Callable[[str], None]
 
 
@@ -84,7 +85,7 @@ def start(
         life = Lifetime(options, lambda: watch.failure)
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
         threading.Thread(target=watch.follow, daemon=True).start()
-        told = [drafting(model.names, model.engine), f"Replicas: {watch.num_up}, by prefix."]
+        told = [drafting(model.names, model.engine), _ROUTED]
         serve(front.app, life, bound, told, say, lifespan="on")
     leave(0)
 

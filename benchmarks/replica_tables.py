@@ -1,4 +1,4 @@
-"""Tables of docs/scale.md: what becomes of requests when a replica dies, the hop, prefixes, plans."""
+"""Tables of docs/scale.md: a replica that dies, the hop, prefixes, plans."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a replica needs of a machine, and whether a cluster has it. No Ray.
 
 Charter: before anything is loaded, from the headers of weights and the options that size the cache.
-What an engine takes once it runs is its memory plan's: `foretoken:memory_bytes` of `/metrics` has
-the sum.
+What an engine takes once it runs, its memory plan says in the replica's log.
 """
 
 from __future__ import annotations

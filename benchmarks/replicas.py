@@ -35,7 +35,7 @@ from foretoken.lab.workloads import heldout
 
 AT_ONCE = 16
 MOST_SECONDS = 10.0  # until a request that fails has failed
-PREFIXES, PREFIX_TOKENS, BLOCKS = 8, 700, 270
+PREFIXES, PREFIX_TOKENS, BLOCKS = 8, 700, 215
 MAX_FIRST_MS, MAX_CHUNK_MS, MIN_GAIN = 10.0, 3.0, 1.5
 FAILED = re.compile(r'^(event: error$|data: \{"error")', re.MULTILINE)
 ROUTERS = ("prefix", "ray_prefix", "shorter_queue")

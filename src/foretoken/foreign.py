@@ -40,7 +40,9 @@ def same_for(names: str, *foreign: Any) -> dict[str, Foreign]:
 
 
 OFF = (False,)
-ONE_PROCESS = Foreign((1,), "This version computes in one process.")
+ONE_PROCESS = Foreign(
+    (1,), "An engine computes in one process; several are `foretoken serve --replicas N`."
+)
 NO_MEDIA = Foreign(({},), "This version takes text alone.")
 NO_LORA = Foreign((False,), "Merge the adapter into the checkpoint's weights.")
 WHOLE_TEXT = (

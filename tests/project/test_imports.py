@@ -113,7 +113,9 @@ def test_models_and_drafters_reach_backends_through_their_contract() -> None:
     assert not bad, "\n".join(bad)
 
 
-SERVERS = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
+SERVERS = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client", "ray"}
+OF_RAY = {"deployment", "fleet.command", "fleet.handles", "fleet.replica", "fleet.router"}
+"""Modules of `serve` that may import Ray: an extra of its own, which a front can be tested without."""
 
 
 def test_libraries_of_the_server_are_imported_in_it_alone() -> None:
@@ -125,6 +127,16 @@ def test_libraries_of_the_server_are_imported_in_it_alone() -> None:
     }
     assert "foretoken.serve.app" in found
     assert {component(name) for name in found} == {"serve"}
+
+
+def test_ray_is_imported_where_it_is_used_alone() -> None:
+    found = {
+        module.name.removeprefix("foretoken.serve.")
+        for module in modules().values()
+        for node in ast.walk(module.tree)
+        if "ray" in {name.split(".")[0] for name in imported_names(node)}
+    }
+    assert found == OF_RAY
 
 
 def imported_names(node: ast.AST) -> list[str]:

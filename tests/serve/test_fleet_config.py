@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from foretoken import __version__
+from foretoken.cli.app import app
 from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.models import resolve_checkpoint
@@ -27,6 +30,7 @@ from foretoken.serve.fleet.config import (
 from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, equal_part, needs_of
 from foretoken.serve.fleet.replica import Replica, check_version, own_seed
 from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
+from tests.project.source import ROOT
 from tests.serve.test_front import SMALL, Local, fronted, replica
 
 GIB = 2**30
@@ -547,3 +551,30 @@ def test_a_machine_with_another_version_is_named() -> None:
             fails()
         assert "0.0.1" in str(caught.value)
         assert repr(__version__) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "models"), [("fleet", 2), ("rayservice", 1)])
+def test_the_files_of_the_documents_are_read(name: str, models: int, tmp_path: Path) -> None:
+    path = ROOT / "docs" / "deploy" / f"{name}.yaml"
+    if name == "rayservice":  # its text within the resource's
+        inner = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["serveConfigV2"]
+        path = tmp_path / "inner.yaml"
+        path.write_text(inner, encoding="utf-8")
+    fleet = Fleet.read(path)
+    assert len(fleet.models) == models
+    assert fleet.models[0].scale.max_replicas == 4
+    assert fleet.grows == (name == "rayservice")
+    assert not fleet.server.keys  # a key is no text of a file that others read
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for loaded in [name for name in sys.modules if name.split(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, loaded)
+    for name in ("deployment", "fleet.command", "fleet.handles", "fleet.router"):
+        monkeypatch.delitem(sys.modules, f"foretoken.serve.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("foretoken.serve.command.set_in_environment", lambda **values: None)
+    ended = CliRunner().invoke(app, ["serve", "tiny-python", "--replicas", "2"])
+    assert ended.exit_code == 2
+    assert "`foretoken[ray]: ray` is None: must be installed for replicas" in ended.stderr
+    assert "pip install 'foretoken[ray]'" in ended.stderr

@@ -107,7 +107,7 @@ def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(tmp_path: 
     ended = command("foretoken", "serve", str(tmp_path), "--replicas", "1", "--port", "0")
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
-    assert "failed three times when it started" in last
+    assert "failed 3 times when it started" in last
     assert "safetensors" in last
     until(lambda: not replicas.replica_pids())
 

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
+from foretoken.config import from_environment
 from foretoken.serve.fleet.config import Fleet, FleetModel
 from foretoken.serve.fleet.front import Front
 from foretoken.serve.fleet.handles import RayReplicas
@@ -36,6 +37,9 @@ _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 def build(args: dict[str, Any]) -> serve.Application:
     """The application of a file for `serve deploy`: engines, and an ingress in front of them.
 
+    Where the file has no key, clients must send the one in FORETOKEN_API_KEY, if the cluster's
+    processes have that in their environment.
+
     Args:
         args: see `Fleet` and docs/scale.md.
 
@@ -45,6 +49,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     with told_briefly():
         fleet = Fleet.parse(args)
         needs = cluster_needs(fleet)
+    if not fleet.server.keys and (key := from_environment("FORETOKEN_API_KEY")):
+        fleet = replace(fleet, server=replace(fleet.server, api_key=key))
     engines = [
         engine(model, fleet.server, each) for model, each in zip(fleet.models, needs, strict=True)
     ]

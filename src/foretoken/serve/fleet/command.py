@@ -25,7 +25,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.command import drafting
-from foretoken.serve.deployment import cluster_needs, engine
+from foretoken.serve.deployment import STARTS, cluster_needs, engine
 from foretoken.serve.fleet.config import Fleet, FleetModel, ReplicaOptions, fleet_model
 from foretoken.serve.fleet.front import Front
 from foretoken.serve.fleet.handles import RayReplicas
@@ -163,7 +163,7 @@ class Watch:
     def __init__(self, model: FleetModel, say: Say) -> None:
         self.application = f"foretoken-{uuid.uuid4().hex[:8]}"
         self._model, self._say = model, say
-        self.num_up, self.is_over = 0, False
+        self.num_up, self.is_over, self._told = 0, False, ""
         self.failure: ForetokenError | None = None
 
     def until_up(self) -> None:
@@ -203,12 +203,21 @@ class Watch:
         if num_up != self.num_up:
             self.num_up = num_up
             self._say(f"Replicas that are up: {num_up} of {sum(states.values())}")
+        message = "" if deployment is None else deployment.message
+        if message != self._told:
+            self._told = message
+            if message:
+                self._say(f"Ray Serve: {_reason(message)}")
         return status
 
 
 def _told(name: str, status: ApplicationStatusOverview) -> str:
     """Why a deployment failed: the last error in what Ray Serve says."""
     said = "\n".join(each.message for each in status.deployments.values()) or status.message
+    return f"A replica of {name} failed {STARTS} times when it started: {_reason(said)}"
+
+
+def _reason(said: str) -> str:
+    """The last error in a text with tracebacks, or its first line."""
     found = _REASON.findall(said)
-    reason = found[-1].strip() if found else said.strip()
-    return f"A replica of {name} failed three times when it started: {reason}"
+    return found[-1].strip() if found else said.strip().partition("\n")[0]

@@ -55,9 +55,12 @@ def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
         has_gpus: whether the cluster has a GPU, which `device: auto` takes then.
 
     Raises:
-        ConfigError: `replica_gpus` contradicts `device`.
+        ConfigError: `device` names one GPU of several, or `replica_gpus` contradicts it.
     """
     engine, scale = model.engine, model.scale
+    if ":" in engine.device:
+        bound = "left out, `cpu` or `cuda`: of a machine's GPUs Ray gives each replica its own"
+        raise ConfigError("device", engine.device, bound)
     wanted = {"cpu": False, "auto": scale.replica_gpus != 0 and (has_gpus or scale.replica_gpus)}
     on_gpu = bool(wanted.get(engine.device, True))
     gpus = scale.replica_gpus
@@ -116,7 +119,7 @@ def check_cluster(
 
     Args:
         needs: by model, how many replicas and what each needs.
-        nodes: resources that each machine has left, by Ray's names.
+        nodes: resources that each machine has, by Ray's names.
     """
     left = [dict(node) for node in nodes]
     for name, (count, each) in needs.items():

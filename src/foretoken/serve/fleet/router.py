@@ -6,12 +6,17 @@ handle, and runs in that handle's event loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from foretoken.serve.fleet.prefixes import PrefixIndex, ranked
+
+_SENT_BY = 2.0
+"""Seconds after which a request that was not sent has left."""
 
 
 class PrefixRouter(RequestRouter):
@@ -26,6 +31,7 @@ class PrefixRouter(RequestRouter):
         """Take `request_router_kwargs`: `imbalance`, see `ranked`."""
         self._options = options
         self._index = PrefixIndex[str]()
+        self._unsent = dict[str, tuple[float, str]]()  # by request: when, and to whom
 
     async def choose_replicas(
         self,
@@ -38,18 +44,31 @@ class PrefixRouter(RequestRouter):
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not replicas:
             return []
-        counted = self.replica_queue_len_cache
-        load = {name: counted.get(each.replica_id) or 0 for name, each in replicas.items()}
         prompt = _prompt(pending_request)
-        order = ranked(prompt, self._index, load, **self._options)
-        if prompt:  # now: others with the same beginning may come before this one is sent
+        order = ranked(prompt, self._index, self._load(replicas), **self._options)
+        # Now, since Ray chooses for all requests that wait before it sends the first of them.
+        if prompt:
             self._index.add(prompt, order[0])
+        if pending_request is not None:
+            request = pending_request.metadata.internal_request_id
+            self._unsent[request] = time.monotonic(), order[0]
         return [[replicas[name]] for name in order]
+
+    def _load(self, replicas: Mapping[str, RunningReplica]) -> dict[str, int]:
+        """Requests of each: those that it has, and those that it was chosen for."""
+        counted, oldest = self.replica_queue_len_cache, time.monotonic() - _SENT_BY
+        self._unsent = {k: each for k, each in self._unsent.items() if each[0] > oldest}
+        chosen = Counter(name for _, name in self._unsent.values())
+        return {
+            name: (counted.get(each.replica_id) or 0) + chosen[name]
+            for name, each in replicas.items()
+        }
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """A replica has taken it: maybe not the first one, if that was full."""
+        self._unsent.pop(pending_request.metadata.internal_request_id, None)
         prompt, name = _prompt(pending_request), replica_id.unique_id
         if prompt and self._index.longest(prompt, {name})[0] != name:
             self._index.add(prompt, name)

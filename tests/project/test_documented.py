@@ -113,6 +113,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> _Reached:
         "foretoken.lab.plan.command.Command.run", lambda self, *given: found.engine(*given)
     )
     monkeypatch.setattr("foretoken.serve.command.start", found.engine)
+    monkeypatch.setattr("foretoken.serve.command.start_replicas", found.engine)
     monkeypatch.setattr(
         "foretoken.lab.train_eagle3.command.Training.run",
         lambda self: found.engine({"model": self.options.model}),

@@ -115,7 +115,7 @@ def test_models_and_drafters_reach_backends_through_their_contract() -> None:
 
 SERVERS = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client", "ray"}
 OF_RAY = {"deployment", "fleet.command", "fleet.handles", "fleet.replica", "fleet.router"}
-"""Modules of `serve` that may import Ray: an extra of its own, which a front can be tested without."""
+"""Modules of `serve` that may import Ray, which is an extra of its own."""
 
 
 def test_libraries_of_the_server_are_imported_in_it_alone() -> None:

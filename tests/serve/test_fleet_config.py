@@ -386,11 +386,24 @@ def test_replicas_share_a_gpu_as_their_memory_does(fraction: float, part: float)
     assert needs_of(model(engine), has_gpus=False).gpus == 0
     assert needs_of(model({**engine, "device": "cuda"}), has_gpus=False).gpus == needs.gpus
     assert needs_of(model({**engine, "device": "cpu"}), has_gpus=True).gpus == 0
-    stated = model({**engine, "device": "cuda"}, replica_gpus=0.25)
-    assert needs_of(stated, has_gpus=True).gpus == 0.25
 
 
-@pytest.mark.parametrize(("device", "gpus"), [("cpu", 1), ("cpu", 0.5), ("cuda", 0), ("cuda:1", 0)])
+@pytest.mark.parametrize("fraction", [0.2, 0.25, 0.26, 0.9])
+def test_a_part_of_a_gpu_has_the_memory_that_its_engine_takes(fraction: float) -> None:
+    stated = model({"memory_fraction": fraction, "device": "cuda"}, replica_gpus=0.25)
+    if fraction <= 0.25:
+        assert needs_of(stated, has_gpus=True).gpus == 0.25
+    else:
+        with pytest.raises(ConfigError, match="lower `memory_fraction`"):
+            needs_of(stated, has_gpus=True)
+
+
+def test_which_of_a_machines_gpus_is_not_for_options_to_say() -> None:
+    with pytest.raises(ConfigError, match="Ray gives each replica its own"):
+        needs_of(model({"device": "cuda:1"}), has_gpus=True)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 1), ("cpu", 0.5), ("cuda", 0)])
 def test_a_device_without_its_part_is_refused(device: str, gpus: float) -> None:
     for has_gpus in (False, True):
         with pytest.raises(ConfigError) as caught:
@@ -401,7 +414,7 @@ def test_a_device_without_its_part_is_refused(device: str, gpus: float) -> None:
 def test_who_asks_for_no_gpu_gets_none() -> None:
     needs = needs_of(model(replica_gpus=0), has_gpus=True)
     assert (needs.gpus, "GPU" in needs.resources) == (0, False)
-    assert needs_of(model(replica_gpus=0.5), has_gpus=False).gpus == 0.5, "the cluster may grow"
+    assert needs_of(model(replica_gpus=1), has_gpus=False).gpus == 1, "the cluster may grow"
 
 
 def test_needs_are_described_by_what_they_have() -> None:

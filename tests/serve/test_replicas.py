@@ -6,7 +6,9 @@ One fleet of two serves all tests of a fleet that is well; the last of them kill
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +32,7 @@ BODY = {"prompt": "def fibonacci(n):\n", "max_tokens": 16}
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Served]:
-    with replicas.fleet(2, "--drain-timeout", "3") as server:
+    with replicas.fleet(2, "--drain-timeout", "1") as server:
         yield server
 
 
@@ -80,6 +82,27 @@ def test_a_client_that_leaves_ends_its_request_on_the_replica(fleet: Served) -> 
     until(lambda: fleet.num_held() == 0)
 
 
+def test_what_is_larger_than_a_message_of_grpc_arrives(fleet: Served) -> None:
+    refused = ask(fleet, prompt="x " * (3 * 2**20))
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    answer = ask(fleet, n=16, max_tokens=600, logprobs=20, ignore_eos=True)
+    assert answer.status_code == 200
+    assert len(answer.content) > 2**22
+    found = [len(choice["logprobs"]["tokens"]) for choice in answer.json()["choices"]]
+    assert found == [600] * 16
+
+
+def test_a_replica_that_stands_still_hides_no_other(fleet: Served) -> None:
+    stopped = replicas.replica_pids()[0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert httpx.get(f"{fleet.url}/health", timeout=PATIENCE).status_code == 200
+        assert len(replicas.up(fleet)) == 1
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    until(lambda: len(replicas.up(fleet)) == 2)
+
+
 def test_every_request_is_answered_or_refused_when_a_replica_is_killed(fleet: Served) -> None:
     found = replicas.death(fleet, 150).values
     assert found["lost"] == found["computed_twice"] == 0
@@ -90,13 +113,13 @@ def test_every_request_is_answered_or_refused_when_a_replica_is_killed(fleet: Se
 
 
 def test_sigterm_lets_streams_end_with_a_reason(fleet: Served) -> None:
-    body = BODY | {"max_tokens": 1900, "stream": True, "ignore_eos": True}
+    body = BODY | {"max_tokens": 1900, "n": 8, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()
         next(lines)
         fleet.process.terminate()
         text = "\n".join(lines)
-    assert '"finish_reason":"length"' in text or '"stop_reason":"shutdown"' in text
+    assert text.count('"stop_reason":"shutdown"') == 8  # which takes longer than the drain has
     assert text.rstrip().endswith("data: [DONE]")
     assert fleet.process.wait(PATIENCE) == 0
     until(lambda: not replicas.replica_pids())
@@ -107,7 +130,7 @@ def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(tmp_path: 
     ended = command("foretoken", "serve", str(tmp_path), "--replicas", "1", "--port", "0")
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
-    assert "failed 3 times when it started" in last
+    assert "failed 3 times when they started" in last
     assert "safetensors" in last
     until(lambda: not replicas.replica_pids())
 
@@ -118,6 +141,7 @@ def test_a_cluster_without_the_resources_is_named_before_anything_starts() -> No
     ended = command("foretoken", *words)
     assert ended.returncode == 2
     assert "too little GPU" in ended.stderr
+    assert "must be at most 0" in ended.stderr
     assert "1 GPU" in ended.stderr
     assert time.monotonic() - begun < PATIENCE / 2
 

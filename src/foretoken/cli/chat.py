@@ -6,12 +6,12 @@ import json
 import re
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import complete, exit_code
 from foretoken.cli.terminal import Note, as_utf8, read_input, read_line, say
-from foretoken.errors import ConfigError, RequestError
+from foretoken.config.checks import template_text
+from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,15 +54,7 @@ def read_template(given: str | None) -> str | None:
         return None
     if "{{" in given or "{%" in given:
         return as_utf8("chat-template", given)
-    path = Path(given)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        if path.suffix or len(path.parts) > 1:
-            raise ConfigError("chat-template", given, "a file with a Jinja template") from None
-        return given
-    except UnicodeDecodeError:
-        raise ConfigError("chat-template", given, "a file of UTF-8 text") from None
+    return template_text("chat-template", given)
 
 
 def find_template(llm: LLM, given: str | None) -> ChatTemplate:

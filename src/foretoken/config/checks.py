@@ -73,6 +73,25 @@ def make_plain(config: Any) -> None:
         object.__setattr__(config, f.name, plain(getattr(config, f.name)))
 
 
+def template_text(name: str, given: str) -> str:
+    """A chat template from its file; Jinja text and names of templates as they are.
+
+    Raises:
+        ConfigError: there is no such file, or it is no text.
+    """
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        if path.suffix or len(path.parts) > 1:
+            raise ConfigError(name, given, "a file with a Jinja template") from None
+        return given
+    except UnicodeDecodeError:
+        raise ConfigError(name, given, "a file of UTF-8 text") from None
+
+
 def check_file(name: str, given: str | None, *suffixes: str) -> None:
     """Raise `ConfigError` before minutes of measuring for a file that cannot be written after."""
     if given is None:

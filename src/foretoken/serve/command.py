@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.config.checks import set_in_environment
 from foretoken.errors import ConfigError
 from foretoken.serve.fleet.config import ReplicaOptions
-from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions
+from foretoken.serve.options import (
+    MAX_NUM_WAITING,
+    MAX_STEP_SECONDS,
+    ServeOptions,
+    described,
+)
 
 _OWN_CLUSTER = {
     # Ray's ports are open to the network. By default it runs whatever is sent there; with a token
@@ -18,6 +23,7 @@ _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",  # it sends nothing that nobody asked for
     "RAY_COLOR_PREFIX": "0",
+    "RAY_DEDUP_LOGS": "0",
     # By default replicas get what other processes leave of the machine: a token of the embedded
     # model then waited 0.4 ms for its own client. With these two 0.15 ms.
     "RAY_worker_niceness": "0",
@@ -55,7 +61,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
         app = build_app(AsyncEngine(**engine), options)
         collect_when_idle()
         context = app.state.context
-        told = [drafting(context.served.names, config), context.served.format.told]
+        told = [described(context.served.names, config), context.served.format.told]
         serve(app, context.lifetime, bound, told, say)
     leave(0)
 
@@ -85,12 +91,3 @@ def start_replicas(
 def prepare_own_cluster() -> None:
     """Have Ray start for this command alone, once it is imported."""
     set_in_environment(**_OWN_CLUSTER, RAY_AUTH_TOKEN=secrets.token_hex(32))
-
-
-def drafting(names: Sequence[str], config: EngineConfig) -> str:
-    """A line that says under which names a model is served, and what drafts for it."""
-    speculation, drafts = config.speculative_config, "nothing drafts"
-    if speculation is not None:
-        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
-        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
-    return f"{', '.join(names)}: {drafts}."

@@ -6,6 +6,7 @@ behind the server of one command are `fleet/command.py`'s. Needs the extra `ray`
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.config import from_environment
-from foretoken.serve.fleet.config import Fleet, FleetModel
+from foretoken.serve.fleet.config import INGRESS, Fleet, FleetModel
 from foretoken.serve.fleet.front import Front
 from foretoken.serve.fleet.handles import RayReplicas
 from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, needs_of
@@ -27,10 +28,11 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
 
 STARTS = 3
-"""A replica that fails so often when it starts ends the deployment."""
+"""Failed starts after which a deployment is given up."""
 ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
 _UNBOUNDED = 100_000  # an engine refuses by `max_num_waiting`, in OpenAI's form
-_HEALTH_PERIOD_S = 2.0
+_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0  # three in a row, and it is replaced
+_log = logging.getLogger(__name__)
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
@@ -55,10 +57,10 @@ def build(args: dict[str, Any]) -> serve.Application:
         engine(model, fleet.server, each) for model, each in zip(fleet.models, needs, strict=True)
     ]
     ingress = serve.deployment(Ingress).options(
-        name="foretoken-ingress",
+        name=INGRESS,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=fleet.server.drain_timeout,
+        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through it
         logging_config=_QUIET,
     )
     return ingress.bind(fleet, *engines)
@@ -74,6 +76,8 @@ class Ingress:
 
     def __init__(self, fleet: Fleet, *engines: DeploymentHandle) -> None:
         set_up(fleet.server.log_level)
+        if not fleet.server.keys:
+            _log.warning("Whoever reaches the proxies can use this server: there is no api_key.")
         models = [
             RayReplicas(model.names, handle)
             for model, handle in zip(fleet.models, engines, strict=True)
@@ -117,15 +121,19 @@ def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Appli
         ray_actor_options=actor | ({"memory": needs.memory} if needs.memory else {}),
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=30,
-        # What scaling ends has its time; the end of a server has drained its replicas before.
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        # A replica that scaling removes may finish. At its end a front has drained all of them.
         graceful_shutdown_timeout_s=server.request_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=STARTS,
         logging_config=_QUIET,
         **number,
     )
-    return made.bind(config, replace(server, served_model_name=model.names), __version__)
+    own = replace(
+        server, served_model_name=model.names, api_key=None, allowed_origins=(), host="0.0.0.0",
+        allowed_hosts=(), ssl_keyfile=None, ssl_certfile=None, ssl_ca_certs=None, ssl_cert_reqs=0,
+    )  # fmt: skip
+    return made.bind(config, own, __version__)
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:

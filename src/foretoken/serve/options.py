@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -198,3 +198,12 @@ class ServeOptions:
         if rule == "synthetic" and not self.allow_synthetic:
             where, bound = "speculative_config.rejection_sample_method", "a lossless rule"
             raise ConfigError(where, rule, bound, "--allow-synthetic serves such texts.")
+
+
+def described(names: Sequence[str], config: EngineConfig) -> str:
+    """A line that says under which names a model is served, and what drafts for it."""
+    speculation, drafts = config.speculative_config, "nothing drafts"
+    if speculation is not None:
+        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
+        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
+    return f"{', '.join(names)}: {drafts}."

@@ -4,7 +4,7 @@ Charter: how many requests of the engine one of HTTP makes, that none of them ou
 log-probabilities they may have together, and who ends a request that neither its client nor the
 model ends. A `Flight` is one request over HTTP while the engine works for it; `Lifetime` knows all
 of them. Routes ask it, signals tell it; how a process notices is `server.py`'s. In front of
-replicas there is a `Lifetime`, too, of other flights: see `fleet/forward.py`.
+replicas there is a `Lifetime`, too, of other flights: see `fleet/front.py`.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ _LONGER = (1, 4, 16)  # contexts of the outlook, times the mean one of the reque
 _RATES, _ENGINES, _REQUESTS = 8, 12, 400  # by which the capacity of an engine is found
 _SETTLED = 0.03  # so much lower may it be later on
 _MET = 0.95  # of the requests
+_SHOWN = 16  # numbers of replicas
 
 
 class Case(NamedTuple):
@@ -160,7 +161,7 @@ class Planner:
             self._add("capacity", f"capacity, K={k}" if k else "capacity, plain", capacity, k=k)
         best = max(found, key=lambda k: found[k])
         if self.replicas is not None:
-            best = best if self.replicas.drafts is None else self.replicas.drafts
+            best = self._drafts_of(self.replicas, best, found)
             self._replicas(self.replicas, found[best], best, rate)
         if not found[best]:
             return
@@ -178,11 +179,22 @@ class Planner:
         name = f"1 of {count} engines at {rate:g} requests/s, K={best}"
         self._add("fleet", name, values, k=best, requests_per_second=rate)
 
+    def _drafts_of(self, replicas: Replicas, best: int, found: Mapping[int, float]) -> int:
+        """K of a file's engines, if it is one of those whose capacity was found."""
+        if replicas.drafts is None:
+            return best
+        if replicas.drafts not in found:
+            known = ", ".join(map(str, found))
+            bound = f"one of {known}, of which costs and acceptance are known"
+            raise ConfigError("num_speculative_tokens", replicas.drafts, bound)
+        return replicas.drafts
+
     def _replicas(self, replicas: Replicas, one: float, drafts: int, rate: float) -> None:
         """What 1, 2, .. replicas serve: as many as are needed, or as the file may have."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
         needed = replicas.needed(one, steps, rate)
-        for count in range(1, max(needed or 1, replicas.most) + 1):
+        counts = {*range(1, min(replicas.most, _SHOWN) + 1), replicas.most, needed or 1}
+        for count in sorted(counts):
             value = replicas.capacity(one, steps, count)
             name = f"{count} replica{'s' * (count > 1)}"
             self._add("replicas", name, {"capacity": value}, replicas=count)

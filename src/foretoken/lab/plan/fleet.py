@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.lab.plan.options import BATCH_SIZES, PlanOptions
+from foretoken.lab.plan.options import BATCH_SIZES, STREAM_MS, PlanOptions
 from foretoken.serve.fleet.config import Fleet, FleetModel
 
 _MOST = 10_000
@@ -58,7 +58,8 @@ class Replicas:
         """The fewest that serve a rate; None: however many there are, they do not."""
         alone = self.capacity(one, steps, 1)
         count = math.ceil(rate / alone) if alone else _MOST + 1
-        return count if count <= _MOST and self.capacity(one, steps, count) >= rate else None
+        served = self.capacity(one, steps, count) * (1 + 1e-9)  # of the division's rounding
+        return count if count <= _MOST and served >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:
         """What a user wanted to know.
@@ -103,7 +104,7 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
     threads = model.engine.threads or max(int(scale.replica_cpus or 1), 1)
     return Replicas(
         model.names[0], count, scale.max_replicas or count, drafts, threads, options.cores,
-        options.stream_ms / 1e3,
+        (STREAM_MS if options.stream_ms is None else options.stream_ms) / 1e3,
     )  # fmt: skip
 
 

@@ -16,8 +16,12 @@ from starlette.types import Scope
 
 from foretoken.serve.fleet.prefixes import MOST_CHARS
 
-_IN_FRONT = ("cache_salt", "tools", "instructions", "system")
+_BEFORE_PROMPT = ("cache_salt", "tools", "instructions", "system")
 _PROMPTS = ("prompt", "messages", "input")
+MESSAGE_BYTES = 2**20
+"""Of one message: Ray takes 4 MiB of gRPC's, and a front reads others between two of them."""
+_KEPT_BACK = {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}
+"""Headers that the front has checked: no replica needs a secret."""
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 
 
@@ -26,8 +30,8 @@ class Call:
     """A request over HTTP, for a replica.
 
     Attributes:
-        prompt: what its prompt begins with, by which routers choose a replica; empty: any will do.
-            Ray Serve's own prefix router reads it by this name.
+        prompt: what its prompt begins with, by which routers choose a replica; empty: any replica
+            may answer. Ray Serve's own prefix router reads it by this name.
         name: of the request, in logs and for its client.
         scope: of ASGI, without what belongs to a connection.
         body: all of it.
@@ -42,7 +46,8 @@ class Call:
     def of(cls, scope: Scope, body: bytes, prompt: str, name: str) -> Call:
         """A call from what ASGI says of a request."""
         kept = {key: scope[key] for key in _PASSED if key in scope}
-        kept |= {"root_path": scope.get("root_path", ""), "headers": list(scope["headers"])}
+        headers = [each for each in scope["headers"] if each[0].lower() not in _KEPT_BACK]
+        kept |= {"root_path": scope.get("root_path", ""), "headers": headers}
         return cls(prompt, name, kept, body)
 
 
@@ -73,7 +78,7 @@ class Wanted(NamedTuple):
 
 
 def read_wanted(body: bytes) -> Wanted:
-    """What a body asks of whom; of what is no JSON object nothing."""
+    """The model's name and the prompt's beginning. A body that is no JSON object has neither."""
     try:
         given = _read(body)
     except (ValueError, RecursionError):
@@ -82,7 +87,7 @@ def read_wanted(body: bytes) -> Wanted:
         return Wanted(None, "")
     model = given.get("model")
     parts, length = list[str](), 0
-    for part in _texts([given.get(name) for name in (*_IN_FRONT, *_PROMPTS)]):
+    for part in _texts([given.get(name) for name in (*_BEFORE_PROMPT, *_PROMPTS)]):
         parts.append(part)
         length += len(part) + 1
         if length > MOST_CHARS:
@@ -91,7 +96,7 @@ def read_wanted(body: bytes) -> Wanted:
 
 
 def _read(body: bytes) -> Any:
-    """JSON as replicas read it: half a surrogate pair is some for Python's reader alone."""
+    """JSON as replicas read it: only Python's reader accepts half a surrogate pair."""
     try:
         return from_json(body)
     except ValueError:

@@ -14,30 +14,29 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve as ray_serve
-from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.serve.command import drafting
 from foretoken.serve.deployment import STARTS, cluster_needs, engine
 from foretoken.serve.fleet.config import Fleet, FleetModel, ReplicaOptions, fleet_model
 from foretoken.serve.fleet.front import Front
 from foretoken.serve.fleet.handles import RayReplicas
-from foretoken.serve.fleet.needs import equal_part
+from foretoken.serve.fleet.needs import equal_part, with_absolute_paths
 from foretoken.serve.logs import set_up
-from foretoken.serve.options import ServeOptions
+from foretoken.serve.options import ServeOptions, described
 from foretoken.serve.running import Lifetime
 from foretoken.serve.server import bind, check_tls, leave, serve
 
-_STORE_BYTES = 512 * 2**20  # of messages over 100 KB: an answer with many log-probabilities
+_STORE_BYTES = 256 * 2**20  # of requests over 1 MiB; answers do not pass through it
 _POLL_S = 0.5
 _CONNECT_S = 5.0
+_PATIENCE_S = 60.0  # a large model may take longer: then it is only told what there is
 _MOST_MISSED = 20  # polls in a row without an answer: the cluster is lost
 _REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
 _ROUTED = "Requests go to the replica that has seen most of their prompt."
@@ -63,29 +62,35 @@ def start(
 
     Raises:
         ConfigError: an option, an address that is taken, or resources that the cluster lacks.
-        FleetError: a replica failed three times when it started; the cluster was lost.
+        FleetError: replicas failed three times when they started; Ray did not, or was lost.
     """
     model = fleet_model(given, options.served_model_name, scale)
+    # A replica's working folder is another one.
+    model = replace(model, engine=with_absolute_paths(model.engine))
     options.check_engine(model.engine)
     check_tls(options)
     set_up(options.log_level)
     with bind(options) as bound, ExitStack() as ends:
         say("Starting Ray" if address is None else f"Joining the Ray cluster at {address}")
         ends.enter_context(_cluster(address))
-        if address is None and scale.replica_cpus is None:
-            part = equal_part(ray.cluster_resources()["CPU"], scale.replicas or 1)
+        if address is None and scale.replica_cpus is None and model.engine.threads is None:
+            most = scale.max_replicas or scale.replicas or 1
+            part = equal_part(ray.cluster_resources()["CPU"], most)
             model = replace(model, scale=replace(scale, replica_cpus=part))
         fleet = Fleet((model,), options)
         (needs,) = cluster_needs(fleet)
-        say(f"Starting {scale.replicas} replicas of {model.names[0]}: {needs.described()} each")
+        count = "1 replica" if scale.replicas == 1 else f"{scale.replicas} replicas"
+        say(f"Starting {count} of {model.names[0]}, with {needs.described()} each")
         watch = Watch(model, say)
+        if address is not None:
+            say(f"Ray Serve's application is {watch.application}.")
         handle = ends.enter_context(
             _deployed(engine(model, options, needs), watch, is_own=address is None)
         )
         life = Lifetime(options, lambda: watch.failure)
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
         threading.Thread(target=watch.follow, daemon=True).start()
-        told = [drafting(model.names, model.engine), _ROUTED]
+        told = [described(model.names, model.engine), _ROUTED]
         serve(front.app, life, bound, told, say, lifespan="on")
     leave(0)
 
@@ -103,7 +108,9 @@ def _cluster(address: str | None) -> Iterator[None]:
             log_to_driver=True,
             **(own if address is None else {}),
         )
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # whatever Ray raises: it says what it was
+        if address is None:
+            raise FleetError(f"Ray did not start on this machine: {error}") from error
         raise _no_cluster(address, error) from None
     logging.getLogger("ray").setLevel(logging.WARNING)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -147,8 +154,9 @@ def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> I
         yield handle
     finally:
         watch.is_over = True
-        if not is_own:
-            ray_serve.delete(watch.application)
+        if not is_own and watch.failure is None:
+            with suppress(Exception):  # what ended the work is the reason to tell
+                ray_serve.delete(watch.application)
 
 
 class Watch:
@@ -164,44 +172,55 @@ class Watch:
         self.application = f"foretoken-{uuid.uuid4().hex[:8]}"
         self._model, self._say = model, say
         self.num_up, self.is_over, self._told = 0, False, ""
+        self._missed, self._changed = 0, time.monotonic()
         self.failure: ForetokenError | None = None
 
     def until_up(self) -> None:
-        """Return when as many replicas are up as were asked for.
+        """Return when as many replicas are up as were asked for, or some of them, and no others
+        come.
 
         Raises:
-            FleetError: one failed as often as it may; the reason is that of its last start.
+            FleetError: they failed as often as they may; the reason is that of the last start.
         """
-        while True:
+        while self.failure is None:
             status = self._look()
             if status is not None and status.status == ApplicationStatus.RUNNING:
                 return
             if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
                 raise FleetError(_told(self._model.names[0], status))
+            if time.monotonic() - self._changed > _PATIENCE_S:
+                self._changed = time.monotonic()
+                left = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
+                                 if k in ("CPU", "GPU"))  # fmt: skip
+                self._say(f"Still waiting. What the cluster has left: {left or 'nothing'}.")
+                if self.num_up:
+                    self._say(f"Serving with the {self.num_up} that are up.")
+                    return
             time.sleep(_POLL_S)
+        raise self.failure
 
     def follow(self) -> None:
         """Say what changes until it is over; a thread's work."""
-        missed = 0
-        while not self.is_over:
-            try:
-                missed = 0 if self._look() is not None else missed + 1
-            except (RayError, RuntimeError, OSError):
-                missed += 1
-            if missed >= _MOST_MISSED and not self.is_over:
-                self.failure = FleetError("The Ray cluster is lost: it answers no more.")
-                return
+        while not self.is_over and self.failure is None:
+            self._look()
             time.sleep(_POLL_S)
 
     def _look(self) -> ApplicationStatusOverview | None:
-        status = ray_serve.status().applications.get(self.application)
+        """What Ray Serve says; `failure`, where it has said nothing for long."""
+        try:
+            status = ray_serve.status().applications.get(self.application)
+        except Exception:  # whatever Ray raises when a part of it is gone
+            status = None
+        self._missed = self._missed + 1 if status is None else 0
+        if self._missed >= _MOST_MISSED and not self.is_over:
+            self.failure = FleetError("The Ray cluster is lost: it answers no more.")
         if status is None or self.is_over:
             return None
         deployment = status.deployments.get(self._model.deployment)
         states = {} if deployment is None else deployment.replica_states
         num_up = states.get("RUNNING", 0)
         if num_up != self.num_up:
-            self.num_up = num_up
+            self.num_up, self._changed = num_up, time.monotonic()
             self._say(f"Replicas that are up: {num_up} of {sum(states.values())}")
         message = "" if deployment is None else deployment.message
         if message != self._told:
@@ -214,7 +233,7 @@ class Watch:
 def _told(name: str, status: ApplicationStatusOverview) -> str:
     """Why a deployment failed: the last error in what Ray Serve says."""
     said = "\n".join(each.message for each in status.deployments.values()) or status.message
-    return f"A replica of {name} failed {STARTS} times when it started: {_reason(said)}"
+    return f"Replicas of {name} failed {STARTS} times when they started: {_reason(said)}"
 
 
 def _reason(said: str) -> str:

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.config import EngineConfig, check_int, check_number
+from foretoken.config.checks import template_text
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
+INGRESS = "foretoken-ingress"
+"""The deployment in front of the engines."""
 IMPORT_PATH = "foretoken.serve.deployment:build"
 OF_PROXIES = {
     "host": "host", "port": "port", "ssl_keyfile": "ssl_keyfile", "ssl_certfile": "ssl_certfile",
@@ -32,12 +35,12 @@ class ReplicaOptions:
     Attributes:
         replicas: engines with this model, each in a process of its own, behind one address
             (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
-        max_replicas: the most of them: as many run as requests ask for, `replicas` at least. None:
-            their number is fixed.
-        target_requests: queued and running requests of a replica above which one more is started,
-            and below which one less runs; None: `max_num_seqs`.
-        replica_cpus: cores that a replica gets; a part of one is possible. None: of the machine's
-            cores an equal part, on a cluster `threads`, or 1.
+        max_replicas: the most of them: as many run as there are requests for, `replicas` at least.
+            None: their number is fixed.
+        target_requests: the mean number of queued and running requests per replica that scaling
+            aims at; None: `max_num_seqs`.
+        replica_cpus: cores that a replica gets; a part of one is possible. None: `threads`; else
+            an equal share of this machine's cores, and on a cluster 1.
         replica_gpus: GPUs that a replica gets; 0.5 lets two share one. None: 1, or as many parts of
             one as `memory_fraction` leaves room for; on a CPU 0.
         replica_memory_gib: memory of the machine that a replica gets. None: of its weights and its
@@ -113,7 +116,7 @@ class Fleet:
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("models", [], "a list with at least one model")
-        seen = dict[str, int]()
+        seen = {INGRESS: -1}
         for number, model in enumerate(self.models):
             with placed(f"models[{number}].engine"):
                 self.server.check_engine(model.engine)
@@ -208,6 +211,9 @@ def _server(given: dict[str, Any]) -> ServeOptions:
         if f.name in given:
             _check_type(f, given[f.name])
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    if given.get("chat_template") is not None:
+        name = "server.chat_template"
+        given = given | {"chat_template": template_text(name, given["chat_template"])}
     with placed("server"):
         # Proxies listen on whatever `http_options` say, so that no name of a host is known.
         return ServeOptions(**{**given, **lists, "host": "0.0.0.0"})

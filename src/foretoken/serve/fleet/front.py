@@ -1,4 +1,4 @@
-"""In front of replicas: ASGI that says who answers, sends the request there and the answer back.
+"""In front of replicas: an application that chooses one, forwards requests, and returns answers.
 
 Charter: a request on its way, from its body to its last byte, and what its client is told when its
 replica dies. Who calls and how long a body may be is checked as before one engine (`guards`,
@@ -36,9 +36,11 @@ from foretoken.serve.running import Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
 
 TAKEN_SECONDS = 8.0
-"""In which a replica must have begun with a request: others are told that none can."""
+"""Seconds for a replica to begin with a request; after that the client gets 503."""
+_LATE_SECONDS = 10.0
+"""Over `request_timeout`, in which a replica ends what it answers: then the front does."""
 _MOST_CONTEXT = 2**19
-"""Tokens: what a front reads of a body takes a hundredth of what a replica takes to check it."""
+"""Tokens: the front does not know the models' contexts. Replicas apply the exact bound."""
 _POLL_S = 0.1
 Piece = Taken | Head | bytes | Done
 
@@ -82,7 +84,7 @@ class Front:
         self.app: ASGIApp = app
 
     def of(self, name: str | None) -> Replicas:
-        """The replicas of a model; None: of the first. A sole one answers for wrong names itself.
+        """The replicas of a model; None: of the first. With one model they report unknown names.
 
         Raises:
             UnknownModelError: there is no such model.
@@ -113,8 +115,14 @@ class Front:
         with suppress(ClientDisconnect), Forwarded(self.life) as under_way:
             relay = Relay(scope, send)
             try:
-                await while_connected(receive, relay.run(replicas.answer(call), under_way))
-            except UnavailableError as error:
+                async with asyncio.timeout(self.life.options.request_timeout + _LATE_SECONDS):
+                    await while_connected(receive, relay.run(replicas.answer(call), under_way))
+            except TimeoutError:
+                told = "The replica neither answers nor fails: its machine may be gone."
+                await relay.fail(refusal(ReplicaDiedError(told)))
+            except ClientDisconnect:
+                raise
+            except Exception as error:
                 self.num_died += isinstance(error, ReplicaDiedError)
                 await relay.fail(refusal(error))
 

@@ -1,7 +1,7 @@
 """What a replica needs of a machine, and whether a cluster has it. No Ray.
 
 Charter: before anything is loaded, from the headers of weights and the options that size the cache.
-What an engine takes once it runs, its memory plan says in the replica's log.
+The replica's log shows the memory that its engine really takes.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from foretoken.config import HOST_CACHE_GIB, EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models import folder_of
 from foretoken.models.checkpoint import check_weights
+from foretoken.models.locate import BUILT_IN
 from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
 
@@ -66,6 +69,9 @@ def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
     gpus = scale.replica_gpus
     if gpus is None:
         gpus = 1 / max(int(1 / engine.memory_fraction), 1) if on_gpu else 0
+    if 0 < gpus < engine.memory_fraction <= 1 and gpus < 1:
+        remedy = "Engines that share a GPU share its memory, too: lower `memory_fraction`."
+        raise ConfigError("replica_gpus", gpus, f"at least {engine.memory_fraction:g}", remedy)
     if bool(gpus) != on_gpu:
         bound = "more than 0 with a GPU as `device`, and else left out or 0"
         raise ConfigError("replica_gpus", gpus, bound)
@@ -150,6 +156,35 @@ def _place(each: Needs, left: Sequence[dict[str, float]]) -> bool:
                 node[key] -= value
             return True
     return False
+
+
+def with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """The same engine for a process with another working folder."""
+    changed: dict[str, Any] = {"model": _absolute(config.model)}
+    if config.tokenizer is not None:
+        changed["tokenizer"] = _absolute(config.tokenizer)
+    speculation = config.speculative_config
+    if speculation is not None:
+        drafters = speculation.drafters
+        own: dict[str, Any] = _with_paths(
+            {f.name: getattr(speculation, f.name) for f in fields(speculation)}
+        )
+        if drafters is not None:
+            own["drafters"] = [{**each, **_with_paths(each)} for each in drafters]
+        changed["speculative_config"] = replace(speculation, **own)
+    return replace(config, **changed)
+
+
+def _with_paths(drafter: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a drafter's options those that name files, by absolute paths."""
+    names = ("model", "suffix_corpus")
+    return {name: _absolute(drafter[name]) for name in names if drafter.get(name) is not None}
+
+
+def _absolute(name: str) -> str:
+    """A name that is one of the package or the hub stays as it is."""
+    path = Path(name)
+    return str(path.resolve()) if name not in BUILT_IN and path.exists() else name
 
 
 def equal_part(cores: float, replicas: int) -> float:

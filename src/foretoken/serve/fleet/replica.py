@@ -26,16 +26,19 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.app import build_app
 from foretoken.serve.context import Context
 from foretoken.serve.errors import request_id
-from foretoken.serve.fleet.call import Call, Done, Head, Taken
+from foretoken.serve.fleet.call import MESSAGE_BYTES, Call, Done, Head, Taken
 from foretoken.serve.logs import noted, set_up
 from foretoken.serve.metrics import EngineCollector, process_metrics
 from foretoken.serve.options import MAX_STEP_SECONDS, ServeOptions
-from foretoken.serve.server import collect_when_idle
+from foretoken.serve.server import collect_when_idle, leave
 
 _POLL_S = 0.1
-_PACE_S, _PACE_EACH_S = 0.002, 0.001
-"""Seconds between two messages of an answer, at least, and by requests under way: a message takes
-0.15 ms of a core, and the engine's thread waits for it. What comes sooner goes with the next one.
+_TOLD_S = 2.0
+"""In which clients are told that their replica's engine has failed; then its process ends."""
+_PACE_S, _PACE_EACH_S, _MOST_PACE_S = 0.002, 0.001, 0.02
+"""Seconds between two messages of an answer: at least, for each stream that is open, and at most.
+A message takes 0.15 ms of a core, part of which the engine's thread waits for. What comes sooner
+goes with the next one.
 """
 
 
@@ -70,7 +73,9 @@ class Replica:
     def __init__(
         self, config: EngineConfig, options: ServeOptions, version: str, name: str | None = None
     ) -> None:
-        self._name = _own_name() if name is None else name
+        self._name, self._is_alone = name or _own_name(), name is None
+        self._num_streams = 0
+        self._ending: asyncio.Task[None] | None = None
         with told_briefly():
             check_version(version)
             set_up(options.log_level)
@@ -100,6 +105,7 @@ class Replica:
 
         task = asyncio.create_task(self._run(scope, call, send))
         task.add_done_callback(lambda _: news.set())
+        self._num_streams += 1
         try:
             while waiting or not task.done():
                 await news.wait()
@@ -107,11 +113,13 @@ class Replica:
                 news.clear()
                 for piece in _joined(found):
                     yield piece
-                if not task.done():
-                    await asyncio.sleep(max(_PACE_S, _PACE_EACH_S * len(self._life.flights)))
+                if found and not task.done():
+                    pace = max(_PACE_S, _PACE_EACH_S * self._num_streams)
+                    await asyncio.sleep(min(pace, _MOST_PACE_S))
             await task
             yield Done(noted(scope["state"]))
         finally:
+            self._num_streams -= 1
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -148,9 +156,21 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def check_health(self) -> None:
-        """Raise what the engine failed by: Ray Serve replaces this replica then."""
+        """Raise what the engine failed by, and end this process: Ray Serve starts another one.
+
+        A failed engine refuses at once, so that it would be the least busy of all and get most
+        requests, until Ray Serve has asked it three times.
+        """
         if (failure := self._engine.status.failure) is not None:
+            if self._is_alone and self._ending is None:
+                self._ending = asyncio.create_task(self._leave())
             raise failure
+
+    async def _leave(self) -> None:
+        end = asyncio.get_running_loop().time() + _TOLD_S
+        while self._num_streams and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(_POLL_S)
+        leave(1)
 
 
 @contextmanager
@@ -182,8 +202,8 @@ def own_seed(seed: int, replica: str) -> int:
     """The engine's seed in one replica.
 
     Requests without a seed get noise by the engine's seed and their number (decision 005): with one
-    seed for all, requests of equal numbers in two replicas would be drawn alike. Requests with a
-    seed do not depend on it.
+    seed for all, requests of equal numbers in two replicas would get the same noise. Requests with
+    a seed do not depend on it. Names of replicas are new at each start, and so are these seeds.
     """
     digest = hashlib.blake2b(f"{seed}/{replica}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -197,9 +217,10 @@ def _own_name() -> str:
 
 
 def _joined(pieces: Iterable[Head | bytes]) -> Iterator[Head | bytes]:
-    """The same with pieces of a body as one: every message takes a millisecond on its way."""
+    """The same with pieces of a body as one, or in parts of the longest message."""
     for is_head, group in groupby(pieces, key=lambda piece: isinstance(piece, Head)):
         if is_head:
             yield from group
-        elif body := b"".join(cast("Iterable[bytes]", group)):
-            yield body
+            continue
+        body = b"".join(cast("Iterable[bytes]", group))
+        yield from (body[i : i + MESSAGE_BYTES] for i in range(0, len(body), MESSAGE_BYTES))

@@ -31,7 +31,8 @@ class PrefixRouter(RequestRouter):
         """Take `request_router_kwargs`: `imbalance`, see `ranked`."""
         self._options = options
         self._index = PrefixIndex[str]()
-        self._unsent = dict[str, tuple[float, str]]()  # by request: when, and to whom
+        self._unsent = dict[str, tuple[float, str]]()  # by request: when, and for whom
+        self._open = dict[str, str]()  # by request: who has it
 
     async def choose_replicas(
         self,
@@ -55,12 +56,17 @@ class PrefixRouter(RequestRouter):
         return [[replicas[name]] for name in order]
 
     def _load(self, replicas: Mapping[str, RunningReplica]) -> dict[str, int]:
-        """Requests of each: those that it has, and those that it was chosen for."""
+        """Requests of each: those that it has, and those that it was chosen for.
+
+        What a replica said of its queue is forgotten after some seconds, so requests sent from here
+        are counted here; its word counts where other routers send it more.
+        """
         counted, oldest = self.replica_queue_len_cache, time.monotonic() - _SENT_BY
         self._unsent = {k: each for k, each in self._unsent.items() if each[0] > oldest}
         chosen = Counter(name for _, name in self._unsent.values())
+        sent = Counter(self._open.values())
         return {
-            name: (counted.get(each.replica_id) or 0) + chosen[name]
+            name: max(counted.get(each.replica_id) or 0, sent[name]) + chosen[name]
             for name, each in replicas.items()
         }
 
@@ -68,10 +74,17 @@ class PrefixRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """A replica has taken it: maybe not the first one, if that was full."""
-        self._unsent.pop(pending_request.metadata.internal_request_id, None)
         prompt, name = _prompt(pending_request), replica_id.unique_id
+        request = pending_request.metadata.internal_request_id
+        if self._unsent.pop(request, None) is not None:  # else it is over already
+            self._open[request] = name
         if prompt and self._index.longest(prompt, {name})[0] != name:
             self._index.add(prompt, name)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A replica has answered it, or it has left."""
+        self._unsent.pop(internal_request_id, None)
+        self._open.pop(internal_request_id, None)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget what replicas had that are gone."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretoken.serve.fleet.front import Front, Replicas
 
 _SECONDS = 3.0
-"""In which a replica must say how it is."""
+"""Seconds that a replica has to report its state."""
 
 
 def state_routes(front: Front) -> list[Route]:
@@ -34,8 +34,8 @@ def state_routes(front: Front) -> list[Route]:
 
     async def health(request: Request) -> Response:
         """200 while every model has a replica that serves."""
-        for replicas in front.models:
-            states = await replicas.ask("state", _SECONDS)
+        asked = await asyncio.gather(*(each.ask("state", _SECONDS) for each in front.models))
+        for replicas, states in zip(front.models, asked, strict=True):
             if not any(not state.failure for state in states):
                 told = f"No replica of {replicas.names[0]} is up."
                 told += "".join(f" {state.replica}: {state.failure}" for state in states)

@@ -7,7 +7,7 @@ midst (SIGKILL): each request must be answered, or fail with a reason within ten
 may be computed twice. The same requests, one after another, go to one engine without Ray and with
 it in turns: the difference is the hop. Prompts with eight beginnings go to two replicas whose
 caches have room for five of them each, routed by prefix, by Ray's own prefix router, and by the
-shorter queue.
+shorter queue. `benchmarks.messages` says what a message costs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import random
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -295,12 +297,25 @@ def sharing(router: str, count: int) -> Row:
     return Row(f"8 prefixes, routed by {router}", {"kind": "sharing", "router": router}, values)
 
 
+def messages() -> list[Row]:
+    """What a message costs by each way, in a process of its own."""
+    words = [sys.executable, "-m", "benchmarks.messages"]
+    said = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, dict[str, float]] = json.loads(said.strip().splitlines()[-1])
+    print(found)
+    return [
+        Row(f"a message by {way}", {"kind": "messages", "way": way}, {**values})
+        for way, values in found.items()
+    ]
+
+
 def main() -> None:
     options = parse(__doc__, requests=500, repeats=40, shared=240)
     with fleet(2) as server:
         rows = [death(server, options.requests), seeds(server)]
     rows.append(hop(options.repeats))
     rows += [sharing(router, options.shared) for router in ROUTERS]
+    rows += messages()
     by_name = {row.case: row for row in rows}
     dead, hops = rows[0], rows[2]
     rates = {row.labels["router"]: row.values["hit_rate"] for row in rows if "router" in row.labels}

@@ -40,6 +40,19 @@ def hop(folder: Path) -> str:
     return markdown(["later than from one engine alone", "ms"], told) + where(results)
 
 
+def messages(folder: Path) -> str:
+    """Delay and CPU time of a message, by way."""
+    results = read(folder / "replicas.json")
+    ways = {"grpc": "gRPC, as here", "store": "Ray's object store, its default"}
+    told = [
+        [ways[str(row.labels["way"])], number(row, "delay_ms", 2), number(row, "cpu_ms", 2)]
+        for row in results.rows
+        if row.labels["kind"] == "messages"
+    ]
+    header = ["a message from a replica to the front", "ms on its way", "ms of CPU time, both ends"]
+    return markdown(header, told) + where(results)
+
+
 def prefixes(folder: Path) -> str:
     """Hit rates by router."""
     results = read(folder / "replicas.json")

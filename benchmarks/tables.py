@@ -19,7 +19,7 @@ from benchmarks.lab_tables import audit_gallery, audit_verdicts, bought
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.plan_tables import embedded_plan, plan, plan_beside_bench, published
-from benchmarks.replica_tables import death, hop, plans, prefixes
+from benchmarks.replica_tables import death, hop, messages, plans, prefixes
 from benchmarks.serve_tables import server_bears, server_clients, server_costs, server_stalls
 from benchmarks.speed_tables import speed, summary
 from foretoken.lab.bench import report
@@ -335,6 +335,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "server_clients": server_clients,
     "replicas_death": death,
     "replicas_hop": hop,
+    "replicas_messages": messages,
     "replicas_prefixes": prefixes,
     "fleet_plan": plans,
     **{name: partial(ops_times, name) for name in FILES},

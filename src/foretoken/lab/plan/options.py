@@ -11,7 +11,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.options import numbers
 
 BATCH_SIZES = "1,4,16"
-STREAM_MS = 0.17  # of an EPYC core with AVX2: benchmarks/results/fleet_plan.json
+STREAM_MS = 0.17  # fitted to what replicas served: benchmarks/results/fleet_plan.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class PlanOptions:
         cores: of the one machine that all replicas run on, together with the front, and the client
             if it runs there; None: each has cores of its own.
         stream_ms: for `cores`, milliseconds of a core that a step of a streamed answer takes in its
-            replica beside the engine, and again in front of it; None: 0.17, as measured on a CPU
-            with AVX2. Answers that come whole take 0.02.
+            replica beside the engine, and again in front of it; None: 0.17, which fits what
+            replicas on an EPYC served. Answers that come whole take 0.02.
         seed: of what is accepted and when requests come.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """

@@ -112,16 +112,20 @@ class Process(uvicorn.Server):
     """A server that is all that its process does: it ends by signals, and by a failure."""
 
     def __init__(
-        self, app: ASGIApp, life: Lifetime, say: Callable[[str], None], lifespan: Lifespan
+        self, app: ASGIApp, life: Lifetime, say: Callable[[str], None], *, is_front: bool = False
     ) -> None:
-        super().__init__(make_config(app, life, lifespan=lifespan))
-        self._life, self._say, self._has_said = life, say, False
+        super().__init__(make_config(app, life, lifespan="on" if is_front else "off"))
+        self._life, self._say, self._has_said, self._is_front = life, say, False, is_front
         self.failure: ForetokenError | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; the next one finds no handler."""
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        """The first signal drains; the next one finds no handler, or has a front end at once."""
+        if self._is_front and self._life.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        if not self._is_front:
+            for each in _SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
         self._life.drain()
 
     async def on_tick(self, counter: int) -> bool:
@@ -149,13 +153,15 @@ def serve(
     bound: socket.socket,
     told: Sequence[str],
     say: Callable[[str], None],
-    lifespan: Lifespan = "off",
+    *,
+    is_front: bool = False,
 ) -> None:
     """Serve until a signal ends that. Threads of an engine go on: `leave` does not wait for them.
 
     Args:
         told: lines about what is served.
-        lifespan: whether the application learns when it begins and ends.
+        is_front: whether it has replicas elsewhere. Then the application learns when it begins and
+            ends, and this returns at a second signal, too, so that they can be ended.
 
     Raises:
         ConfigError: another program has begun to listen at this address.
@@ -175,11 +181,11 @@ def serve(
     say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
     scheme = "https" if options.has_tls else "http"
     say(f"Serving on {scheme}://{shown}:{port}")
-    process = Process(app, life, say, lifespan)
+    process = Process(app, life, say, is_front=is_front)
     process.run(sockets=[bound])
     if process.failure is not None:
         raise process.failure
-    num_cut = life.num_cut
+    num_cut = max(life.num_cut, len(life.flights))
     say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "all is answered."))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from ray import serve as ray_serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.models import folder_of
 from foretoken.serve.deployment import STARTS, cluster_needs, engine
 from foretoken.serve.fleet.config import Fleet, FleetModel, ReplicaOptions, fleet_model
 from foretoken.serve.fleet.front import Front
@@ -62,6 +64,7 @@ def start(
 
     Raises:
         ConfigError: an option, an address that is taken, or resources that the cluster lacks.
+        CheckpointError: there is no such model.
         FleetError: replicas failed three times when they started; Ray did not, or was lost.
     """
     model = fleet_model(given, options.served_model_name, scale)
@@ -70,6 +73,8 @@ def start(
     options.check_engine(model.engine)
     check_tls(options)
     set_up(options.log_level)
+    if address is None:  # else other machines have the files
+        folder_of(model.engine, model.engine.model, model.engine.revision, weights=False)
     with bind(options) as bound, ExitStack() as ends:
         say("Starting Ray" if address is None else f"Joining the Ray cluster at {address}")
         ends.enter_context(_cluster(address))
@@ -91,7 +96,7 @@ def start(
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
         threading.Thread(target=watch.follow, daemon=True).start()
         told = [described(model.names, model.engine), _ROUTED]
-        serve(front.app, life, bound, told, say, lifespan="on")
+        serve(front.app, life, bound, told, say, is_front=True)
     leave(0)
 
 
@@ -112,12 +117,18 @@ def _cluster(address: str | None) -> Iterator[None]:
         if address is None:
             raise FleetError(f"Ray did not start on this machine: {error}") from error
         raise _no_cluster(address, error) from None
+    signal.signal(signal.SIGTERM, _leave)  # until the server has its own; Ray's prints a stack
     logging.getLogger("ray").setLevel(logging.WARNING)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _leave(number: int, frame: object) -> None:
+    """End by an exception, so that what was started is ended."""
+    raise SystemExit(128 + number)
 
 
 def _check_address(address: str) -> None:
@@ -147,6 +158,8 @@ def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> I
     """
     ray_serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if not is_own and not ray_serve.status().proxies:
+        watch.say("Ray Serve has no proxies here: `serve shutdown` before a `serve deploy`.")
     try:
         run = ray_serve.RunTarget(target, watch.application, route_prefix=None)
         (handle,) = ray_serve.run_many([run], wait_for_applications_running=False)
@@ -156,7 +169,7 @@ def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> I
         watch.is_over = True
         if not is_own and watch.failure is None:
             with suppress(Exception):  # what ended the work is the reason to tell
-                ray_serve.delete(watch.application)
+                ray_serve.delete(watch.application, _blocking=False)
 
 
 class Watch:
@@ -170,7 +183,7 @@ class Watch:
 
     def __init__(self, model: FleetModel, say: Say) -> None:
         self.application = f"foretoken-{uuid.uuid4().hex[:8]}"
-        self._model, self._say = model, say
+        self._model, self.say = model, say
         self.num_up, self.is_over, self._told = 0, False, ""
         self._missed, self._changed = 0, time.monotonic()
         self.failure: ForetokenError | None = None
@@ -192,9 +205,9 @@ class Watch:
                 self._changed = time.monotonic()
                 left = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
                                  if k in ("CPU", "GPU"))  # fmt: skip
-                self._say(f"Still waiting. What the cluster has left: {left or 'nothing'}.")
+                self.say(f"Still waiting. What the cluster has left: {left or 'nothing'}.")
                 if self.num_up:
-                    self._say(f"Serving with the {self.num_up} that are up.")
+                    self.say(f"Serving with the {self.num_up} that are up.")
                     return
             time.sleep(_POLL_S)
         raise self.failure
@@ -221,12 +234,11 @@ class Watch:
         num_up = states.get("RUNNING", 0)
         if num_up != self.num_up:
             self.num_up, self._changed = num_up, time.monotonic()
-            self._say(f"Replicas that are up: {num_up} of {sum(states.values())}")
+            self.say(f"Replicas that are up: {num_up} of {sum(states.values())}")
         message = "" if deployment is None else deployment.message
-        if message != self._told:
-            self._told = message
-            if message:
-                self._say(f"Ray Serve: {_reason(message)}")
+        if message != self._told and _REASON.search(message):
+            self.say(f"A replica failed when it started: {_reason(message)}")
+        self._told = message
         return status
 
 
@@ -239,4 +251,5 @@ def _told(name: str, status: ApplicationStatusOverview) -> str:
 def _reason(said: str) -> str:
     """The last error in a text with tracebacks, or its first line."""
     found = _REASON.findall(said)
-    return found[-1].strip() if found else said.strip().partition("\n")[0]
+    last = found[-1].strip() if found else said.strip().partition("\n")[0]
+    return last.removeprefix("foretoken.errors.")

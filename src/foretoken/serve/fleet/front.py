@@ -207,6 +207,7 @@ class Relay:
         if not self._has_begun:
             await refused.response(self._scope)(self._scope, _never, self._send)
             return
+        self._note({"complete": False})
         path = own_path(self._scope)
         if path.startswith("/v1/messages"):
             last = b"".join(named_event("error", refused.anthropic))

@@ -139,7 +139,8 @@ def check_cluster(
             if value * count > has[key] + 1e-9
         )  # fmt: skip
         which = f"too little {' and '.join(short)}" if short else "no machine with so much left"
-        bound = f"at most {placed}: {which}"
+        beside = f" beside the other {len(needs) - 1}" if len(needs) > 1 else ""
+        bound = f"at most {placed}{beside}: {which}"
         remedy = (
             f"A replica of {name} needs {each.described()}; the cluster's {len(nodes)} machines "
             f"have {total.described()}. Lower `replicas`, or state less by `replica_cpus`, "

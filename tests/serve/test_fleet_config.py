@@ -484,7 +484,7 @@ def test_models_share_what_is_left() -> None:
     each = Needs(2, 0, 0)
     check_cluster({"a": (1, each), "b": (1, each)}, [machine(4)])
     error = too_much({"a": (1, each), "b": (2, each)}, machine(4))
-    assert error.bound.startswith("at most 1: ")
+    assert error.bound.startswith("at most 1 beside the other 1: ")
     assert "A replica of b" in error.remedy
     error = too_much({"a": (3, each), "b": (1, each)}, machine(4))
     assert "A replica of a" in error.remedy

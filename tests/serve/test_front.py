@@ -128,7 +128,7 @@ def fronted(*models: Any, options: ServeOptions = SMALL) -> Iterator[Fronted]:
     each = tuple(fleet_model(one, model.names, ReplicaOptions(replicas=1)) for model in models)
     life = Lifetime(options, lambda: None)
     front = Front(Fleet(each, options), models, life)
-    process = Process(front.app, life, lambda line: None, "on")
+    process = Process(front.app, life, lambda line: None, is_front=True)
     with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=process.run, kwargs={"sockets": [bound]})
         thread.start()

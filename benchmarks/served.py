@@ -70,7 +70,7 @@ def served(
     words += ["--threads", "1", "--log-level", "warning", *options]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        line = next(line for line in process.stderr if "http" in line)
+        line = next(line for line in process.stderr if "Serving on" in line)
         # A pipe that nobody reads holds 64 KiB; then who writes to it stands still.
         reader = threading.Thread(target=sys.stderr.writelines, args=(process.stderr,))
         reader.start()

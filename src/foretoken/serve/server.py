@@ -116,12 +116,13 @@ class Process(uvicorn.Server):
     ) -> None:
         super().__init__(make_config(app, life, lifespan="on" if is_front else "off"))
         self._life, self._say, self._has_said, self._is_front = life, say, False, is_front
+        self._is_hurried = False
         self.failure: ForetokenError | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains; the next one finds no handler, or has a front end at once."""
         if self._is_front and self._life.is_draining:
-            self.should_exit = self.force_exit = True
+            self._is_hurried = True
             return
         if not self._is_front:
             for each in _SIGNALS:
@@ -137,8 +138,12 @@ class Process(uvicorn.Server):
             self._say(f"Ending: requests left: {len(life.flights)} ({seconds:g} s at most).")
         if not life.flights and gc.get_count()[2] > _OLD[0]:
             gc.collect()
+        if self._is_hurried:
+            life.num_cut = max(life.num_cut, len(life.flights))
+            for flight in [*life.flights]:
+                flight.cut("shutdown")
         self.failure = life.failed()
-        is_over = self.failure is not None or life.is_over()
+        is_over = self._is_hurried or self.failure is not None or life.is_over()
         return await super().on_tick(counter) or is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -185,7 +190,7 @@ def serve(
     process.run(sockets=[bound])
     if process.failure is not None:
         raise process.failure
-    num_cut = max(life.num_cut, len(life.flights))
+    num_cut = life.num_cut
     say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "all is answered."))
 
 

@@ -11,9 +11,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,24 @@ def test_sigterm_lets_streams_end_with_a_reason(fleet: Served) -> None:
     assert text.rstrip().endswith("data: [DONE]")
     assert fleet.process.wait(PATIENCE) == 0
     until(lambda: not replicas.replica_pids())
+
+
+def test_more_replicas_run_while_there_are_requests_for_them() -> None:
+    with replicas.fleet(1, "--max-replicas", "2", "--target-requests", "2") as server:
+        assert len(replicas.up(server)) == 1
+        is_over = threading.Event()
+
+        def load() -> None:
+            while not is_over.is_set():
+                ask(server, max_tokens=400, ignore_eos=True)
+
+        with ThreadPoolExecutor(8) as clients:
+            work = [clients.submit(load) for _ in range(8)]
+            try:
+                until(lambda: len(replicas.up(server)) == 2)
+            finally:
+                is_over.set()
+        assert [each.exception() for each in work] == [None] * 8
 
 
 def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(tmp_path: Path) -> None:

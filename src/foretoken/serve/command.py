@@ -24,8 +24,8 @@ _OWN_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it sends nothing that nobody asked for
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
-    # By default replicas get what other processes leave of the machine: a token of the embedded
-    # model then waited 0.4 ms for its own client. With these two 0.15 ms.
+    # By default replicas get what other processes leave of the machine, so that tokens of a small
+    # model wait for the client that reads them; and each message changes threads once more.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }

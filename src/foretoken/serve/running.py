@@ -27,11 +27,13 @@ from foretoken.serve.requests import Asked
 
 _GRACE = 5.0
 """Seconds that a client has to receive and read an answer that was cut off."""
-_TOLD = {
+NO_MORE = "The server ends and takes no more requests."
+TOLD = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
     "shutdown": "The server ends, and its engine did not let go of this request.",
 }
+"""What a client is told whose request is refused after it was taken, by what `cut` was given."""
 
 
 class UnderWay(Protocol):
@@ -107,7 +109,7 @@ class Flight:
 
     def __enter__(self) -> Self:
         if self._lifetime.is_draining:
-            raise UnavailableError("The server ends and takes no more requests.")
+            raise UnavailableError(NO_MORE)
         self._task = asyncio.current_task()
         options, loop = self._lifetime.options, asyncio.get_running_loop()
         self._timers = [
@@ -123,7 +125,7 @@ class Flight:
         self._lifetime.flights.discard(self)
         if self._is_refused and self._task and kind is asyncio.CancelledError:
             self._task.uncancel()
-            raise UnavailableError(_TOLD[self._why])
+            raise UnavailableError(TOLD[self._why])
 
     def new_name(self) -> str:
         """The name of a further request to the engine."""

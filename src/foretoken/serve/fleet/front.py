@@ -32,7 +32,7 @@ from foretoken.serve.fleet.call import Call, Done, Head, Taken, Wanted, read_wan
 from foretoken.serve.fleet.config import Fleet
 from foretoken.serve.fleet.state import state_routes
 from foretoken.serve.limits import BODILESS, BodyLimits
-from foretoken.serve.running import Lifetime
+from foretoken.serve.running import NO_MORE, TOLD, Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
 
 TAKEN_SECONDS = 8.0
@@ -150,7 +150,7 @@ class Forwarded:
 
     def __enter__(self) -> Self:
         if self._life.is_draining:
-            raise UnavailableError("The server ends and takes no more requests.")
+            raise UnavailableError(NO_MORE)
         self._task = asyncio.current_task()
         self._life.flights.add(self)
         return self
@@ -199,8 +199,7 @@ class Relay:
             if not under_way.is_cut or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
-            told = "The server ends, and its engine did not let go of this request."
-            raise UnavailableError(told) from None
+            raise UnavailableError(TOLD["shutdown"]) from None
 
     async def fail(self, refused: Refusal) -> None:
         """Tell the client why there is no answer, or no more of it."""

@@ -22,7 +22,7 @@ from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
 
 _PROCESS_GIB = 1.5
-"""A replica of the embedded model took 1.1 GiB beside its cache: PyTorch, Transformers, Ray."""
+"""PyTorch, Transformers and Ray: a replica of the embedded model has 1.1 GiB resident in all."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -15,7 +15,7 @@ CHUNK = 64
 """Characters that are looked up together: the prefix cache has blocks of 16 tokens on a CPU."""
 MOST_CHARS = 2**16
 """Of a prompt, more than these decide nothing."""
-_MOST_CHUNKS = 2**18  # remembered, of all prompts: 30 MB
+_MOST_CHUNKS = 2**18  # remembered, of all prompts: 42 MB
 _IMBALANCE = 8.0  # requests that a replica may have more than another before it loses its prefixes
 Id = TypeVar("Id", bound=Hashable)
 

@@ -37,8 +37,8 @@ _TOLD_S = 2.0
 """In which clients are told that their replica's engine has failed; then its process ends."""
 _PACE_S, _PACE_EACH_S, _MOST_PACE_S = 0.002, 0.001, 0.02
 """Seconds between two messages of an answer: at least, for each stream that is open, and at most.
-A message takes 0.15 ms of a core, part of which the engine's thread waits for. What comes sooner
-goes with the next one.
+A message takes 0.12 ms of a core (benchmarks/results/replicas.json), part of which the engine's
+thread waits for. What comes sooner goes with the next one.
 """
 
 

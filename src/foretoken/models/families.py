@@ -121,7 +121,7 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
         module.lm_head.weight = model.embed_tokens.weight
     head = Linear(Dense(embedding)) if tied else weights.linear("lm_head")
     return Stack(
-        embedding, tuple(layers), norm, head, model.norm.variance_epsilon, len(head.weight.values)
+        embedding, tuple(layers), norm, head, model.norm.variance_epsilon, len(plain(head.weight))
     )
 
 

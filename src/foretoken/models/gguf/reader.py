@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -122,6 +123,12 @@ class GgufPart(NamedTuple):
 def is_gguf(path: Path) -> bool:
     """Whether a checkpoint is a GGUF file, and not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def shown(value: Any) -> str:
+    """A value of the metadata, short enough for a message."""
+    text = repr(value[:60] if isinstance(value, (str, list)) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read_part(path: Path) -> GgufPart:
@@ -285,7 +292,7 @@ class _Header:
     def _alignment(self, stated: Any) -> int:
         if type(stated) is not int or stated < 8 or stated & (stated - 1):
             raise self._wrong(
-                f"gives `general.alignment` as {str(stated)[:40]}: must be a power of two, 8 or more"
+                f"gives `general.alignment` as {shown(stated)}: must be a power of two, 8 or more"
             )
         return stated
 
@@ -340,7 +347,7 @@ class _Header:
                 name, kind.name, shape, at, size, self._path, data[at : at + size]
             )
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-        for one, next_one in zip(ordered, ordered[1:], strict=False):
+        for one, next_one in pairwise(ordered):
             if one.offset + one.nbytes > next_one.offset:
                 raise self._wrong(f"has `{one.name}` and `{next_one.name}` in the same place")
         return tensors

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretoken.errors import CheckpointError
-from foretoken.models.gguf.reader import GgufPart, GgufTensor, read_part
+from foretoken.models.gguf.reader import GgufPart, GgufTensor, read_part, shown
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)", re.I)
 
@@ -94,7 +94,7 @@ def _whole(part: GgufPart, key: str, default: int) -> int:
     """A whole number of the metadata about the set."""
     value = part.metadata.get(key, default)
     if type(value) is not int or value < 0:
-        raise CheckpointError(f"`{part.path}` gives `{key}` as {value!r}: must be 0 or more.")
+        raise CheckpointError(f"`{part.path}` gives `{key}` as {shown(value)}: must be 0 or more.")
     return value
 
 

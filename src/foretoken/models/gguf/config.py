@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-
 from typing import Any, NamedTuple
 
 from foretoken.errors import CheckpointError, UnsupportedModelError

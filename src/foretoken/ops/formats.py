@@ -78,7 +78,7 @@ def round_rows(x: Tensor) -> Tensor:
     A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
     rounded to the nearest, ties to even. NaN and infinities make their group NaN.
     """
-    grouped = x.float().unflatten(-1, (-1, GROUP))
+    grouped = x.float().reshape(*x.shape[:-1], -1, GROUP)
     most = grouped.abs().amax(-1, keepdim=True)
     code = torch.round(grouped * torch.where(most > 0, 127.0 / most, 0.0))
     rounded = torch.where(most.isfinite(), code * (most / 127.0), torch.nan)
@@ -118,14 +118,15 @@ def _blocks(kind: str, blocks: Tensor) -> Tensor:
 def _super_blocks(kind: str, blocks: Tensor) -> Tensor:
     if kind == "Q6_K":
         return _six_bits(blocks)
-    scale_8, minimum_8 = _small_integers(blocks[..., 4:16])
+    scale_NG8, minimum_NG8 = _small_integers(blocks[..., 4:16])
+    shape = blocks.shape[:2]
     # Each 32 bytes hold 32 codes in their low halves, and the next 32 in their high ones.
-    codes = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    codes = _nibbles(blocks[..., -128:].reshape(*shape, 4, 32)).reshape(*shape, 8, 32)
     if kind == "Q5_K":
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
         codes = codes | (blocks[..., None, 16:48] >> shifts & 1) << 4
-    scale, minimum = _halves(blocks, 0) * scale_8, _halves(blocks, 2) * minimum_8
-    return (scale[..., None] * codes.float() - minimum[..., None]).flatten(-2)
+    scale_NG8, minimum_NG8 = _halves(blocks, 0) * scale_NG8, _halves(blocks, 2) * minimum_NG8
+    return scale_NG8[..., None] * codes.float() - minimum_NG8[..., None]
 
 
 def _small_integers(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,11 +138,12 @@ def _small_integers(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _six_bits(blocks: Tensor) -> Tensor:
-    low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32))
+    shape = blocks.shape[:2]
+    low, high = blocks[..., :128].reshape(*shape, 2, 64), blocks[..., 128:192]
     shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
-    # Of each half: 32 codes in four quarters; nibbles of the first two are low halves of 64 bytes.
-    nibbles = _nibbles(low).unflatten(-1, (4, 32))
-    codes = nibbles | (high[..., None, :] >> shifts & 3) << 4
+    # Of each half: 32 codes in four quarters; the first two are low halves of its 64 bytes.
+    codes = _nibbles(low).reshape(*shape, 2, 4, 32)
+    codes = codes | (high.reshape(*shape, 2, 1, 32) >> shifts & 3) << 4
     small = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    scale = (_halves(blocks, 208) * small)[..., None]
-    return (scale * (codes.flatten(-3).unflatten(-1, (16, 16)).float() - 32)).flatten(-2)
+    scale_NGS = (_halves(blocks, 208) * small)[..., None]
+    return scale_NGS * (codes.reshape(*shape, 16, 16).float() - 32)

@@ -130,6 +130,33 @@ def plain(weight: Weight) -> Tensor:
     return weight.values
 
 
+def first_rows(weight: Weight, count: int) -> Weight:
+    """A weight with so many of its outputs."""
+    if isinstance(weight, Blocks) and weight.order_N is not None:
+        return weight._replace(order_N=weight.order_N[:count])
+    if isinstance(weight, Blocks):
+        return weight._replace(rows=weight.rows[:count])
+    if isinstance(weight, Grouped):
+        return Grouped(weight.codes[:count], weight.scale_NG[:count])
+    return Dense(plain(weight)[:count])
+
+
+def tensors_of(weight: Weight) -> Iterator[Tensor]:
+    """The tensors that a weight is made of."""
+    for part in parts_of(weight):
+        yield from (field for field in part if isinstance(field, Tensor))
+
+
+def dtype_of(weight: Weight) -> torch.dtype:
+    """What its numbers are where they are computed with: blocks and groups are float32."""
+    return weight.values.dtype if isinstance(weight, Dense) else torch.float32
+
+
+def device_of(weight: Weight) -> torch.device:
+    """Where it is."""
+    return next(tensors_of(weight)).device
+
+
 def parts_of(weight: Weight) -> tuple[Dense | Blocks | Grouped, ...]:
     """What a weight is joined of, or itself."""
     return weight.parts if isinstance(weight, Joined) else (weight,)

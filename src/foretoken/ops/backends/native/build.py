@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 LIBRARIES = HERE / "lib"
 
-# Most capable first. x86-64-v4 has 512-bit vectors, v3 is every x86 server since about 2014; with VNNI
-# products of eight-bit numbers are added up in one operation in place of three.
+# Most capable first. x86-64-v4 has 512-bit vectors, v3 is every x86 server since about 2014; with
+# VNNI products of eight-bit numbers are added up in one operation in place of three.
 VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "x86-64-v4-vnni": ["-march=x86-64-v4", "-mavx512vnni"],

@@ -26,6 +26,7 @@ VARIANT = "FORETOKEN_NATIVE_VARIANT"
 """This variable of the environment names the one library that may be loaded. Processors with the
 same library compute the same bits; tests run the AVX2 library where there is AVX-512, too."""
 
+
 class NotFiniteError(ValueError):
     """A scale of the weights is NaN or infinite."""
 

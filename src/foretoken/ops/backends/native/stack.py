@@ -35,13 +35,15 @@ from foretoken.ops.checks import (  # isort: skip
 from foretoken.ops.passes import pass_begins
 
 from foretoken.ops.stack import (  # isort: skip
-    KV, Blocks, Dense, DraftRound, Features, ForwardOutput, Grouped, Layer, Linear, Outcome, Stack,
-    UnfitError, Weight, format_of, linears, map_linears, parts_of,
+    KV, Blocks, Dense, DraftRound, Features, ForwardOutput, Grouped, Joined, Layer, Linear, Outcome,
+    Stack, UnfitError, Weight, format_of, linears, map_linears, parts_of,
 )  # fmt: skip
 from foretoken.ops.formats import BLOCKS, GROUP
 from foretoken.ops.steps import ForwardBatch
 
-KINDS = {name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])}
+KINDS = {
+    name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])
+}
 """Formats of weights by number: `foretoken::Kind`."""
 
 FETCHES = ("no hint", "cached")
@@ -311,7 +313,7 @@ def _check_weight(name: str, weight: Weight) -> None:
         kind = format_of(part)
         if kind not in KINDS:
             raise UnfitError(f"`{name}` is stored as {kind}")
-        stored = part.rows if isinstance(part, Blocks) else part[0]
+        stored: Tensor = part.rows if isinstance(part, Blocks) else part[0]
         if not stored.is_contiguous():
             raise UnfitError(f"`{name}` is not contiguous")
         if isinstance(part, Grouped) and _group(part) % GROUP:
@@ -332,11 +334,13 @@ def _native_kind(weight: Dense | Blocks | Grouped) -> tuple[str, int]:
 
 def _native_part(weight: Dense | Blocks | Grouped) -> Struct:
     """`Part`."""
-    stored, scale_NG, order_N, group = weight[0], None, None, 0
+    scale_NG = order_N = None
     if isinstance(weight, Blocks):
-        stored, order_N = weight.rows, weight.order_N
+        stored, order_N, group = weight.rows, weight.order_N, 0
     elif isinstance(weight, Grouped):
-        scale_NG, group = weight.scale_NG, _group(weight)
+        stored, scale_NG, group = weight.codes, weight.scale_NG, _group(weight)
+    else:
+        stored, group = weight.values, 0
     kept, kind = (stored, scale_NG, order_N), KINDS[format_of(weight)]
     places = (0 if tensor is None else tensor.data_ptr() for tensor in kept)
     stride = stored.shape[1] * stored.itemsize
@@ -367,7 +371,8 @@ def _with_wide_norms(stack: Stack) -> Stack:
         mixer = layer.mixer._replace(**norms)
         layers.append(Layer(wide(layer.mixer_norm_C), mixer, wide(layer.feed_norm_C), layer.feed))
     rule = stack.features and stack.features._replace(
-        fc_norm_PA=wide(stack.features.fc_norm_PA), feature_norm_C=wide(stack.features.feature_norm_C)
+        fc_norm_PA=wide(stack.features.fc_norm_PA),
+        feature_norm_C=wide(stack.features.feature_norm_C),
     )
     norm_C = stack.norm_C.float()
     stack = replace(stack, layers=tuple(layers), norm_C=norm_C, features=rule)
@@ -425,9 +430,12 @@ def _native_rule(stack: Stack) -> Struct | None:
 def _without_matrices(stack: Stack) -> Stack:
     """Shapes in place of what was packed."""
 
+    def shape(tensor: Any) -> Any:
+        return torch.empty_like(tensor, device="meta") if isinstance(tensor, Tensor) else tensor
+
     def empty(linear: Linear) -> Linear:
-        values = torch.empty(linear.weight.shape, device="meta")
-        bias = None if linear.bias is None else torch.empty_like(linear.bias, device="meta")
-        return linear._replace(weight=Dense(values), bias=bias)
+        parts = tuple(type(part)(*map(shape, part)) for part in parts_of(linear.weight))
+        weight = Joined(parts) if len(parts) > 1 else parts[0]
+        return linear._replace(weight=weight, bias=shape(linear.bias))
 
     return map_linears(stack, empty)

@@ -71,7 +71,7 @@ class FusedStack:
         self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool = False
     ) -> None:
         _check_fit(stack)
-        self.stack = stack
+        self.stack, self.dtype = stack, stack.dtype
         mixers = [layer.mixer for layer in stack.layers]
         angles = {m.rope: rotary_angles(m.rope, positions) for m in mixers}
         self._heads = [

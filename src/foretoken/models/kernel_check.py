@@ -19,8 +19,8 @@ from foretoken.models.guards import BLOCK, MOST_POSITIONS, NUM_BLOCKS, scheduled
 from foretoken.ops import Backend
 from foretoken.ops.stack import Layer, Linear, Stack, first_rows, format_of
 
-# Relative to the largest logit. Both round rows to eight bits; where a number lies between two codes
-# the last bit of the sum before it decides between them, which are 1/127 of a group's largest apart.
+# Relative to the largest logit. Both round rows to eight bits. Where a number lies between two codes
+# the last bit of the sum before it decides, and the codes are 1/127 of a group's largest apart.
 TOLERANCE = 2e-2
 _TOKENS = 512  # of the output layer
 
@@ -53,8 +53,8 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
         formats = ", ".join(sorted({name for names in layers for name in names}))
         raise UnsupportedModelError(
             f"With weights stored as {formats}, the kernels of backend `{backend.name}` give "
-            f"logits that differ from those of stock operators by {error:.1e} of the largest (bound "
-            f'{TOLERANCE:.0e}). `backend="torch"` runs it in stock operators.'
+            f"logits that differ from those of stock operators by {error:.1e} of the largest "
+            f'(bound {TOLERANCE:.0e}). `backend="torch"` runs it in stock operators.'
         )
     return error
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
+from foretoken.drafting.stacks import Eagle3
 from foretoken.engine.engine import Engine
 from foretoken.errors import EngineMemoryError
 from foretoken.lab.results import read_bandwidth
@@ -84,10 +85,8 @@ class Floor:
         drafter, reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
             reads = Reads.of(model)
-        elif isinstance(
-            stack := getattr(head := getattr(drafter, "head", None), "stack", None), Stack
-        ):
-            reads = Reads.of_stack(stack, head.dtype)
+        elif isinstance(drafter, Eagle3):
+            reads = Reads.of_stack(drafter.head.stack, drafter.head.dtype)
         return cls(Reads.of(engine.runner.model), reads, bandwidth or _bandwidth(engine))
 
 

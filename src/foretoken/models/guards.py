@@ -28,8 +28,10 @@ from foretoken.models.attention import (
 )
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
+from foretoken.models.compressed import is_compressed, why_not
+from foretoken.models.families import FAMILIES
 from foretoken.ops import AttentionBatch
-from foretoken.ops.stack import ForwardOutput
+from foretoken.ops.stack import ForwardOutput, dtype_of
 from foretoken.ops.steps import ForwardBatch
 
 # Classes without Transformers' support flag whose attention does go through its interface: the
@@ -106,6 +108,13 @@ def check_quantisation(config: Any) -> bool:
     given = given or getattr(config.get_text_config(), "quantization_config", None)
     if not given:
         return False
+    if is_compressed(given) and config.model_type in FAMILIES:
+        if (reason := why_not(given)) is not None:
+            raise UnsupportedModelError(
+                f"Its weights are stored as compressed-tensors, and {reason}. Use a checkpoint in "
+                "bfloat16, float16 or float32, or in GGUF."
+            )
+        return True
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
@@ -314,8 +323,9 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
             errors.append((ours.float() - eager).abs().amax(-1))
             row += count + drafts
     error_N = torch.cat(errors) / expected.abs().max()
-    tolerance = TOLERANCE[model.dtype]
-    error = error_N.quantile(1.0 if model.dtype is torch.float32 else 0.85).item()
+    dtype = dtype_of(model.embedding)  # the module's; kernels may compute in a wider one
+    tolerance = TOLERANCE[dtype]
+    error = error_N.quantile(1.0 if dtype is torch.float32 else 0.85).item()
     if not error <= tolerance:  # NaN too
         raise UnsupportedModelError(
             f"`{model.config.model_type}` differs from its own eager attention by {error:.1e} of "

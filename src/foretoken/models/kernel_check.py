@@ -19,8 +19,8 @@ from foretoken.models.guards import BLOCK, MOST_POSITIONS, NUM_BLOCKS, scheduled
 from foretoken.ops import Backend
 from foretoken.ops.stack import Layer, Linear, Stack, first_rows, format_of
 
-# Relative to the largest logit. Both round rows to eight bits. Where a number lies between two codes
-# the last bit of the sum before it decides, and the codes are 1/127 of a group's largest apart.
+# Relative to the largest logit. Both round rows to eight bits. Where a number lies between codes,
+# the last bit of the sum before it decides, and they are 1/127 of a group's largest apart.
 TOLERANCE = 2e-2
 _TOKENS = 512  # of the output layer
 

@@ -26,6 +26,7 @@ from foretoken.models.checkpoint import (
     quiet_transformers,
     read_config,
 )
+from foretoken.models.compressed import CompressedWeights, is_compressed
 from foretoken.models.families import (
     FAMILIES,
     Get,
@@ -38,8 +39,8 @@ from foretoken.models.families import (
 )
 from foretoken.models.gguf.config import generation_values
 from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import GgufFile, read_gguf
-from foretoken.models.gguf.weights import GgufWeights, release
+from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.kernel_check import check_kernels
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import observe_linears, pack_linears
@@ -52,6 +53,7 @@ from foretoken.models.sizes import (
     parameter_shapes,
     stored_sizes,
 )
+from foretoken.models.stored import StoredWeights
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.stack import LoadedStack, Stack, UnfitError
 
@@ -99,8 +101,9 @@ def load_model(
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         _check_layers(view.aux_layers, config)
-        if not is_dummy and is_gguf(folder) and device.type == "cpu" and not view.module:
-            return _blocks_model(described, folder, backend, limit, view)
+        is_stored = not is_dummy and has_own_format(folder, config)
+        if is_stored and device.type == "cpu" and not view.module:
+            return _stored_model(described, folder, backend, limit, view)
         if not is_dummy:
             module, stack = _weighted(described, folder, torch_dtype, device)
         else:
@@ -114,22 +117,39 @@ def load_model(
         return _checked(module, stack, backend, limit, view, max_model_len or limit, source)
 
 
-def _blocks_model(
-    described: _Described, path: Path, backend: Backend, max_model_len: int, view: TargetView
+def has_own_format(folder: Path, config: Any) -> bool:
+    """Whether weights are read in the format of their file: GGUF's, or compressed-tensors'."""
+    given = getattr(config, "quantization_config", None)
+    return is_gguf(folder) or (is_compressed(given) and config.model_type in FAMILIES)
+
+
+def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
+    """Weights in the format of their file, for a twin; and the twin's generation configuration."""
+    if not is_gguf(folder):
+        take_generation_config(module, folder)
+        return CompressedWeights(folder, described.headers, module)
+    from transformers import GenerationConfig
+
+    file = read_gguf(folder)
+    module.generation_config = GenerationConfig(**generation_values(file))
+    return GgufWeights(file, module)
+
+
+def _stored_model(
+    described: _Described, folder: Path, backend: Backend, max_model_len: int, view: TargetView
 ) -> CausalLM:
-    """A GGUF model on a CPU: its weights stay in their formats, and no module has them, too.
+    """A model on a CPU whose weights stay in their file's format; no module has them, too.
 
     So there is no self-check against one. A miniature shows that the configuration was read right,
     `check_kernels` that kernels multiply these formats right.
     """
     config, model_class = described.config, described.model_class
     module = twin_of(model_class, config, torch.float32, torch.device("cpu"), ATTENTION_NAME)
-    file = read_gguf(path)
-    module.generation_config = _generation_config(file)
+    weights = _stored(described, folder, module)
     try:
-        stack = fill_stack(module, GgufWeights(file, module))
+        stack = fill_stack(module, weights)
     except UnfitError as reason:
-        raise UnsupportedModelError(f"`{path}` cannot be run: {reason}.") from reason
+        raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
     _check_miniature(model_class, config)
     positions = max(max_model_len, config.max_position_embeddings)
     try:
@@ -138,7 +158,7 @@ def _blocks_model(
     except UnfitError as reason:
         _log.info("The model runs in stock operators: %s", reason)
         network = backend.stock_stack(stack)
-    release(file)
+    weights.release()
     return CausalLM(
         module, network, backend=backend, layer_shapes=stack.layer_shapes,
         max_model_len=max_model_len, view=view, stack=stack,
@@ -158,7 +178,7 @@ def load_plain(path_or_name: str | Path) -> Any:
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
         described = _description(folder, is_dummy=False)
-        if is_gguf(folder):
+        if has_own_format(folder, described.config):
             module, _ = _dequantised(described, folder, torch.float32, device)
         else:
             module = _weighted_module(described, folder, torch.float32, device)
@@ -339,7 +359,7 @@ def _weighted(
     and what is wrong, are left to Transformers' loader.
     """
     config, model_class, headers, shapes = described
-    if is_gguf(folder):
+    if has_own_format(folder, config):
         return _dequantised(described, folder, dtype, device)
     is_plain = shapes is not None and not _is_quantised(config)
     if is_plain and config.model_type in FAMILIES:
@@ -353,22 +373,15 @@ def _weighted(
 
 
 def _dequantised(
-    described: _Described, path: Path, dtype: torch.dtype, device: torch.device
+    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack]:
-    """A GGUF model as plain numbers, where a module needs them or kernels read nothing else."""
+    """The same as plain numbers, where a module needs them or kernels read nothing else."""
     config, model_class, _, _ = described
     twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
-    file = read_gguf(path)
-    stack = read_stack(twin, GgufWeights(file, twin).numbers)
-    twin.generation_config = _generation_config(file)
-    release(file)
+    weights = _stored(described, folder, twin)
+    stack = read_stack(twin, weights.numbers)
+    weights.release()
     return twin, stack
-
-
-def _generation_config(file: GgufFile) -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig(**generation_values(file))
 
 
 def _is_quantised(config: Any) -> bool:

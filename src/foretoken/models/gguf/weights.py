@@ -16,22 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.errors import CheckpointError
-from foretoken.models.families import check_biases
 from foretoken.models.gguf.names import parameters, row_order
 from foretoken.models.gguf.reader import GgufTensor
 from foretoken.models.gguf.split import GgufFile
-from foretoken.models.sizes import check_fit
+from foretoken.models.stored import StoredWeights
 from foretoken.ops.formats import BLOCKS, decode_blocks
-from foretoken.ops.stack import Blocks, Dense, Joined, Linear
+from foretoken.ops.stack import Blocks, Dense
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class GgufWeights:
-    """Weights by the names of Transformers' parameters: a `families.Source`.
-
-    Matrices stay as the file has them, and where it is mapped; norms and biases are float32.
+class GgufWeights(StoredWeights):
+    """See `StoredWeights`.
 
     Args:
         module: the twin, whose parameters say what there must be.
@@ -43,53 +39,14 @@ class GgufWeights:
 
     def __init__(self, file: GgufFile, module: Any) -> None:
         self.file, self._tensors = file, parameters(file)
+        super().__init__(file.path, {*self._tensors})
         config = module.config.to_dict()
         sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
         self._heads: Mapping[str, int] = {name: config[name] for name in sizes}
-        wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-        found = {name: tensor.shape for name, tensor in self._tensors.items()}
-        problems = {
-            "missing": sorted(wanted.keys() - found.keys()),
-            "unexpected": sorted(found.keys() - wanted.keys()),
-            "mismatched": sorted(n for n in wanted.keys() & found.keys() if wanted[n] != found[n]),
-        }
-        check_fit(file.path, problems)
+        self.check_shapes(module, {name: t.shape for name, t in self._tensors.items()})
 
-    def tensor(self, name: str) -> Tensor:
-        """See `Source`; float32."""
-        values = self.numbers(name)
-        if not bool(values.isfinite().all()):
-            raise CheckpointError(
-                f"`{self._tensors[name].name}` in `{self.file.path}` is not finite: the file is "
-                "damaged. Download it again."
-            )
-        return values
-
-    def embedding(self, path: str) -> Dense | Blocks:
-        """See `Source`."""
-        return self._weight(f"{path}.weight")
-
-    def linear(self, *paths: str) -> Linear:
-        """See `Source`."""
-        parts = tuple(self._weight(f"{path}.weight") for path in paths)
-        has = [f"{path}.bias" in self._tensors for path in paths]
-        check_biases(paths, has)
-        bias = torch.cat([self.tensor(f"{path}.bias") for path in paths]) if all(has) else None
-        split = tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()
-        return Linear(Joined(parts) if len(parts) > 1 else parts[0], bias, split)
-
-    def numbers(self, name: str) -> Tensor:
-        """A parameter as float32."""
-        tensor = self._tensors[name]
-        if tensor.kind in BLOCKS:
-            values = decode_blocks(tensor.kind, _mapped(tensor))
-        else:
-            values = _mapped(tensor).view(_PLAIN[tensor.kind]).float()
-        values = values.reshape(tensor.shape)
-        order = self._order(name)
-        return values if order is None else values[order]
-
-    def _weight(self, name: str) -> Dense | Blocks:
+    def weight(self, name: str) -> Dense | Blocks:
+        """See `StoredWeights`."""
         tensor = self._tensors[name]
         rows, order = _mapped(tensor), self._order(name)
         if tensor.kind in BLOCKS:
@@ -97,17 +54,26 @@ class GgufWeights:
         values = rows.view(_PLAIN[tensor.kind])
         return Dense(values if order is None else values[order])
 
+    def vector(self, name: str) -> Tensor:
+        """See `StoredWeights`."""
+        tensor, order = self._tensors[name], self._order(name)
+        if tensor.kind in BLOCKS:
+            values = decode_blocks(tensor.kind, _mapped(tensor))[0]
+        else:
+            values = _mapped(tensor).view(_PLAIN[tensor.kind])[0]
+        return values if order is None else values[order]
+
+    def release(self) -> None:
+        """See `StoredWeights`."""
+        tensors = self._tensors.values()
+        maps = {id(found): found for t in tensors if (found := _map_of(t)) is not None}
+        for found in maps.values():
+            found.madvise(mmap.MADV_DONTNEED)
+
     def _order(self, name: str) -> Tensor | None:
         architecture = str(self.file.metadata["general.architecture"])
         order = row_order(architecture, name, self._heads)
         return None if order is None else torch.from_numpy(order)
-
-
-def release(file: GgufFile) -> None:
-    """Give back the memory that was read of a file: what is read again comes from it again."""
-    maps = {id(found): found for t in file.tensors.values() if (found := _map_of(t)) is not None}
-    for found in maps.values():
-        found.madvise(mmap.MADV_DONTNEED)
 
 
 def _map_of(tensor: GgufTensor) -> mmap.mmap | None:

@@ -128,6 +128,7 @@ def broken() -> dict[str, tuple[bytes, str]]:
         "key": (head + struct.pack("<Q", 2**40) + bytes(16), f"a key of {2**40} bytes"),
         "twice": (file_bytes({"x": 1})[:16] + struct.pack("<Q", 2)
                   + 2 * file_bytes({"x": 1})[24:41], "has the key `x` twice"),
+        "line end": (file_bytes({"x\ny": 1}), "has a key that is no name"),
         "utf-8": (file_bytes({"x": b"\xff\xfe"}), "value of `x` that is not UTF-8"),
         "utf-8 in a list": (file_bytes({"x": ["a", b"\xff"]}), "not UTF-8 at `x`"),
         "type": (head + text_bytes("x") + struct.pack("<IQ", 13, 0), "unknown type 13 at `x`"),
@@ -184,7 +185,7 @@ def mutated(data: bytes, head: int, rng: random.Random) -> bytes:
     """A file with a few faults in its header: bytes, numbers, a cut, a stretch twice or gone."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        at = rng.randrange(head)
+        at = rng.randrange(min(head, len(changed)))
         kind = rng.randrange(5)
         if kind == 0:
             changed[at] ^= 1 << rng.randrange(8)
@@ -193,12 +194,10 @@ def mutated(data: bytes, head: int, rng: random.Random) -> bytes:
             changed[at : at + 8] = struct.pack("<Q", number)
         elif kind == 2:
             changed = changed[: rng.randrange(len(changed))] or bytearray(b"G")
-            head = min(head, len(changed))
         elif kind == 3:
             changed[at:at] = changed[at : at + rng.randrange(40)]
         else:
-            del changed[at : at + rng.randrange(1, 40)]
-            head = max(1, min(head, len(changed)))
+            changed = changed[:at] + changed[at + rng.randrange(1, 40) :] or bytearray(b"G")
     return bytes(changed)
 
 

@@ -68,7 +68,8 @@ _MAX_HEADER = 2**28  # bytes; the largest known have 2**24: a vocabulary of 262 
 _MAX_TEXT = 2**24  # bytes of one string; chat templates have 2**14
 _MAX_ITEMS = 2**22  # of all arrays together; the largest known have 2**20
 _MAX_PAIRS, _MAX_TENSORS = 2**12, 2**17  # the largest known have 60 and 50 000
-_MAX_KEY, _MAX_NAME, _MAX_DIMS = 2**16 - 1, 64, 4  # bounds of the format itself
+_MAX_NAME, _MAX_DIMS = 64, 4  # of a tensor: bounds of the format itself
+_MAX_KEY = 256  # bytes; the format has 65535, files have 60
 _MAX_NUMBERS = 2**63 - 1
 _AGAIN = "Download it again."
 
@@ -188,7 +189,7 @@ class _Header:
         self._check_count(pairs, "keys", _LEAST_PAIR, _MAX_PAIRS)
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self._text("a key", _MAX_KEY)
+            key = self._name("a key", _MAX_KEY)
             if key in metadata:
                 raise self._wrong(f"has the key `{key}` twice")
             metadata[key] = self._value(key)
@@ -241,6 +242,13 @@ class _Header:
             return str(self._bytes[at : at + size], "utf-8")
         except UnicodeDecodeError as error:
             raise self._wrong(f"has {what} that is not UTF-8, at byte {at}") from error
+
+    def _name(self, what: str, most: int) -> str:
+        """A text that can stand in a message as it is."""
+        name = self._text(what, most)
+        if not name.isprintable():
+            raise self._wrong(f"has {what} that is no name: {shown(name)}")
+        return name
 
     def _value(self, key: str) -> Any:
         kind = self._u32()
@@ -298,7 +306,7 @@ class _Header:
 
     def _tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
         """Name, kind, shape and offset of a tensor, which make sense by themselves."""
-        name = self._text("a tensor's name", _MAX_NAME)
+        name = self._name("a tensor's name", _MAX_NAME)
         dims = self._u32()
         if not 1 <= dims <= _MAX_DIMS:
             raise self._wrong(f"gives `{name}` {dims} dimensions: must be in 1..{_MAX_DIMS}")

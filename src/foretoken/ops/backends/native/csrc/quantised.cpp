@@ -86,32 +86,32 @@ ByteVec shifted_right(ByteVec v, int bits) {  // what crosses into a byte must b
   return (ByteVec)((ShortVec)v >> bits);
 }
 
-// The codes of 32 inputs, four in each lane.
+// The codes of inputs 4j to 4j + 3 of a step in each lane. Made where they are used: eight vectors of
+// them beside the sums of several rows are more than AVX2 has registers.
 template <int Bits>
-void load_codes(const uint8_t* from, ByteVec* w) {
+ByteVec codes_at(const uint8_t* from, int j) {
   const auto vector = [&](int i) { return load_as<ByteVec>(from + i * sizeof(ByteVec)); };
-  if constexpr (Bits == 8) {
-    for (int j = 0; j < kQuads; j++) w[j] = vector(j);
-  } else {
-    for (int j = 0; j < 4; j++) {
-      const ByteVec both = vector(j);
-      w[j] = both & 15;
-      w[j + 4] = shifted_right(both, 4) & 15;
-    }
-    if constexpr (Bits == 5) {
-      const ByteVec high = vector(4);
-      for (int j = 0; j < kQuads; j++)
-        w[j] |= (j < 4 ? (ByteVec)((ShortVec)high << (4 - j)) : shifted_right(high, j - 4)) & 16;
-    }
-    if constexpr (Bits == 6) {
-      for (int j = 0; j < kQuads; j++) {
-        const ByteVec high = vector(4 + j / 4);
-        const int at = 2 * (j % 4);  // of its two bits
-        w[j] |= (at < 4 ? (ByteVec)((ShortVec)high << (4 - at)) : shifted_right(high, at - 4)) & 48;
-      }
-    }
-  }
+  if constexpr (Bits == 8) return vector(j);
+  const ByteVec low = (j < 4 ? vector(j) : shifted_right(vector(j - 4), 4)) & 15;
+  if constexpr (Bits == 4) return low;
+  const ByteVec high = vector(Bits == 5 ? 4 : 4 + j / 4);
+  const int at = Bits == 5 ? j : 2 * (j % 4);  // of the code's upper bits in a byte
+  const ByteVec placed = at < 4 ? (ByteVec)((ShortVec)high << (4 - at)) : shifted_right(high, at - 4);
+  constexpr uint8_t mask = Bits == 5 ? 16 : 48;
+  return low | (placed & mask);
 }
+
+#if defined(__AVX512VNNI__)
+IntVec add_products(IntVec sum, ByteVec w, ByteVec x) {
+  return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+#elif defined(__AVXVNNI__)
+IntVec add_products(IntVec sum, ByteVec w, ByteVec x) {
+  return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+#elif defined(__AVX2__)
+IntVec add_products(IntVec sum, ByteVec, ByteVec) { return sum; }  // has none
+#endif
 
 #if defined(__AVX2__)
 #if defined(__AVX512BW__)
@@ -136,41 +136,45 @@ ByteVec with_sign_of(ByteVec x, ByteVec w) {
 #endif
 #endif
 
-// sum[r] + the sums of w[j] * x over N vectors of four inputs a lane, for R rows: integers, exact.
-template <int Bits, int N, int R>
-void dot(const ByteVec* w, const int8_t* x, int64_t inputs, IntVec* sum) {
+// sum[r] + the sums of codes * x over inputs 4 * First to 4 * Last - 1, for R rows: integers, exact.
+template <int Bits, int First, int Last, int R>
+void dot(const uint8_t* codes, const int8_t* x, int64_t inputs, IntVec* sum) {
   const auto quad = [&](int r, int j) {
     return (ByteVec)(load_as<int32_t>(x + r * inputs + 4 * j) - IntVec{});
   };
-#if defined(__AVX512VNNI__)
-  for (int j = 0; j < N; j++)
-    for (int r = 0; r < R; r++)
-      sum[r] = (IntVec)_mm512_dpbusd_epi32((__m512i)sum[r], (__m512i)w[j], (__m512i)quad(r, j));
-#elif defined(__AVXVNNI__)
-  for (int j = 0; j < N; j++)
-    for (int r = 0; r < R; r++)
-      sum[r] = (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum[r], (__m256i)w[j], (__m256i)quad(r, j));
-#elif defined(__AVX2__)
-  if constexpr (Bits == 8) {
-    for (int j = 0; j < N; j++) {
-      const ByteVec size = magnitude(w[j]);
-      for (int r = 0; r < R; r++) sum[r] += add_pairs(pairs(size, with_sign_of(quad(r, j), w[j])));
+#if defined(__AVX2__)
+  if constexpr (kHasVnni) {
+#pragma GCC unroll 8
+    for (int j = First; j < Last; j++) {
+      const ByteVec w = codes_at<Bits>(codes, j);
+      for (int r = 0; r < R; r++) sum[r] = add_products(sum[r], w, quad(r, j));
+    }
+  } else if constexpr (Bits == 8) {
+#pragma GCC unroll 8
+    for (int j = First; j < Last; j++) {
+      const ByteVec w = codes_at<Bits>(codes, j), size = magnitude(w);
+      for (int r = 0; r < R; r++) sum[r] += add_pairs(pairs(size, with_sign_of(quad(r, j), w)));
     }
   } else {
     constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;  // sums of pairs that 16 bits hold
-    for (int j = 0; j < N; j += fit) {
-      ShortVec part[R];
-      for (int r = 0; r < R; r++) part[r] = pairs(w[j], quad(r, j));
-      for (int i = 1; i < fit && j + i < N; i++)
-        for (int r = 0; r < R; r++) part[r] += pairs(w[j + i], quad(r, j + i));
+#pragma GCC unroll 8
+    for (int j = First; j < Last; j += fit) {
+      ShortVec part[R] = {};
+#pragma GCC unroll 8
+      for (int i = j; i < j + fit && i < Last; i++) {
+        const ByteVec w = codes_at<Bits>(codes, i);
+        for (int r = 0; r < R; r++) part[r] += pairs(w, quad(r, i));
+      }
       for (int r = 0; r < R; r++) sum[r] += add_pairs(part[r]);
     }
   }
 #else
-  for (int j = 0; j < N; j++)
+  for (int j = First; j < Last; j++) {
+    const ByteVec w = codes_at<Bits>(codes, j);
     for (int r = 0; r < R; r++)
       for (int lane = 0; lane < kWidth; lane++)
-        for (int i = 0; i < 4; i++) sum[r][lane] += w[j][4 * lane + i] * x[r * inputs + 4 * j + i];
+        for (int i = 0; i < 4; i++) sum[r][lane] += w[4 * lane + i] * x[r * inputs + 4 * j + i];
+  }
 #endif
 }
 
@@ -201,24 +205,29 @@ struct Scaled {
 
   // sum[r] + the step's part of each product, for R rows, `inputs` numbers apart.
   template <int R>
-  void add(Vec* sum, int64_t apart, const ByteVec* w, const int8_t* x, const Activation* group,
+  void add(Vec* sum, int64_t apart, const uint8_t* stored, const int8_t* x, const Activation* group,
            int64_t inputs) const {
     const int64_t groups = inputs / kGroup;
     const auto start = [](int32_t codes) { return -layout.offset * codes - IntVec{}; };
     const auto floats = [](IntVec v) { return __builtin_convertvector(v, Vec); };
     IntVec codes[R];
     if constexpr (layout.scales == Scales::kHalves) {
-      for (int half = 0; half < 2; half++) {
-        for (int r = 0; r < R; r++) codes[r] = start(group[r * groups].sum[half]);
-        dot<layout.bits, kQuads / 2, R>(w + half * kQuads / 2, x + half * kGroup / 2, inputs, codes);
-        for (int r = 0; r < R; r++)
-          sum[r * apart] = multiply_add(floats(codes[r]), (half ? other : scale) * group[r * groups].scale,
-                                        sum[r * apart]);
+      for (int r = 0; r < R; r++) codes[r] = start(group[r * groups].sum[0]);
+      dot<layout.bits, 0, kQuads / 2, R>(stored, x, inputs, codes);
+      for (int r = 0; r < R; r++) {
+        Vec& to = sum[r * apart];
+        to = multiply_add(floats(codes[r]), scale * group[r * groups].scale, to);
+        codes[r] = start(group[r * groups].sum[1]);
+      }
+      dot<layout.bits, kQuads / 2, kQuads, R>(stored, x, inputs, codes);
+      for (int r = 0; r < R; r++) {
+        Vec& to = sum[r * apart];
+        to = multiply_add(floats(codes[r]), other * group[r * groups].scale, to);
       }
     } else {
       for (int r = 0; r < R; r++)
         codes[r] = start(group[r * groups].sum[0] + group[r * groups].sum[1]);
-      dot<layout.bits, kQuads, R>(w, x, inputs, codes);
+      dot<layout.bits, 0, kQuads, R>(stored, x, inputs, codes);
       for (int r = 0; r < R; r++) {
         Vec& to = sum[r * apart];
         to = multiply_add(floats(codes[r]), scale * group[r * groups].scale, to);
@@ -246,11 +255,12 @@ void multiply_rows(const Activations& x, int64_t first, const uint8_t* panel, in
       left = in_block;
     }
     const uint8_t* stored = at + layout.step() * kPanel;
+    // Left to itself GCC joins two steps instead, and keeps the sums in memory (one row: 1.5 times).
+#pragma GCC unroll 4
     for (int v = 0; v < kVecs; v++) {
-      ByteVec w[kQuads];
-      load_codes<layout.bits>(stored + v * vector, w);
       const Scaled<K> scaled(header, at, v);
-      scaled.template add<R>(&sum[0][v], kVecs, w, codes + step * kGroup, groups + step, inputs);
+      scaled.template add<R>(&sum[0][v], kVecs, stored + v * vector, codes + step * kGroup,
+                             groups + step, inputs);
     }
     at = stored + layout.codes() * kPanel;
   }

@@ -164,8 +164,8 @@ def read_head(
                 f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
             )
         if head is not None and OUTPUT_LAYER not in stored:
-            output, shapes = head, {n: s for n, s in shapes.items() if n != OUTPUT_LAYER}
-        _check_names(folder, stored, shapes, optional)
+            output = head
+        _check_names(folder, stored, shapes, optional, output)
     else:
         check_room(folder, config.layer, shapes, dtype, device)
         stored = _random_weights(shapes, dummy_seed, dtype, device)
@@ -313,16 +313,24 @@ def _check_names(
     stored: dict[str, Tensor],
     shapes: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
+    output: Weight | None,
 ) -> None:
-    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so."""
+    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so.
+
+    Args:
+        output: the output layer, if it is not stored.
+    """
     known = {**optional, **shapes}
+    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if output is not None:
+        found[OUTPUT_LAYER] = output.shape
     problems = {
-        "missing": [name for name in shapes if name not in stored],
-        "unexpected": [name for name in stored if name not in known],
+        "missing": [name for name in shapes if name not in found],
+        "unexpected": [name for name in found if name not in known],
         "mismatched": [
-            f"{name} {[*tensor.shape]} in place of {[*known[name]]}"
-            for name, tensor in stored.items()
-            if name in known and tensor.shape != known[name]
+            f"{name} {[*shape]} in place of {[*known[name]]}"
+            for name, shape in found.items()
+            if name in known and shape != known[name]
         ],
     }
     check_fit(folder, problems)

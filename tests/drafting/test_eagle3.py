@@ -31,6 +31,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
+from foretoken.ops.stack import Dense
 from foretoken.ops.steps import ForwardBatch
 from foretoken.slots.plan import StepPlan
 from tests.models.heads import NaiveHead, NaiveRows
@@ -64,7 +65,7 @@ def setup_of(folder: Path, backend: str = "torch", **speculation: Any) -> Drafte
         device=CPU,
         vocab_size=VOCABULARY,
         max_model_len=BLOCK * COLUMNS,
-        embedding=EMBEDDING,
+        embedding=Dense(EMBEDDING),
     )
 
 

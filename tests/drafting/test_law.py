@@ -51,6 +51,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
+from foretoken.ops.stack import Dense
 from foretoken.ops.steps import ForwardBatch, PackSizes, StepTokens
 from foretoken.slots.plan import StepPlan
 from tests.support.slots import GivenSlots
@@ -106,7 +107,7 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
         max_num_batched_tokens=4 * num_slots,
     )  # fmt: skip
     embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
-    return DrafterSetup(config, spec, backend, CPU, VOCABULARY, 4096, embedding=embedding)
+    return DrafterSetup(config, spec, backend, CPU, VOCABULARY, 4096, embedding=Dense(embedding))
 
 
 def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> ForwardBatch:

@@ -25,6 +25,7 @@ from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import LoadedStack, get_backend
 from foretoken.ops.backends.torch.stack import output
+from foretoken.ops.stack import Dense
 from tests.models.batches import Span, build_batch
 from tests.models.heads import SWITCHES
 from tests.support.checkpoints import save_checkpoint
@@ -60,7 +61,7 @@ def test_every_step_of_training_is_a_pass_of_drafting(tmp_path: Path, switches: 
     folder = save_head(tmp_path, hidden=32, vocabulary=60, **SWITCHES[switches])
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(60, 32, generator=generator)
-    head = read_head(folder, read_eagle3_config(folder), embedding)
+    head = read_head(folder, read_eagle3_config(folder), Dense(embedding))
     loaded = get_backend("torch").stock_stack(head)
     token_BT = torch.randint(60, (2, LENGTH), generator=generator)
     aux = torch.randn(3, 2, LENGTH, 32, generator=generator)

@@ -27,6 +27,7 @@ from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import AttentionBatch, Backend, LoadedStack, Stack, UnfitError, get_backend
 from foretoken.ops.backends.torch.stack import StockStack
 from foretoken.ops.backends.triton.decoder import FusedStack
+from foretoken.ops.stack import Dense
 from tests.models.batches import Span, build_batch
 from tests.support import interpreter as interpreter
 
@@ -47,14 +48,14 @@ def embedding() -> torch.Tensor:
 
 def read(folder: Path, **switches: Any) -> Stack:
     save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
-    return read_head(folder, read_eagle3_config(folder), embedding())
+    return read_head(folder, read_eagle3_config(folder), Dense(embedding()))
 
 
 def load(folder: Path, backend: Backend, **switches: Any) -> LoadedStack:
     save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
     config = read_eagle3_config(folder)
     return load_head(
-        folder, config, embedding=embedding(), backend=backend, positions=40, most_rows=ROWS
+        folder, config, embedding=Dense(embedding()), backend=backend, positions=40, most_rows=ROWS
     )
 
 
@@ -156,7 +157,7 @@ def refuses(folder: Path) -> None:
         backend = Backend("triton", replace(right, load_stack=wrong))
         assert isinstance(load(folder, backend, drafted=128), StockStack)
         assert "differs by" in records.pop()
-    wide = replace(read(folder), embedding=Dense(embedding()).to(torch.float64))
+    wide = replace(read(folder), embedding=Dense(embedding().to(torch.float64)))
     with pytest.raises(UnfitError, match="float64"):
         get_backend("triton").load_stack(wide, 40, ROWS)
 

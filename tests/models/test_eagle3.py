@@ -21,6 +21,7 @@ from foretoken.models.eagle3 import lacks_head, load_head, read_head
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.ops import LoadedStack, RoundStack, Stack, get_backend
 from foretoken.ops.backends.torch.stack import output, turn, turns
+from foretoken.ops.stack import Dense
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.heads import SWITCHES, NaiveHead, NaiveRows
@@ -38,14 +39,14 @@ def embedding(vocabulary: int = VOCABULARY, hidden: int = HIDDEN) -> Tensor:
 def read(folder: Path, dummy_seed: int | None = None) -> Stack:
     config = read_eagle3_config(folder)
     weight = embedding(config.vocab_size, config.target_hidden_size)
-    return read_head(folder, config, weight, dummy_seed=dummy_seed)
+    return read_head(folder, config, Dense(weight), dummy_seed=dummy_seed)
 
 
 def load(folder: Path, backend: str) -> LoadedStack:
     config, kernels = read_eagle3_config(folder), get_backend(backend)
     weight = embedding(config.vocab_size, config.target_hidden_size)
     return load_head(
-        folder, config, embedding=weight, backend=kernels, positions=LENGTH, most_rows=3
+        folder, config, embedding=Dense(weight), backend=kernels, positions=LENGTH, most_rows=3
     )
 
 
@@ -252,11 +253,11 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
     change_weights(folder, embed_tokens=lambda _: target, lm_head=lambda _: None)
     assert lacks_head(folder, config)
     weight = torch.randn(VOCABULARY, HIDDEN)
-    head = read_head(folder, config, target, head=weight)
+    head = read_head(folder, config, Dense(target), head=Dense(weight))
     assert head.embedding.values is target
     assert head.head.weight.values is weight
     with pytest.raises(CheckpointError, match=r"mismatched .*lm_head.weight \[60, 31\] in place"):
-        read_head(folder, config, target, head=weight[:, 1:])
+        read_head(folder, config, Dense(target), head=Dense(weight[:, 1:]))
     with pytest.raises(CheckpointError, match=r"missing tensors, for example `lm_head.weight`"):
         read(folder)
     few = save_head(tmp_path / "few", **SIZES, drafted=9)

@@ -17,6 +17,7 @@ from foretoken.models import load_model, load_tokenizer
 from foretoken.models.eagle3 import load_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import get_backend
+from foretoken.ops.stack import Dense
 from tests.models import families
 from tests.support.checkpoints import save_checkpoint
 
@@ -181,7 +182,7 @@ def test_sizes_of_a_head(tmp_path: Path, field: str, dummy_seed: int | None) -> 
         edit(tmp_path, **{**original, field: value})
         with pytest.raises(ForetokenError, match=rf"{field}|of attention heads") as caught:
             load_head(
-                tmp_path, read_eagle3_config(tmp_path), embedding=torch.randn(60, 32),
+                tmp_path, read_eagle3_config(tmp_path), embedding=Dense(torch.randn(60, 32)),
                 backend=get_backend("torch"), positions=40, most_rows=1, dummy_seed=dummy_seed,
             )  # fmt: skip
         assert str(value) in str(caught.value)

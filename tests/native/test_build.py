@@ -19,6 +19,7 @@ for word in "$@"; do last=$word; done
 {then}
 """
 WORKS = 'echo library > "$last"'
+VARIANTS = ("x86-64-v4-vnni", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3")
 FAILS = """for i in 1 2 3 4 5 6 7 8 9; do echo "kernel.cpp:$i: warning: no error here" >&2; done
 echo "kernel.cpp:9: error: no such luck" >&2; echo "   9 | int x" >&2
 for i in 1 2 3 4 5 6 7 8 9; do echo "kernel.cpp:$i: error: and so on" >&2; done; exit 1"""
@@ -52,19 +53,38 @@ def commands(tree: Path, name: str) -> list[str]:
 def test_one_library_per_instruction_set_each_compiled_once(tree: Path) -> None:
     compiler(tree, "g++")
     built = build.build()
-    assert built == [build.library_path(v) for v in ("x86-64-v4", "x86-64-v3")]
+    assert built == [build.library_path(v) for v in VARIANTS]
     assert sorted((tree / "lib").iterdir()) == sorted(built)  # nothing half-made beside them
     compiled = [line for line in commands(tree, "g++") if "-c " in line]
-    for variant, command in zip(("x86-64-v3", "x86-64-v4"), sorted(compiled), strict=True):
-        assert f"-march={variant} " in command
+    for march, command in zip(("x86-64-v3", "x86-64-v4"), sorted(compiled), strict=True):
+        assert f"-march={march} " in command
+        assert "vnni" not in command
         assert str(tree / "csrc" / "kernel.cpp") in command
         assert "-ffast-math" not in command
-    assert len(commands(tree, "g++")) == 4, "two files, two libraries"
-    assert build.build() == built
-    assert len(commands(tree, "g++")) == 4
-    built[1].unlink()
+    assert len(commands(tree, "g++")) == 6, "two files, four libraries"
     assert build.build() == built
     assert len(commands(tree, "g++")) == 6
+    built[1].unlink()
+    assert build.build() == built
+    assert len(commands(tree, "g++")) == 8
+
+
+def test_quantised_products_alone_are_compiled_for_each_variant(tree: Path) -> None:
+    compiler(tree, "g++")
+    (tree / "csrc" / "quantised.cpp").touch()
+    build.build()
+    compiled = [line for line in commands(tree, "g++") if "-c " in line]
+    flags = [set(line.split()) for line in compiled if f"{tree}/csrc/quantised.cpp" in line]
+    for wanted in build.VARIANTS["x86_64"].values():
+        found = [f for f in flags if {w for w in f if "march" in w or "vnni" in w} == {*wanted}]
+        assert len(found) == 1
+    assert len(flags) == 4
+    assert len(compiled) == 6
+    linked = [line.split() for line in commands(tree, "g++") if "-shared" in line]
+    assert [len([word for word in line if word.endswith(".o")]) for line in linked] == [2] * 4
+    objects = [{word for word in line if word.endswith(".o")} for line in linked]
+    assert len(set.union(*objects)) == 6
+    assert not set.intersection(*objects)
 
 
 def test_progress_is_shown_from_the_first_moment(
@@ -84,7 +104,7 @@ def test_progress_is_shown_from_the_first_moment(
 def test_clang_serves_too(tree: Path) -> None:
     compiler(tree, "clang++")
     assert all(path.exists() for path in build.build())
-    assert len(commands(tree, "clang++")) == 4
+    assert len(commands(tree, "clang++")) == 6
 
 
 def test_changed_sources_are_another_library_and_the_outdated_go(tree: Path) -> None:
@@ -131,7 +151,7 @@ def test_as_many_files_at_a_time_as_there_are_cores_for_this_process(tree: Path)
         build.build()
     finally:
         os.sched_setaffinity(0, cores)
-    assert (tree / "order").read_text().split() == ["start", "end"] * 10
+    assert (tree / "order").read_text().split() == ["start", "end"] * 12
 
 
 def test_the_digest_changes_with_everything_that_is_compiled(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretoken.cache.kv_pool import KVPool
@@ -21,7 +22,7 @@ from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.families import FAMILIES, read_stack
 from foretoken.ops import RoundStack, Stack, UnfitError, get_backend
 from foretoken.ops.backends.native import library
-from foretoken.ops.stack import Dense
+from foretoken.ops.stack import Dense, linears, map_linears
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
@@ -104,8 +105,6 @@ def test_every_family_has_a_case() -> None:
 
 def save(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
     """A random checkpoint whose vectors are random, too: biases, weights of norms."""
-    from safetensors.torch import load_file, save_file
-
     families.save_model(folder, family, {"max_position_embeddings": 512, **overrides})
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
     weights = {
@@ -311,17 +310,21 @@ def test_what_it_does_not_cover_runs_through_its_module(
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_half_precision_runs_in_stock_operators(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = families.save_model(tmp_path, "llama", HEADS)
-    with caplog.at_level(logging.INFO, "foretoken"):
-        model = load_model(folder, device="cpu", backend="native", dtype="bfloat16")
-    assert not model.runs_in_kernels
-    assert "weights are torch.bfloat16, not float32" in caplog.text
-    kv = KVPool(model.layer_shapes, 1, 4, dtype=model.dtype, device=CPU)
-    logits = model.forward(build_batch([Span([0], 0, [1, 2], 2)], 4, CPU), kv).logits_NV
-    assert bool(logits.isfinite().all())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_half_precision_are_computed_with_in_float32(tmp_path: Path, dtype: str) -> None:
+    """The bits are those of the same weights as floats."""
+    half = getattr(torch, dtype)
+    folder = save(tmp_path, "llama", {**ODD, "attention_bias": True, "mlp_bias": True})
+    model = load_model(folder, device="cpu", backend="native", dtype=dtype)
+    assert isinstance(model.network, RoundStack)
+    assert model.dtype is torch.float32
+    assert model.embedding.values.dtype is half
+    for _, linear in linears(model.network.stack):
+        assert linear.weight.values.dtype is half
+    path, text = folder / "model.safetensors", random_text(40, 8, model.vocab_size)
+    rounded = {name: w.to(half).float() for name, w in load_file(path).items()}
+    save_file(rounded, path, metadata={"format": "pt"})
+    assert torch.equal(run(model, text, [30, 1, 9]), run(load(folder), text, [30, 1, 9]))
 
 
 def test_other_backends_do_not_fuse(tmp_path: Path) -> None:
@@ -353,8 +356,18 @@ def transposed_weight(stack: Stack) -> Stack:
     return replace(stack, layers=(layer, last._replace(feed=last.feed._replace(down=down))))
 
 
-def half_a_norm(stack: Stack) -> Stack:
+def wide_weights(stack: Stack) -> Stack:
+    return map_linears(stack, lambda one: one._replace(weight=Dense(one.weight.values.double())))
+
+
+def wide_norm(stack: Stack) -> Stack:
     return replace(stack, norm_C=stack.norm_C.double())
+
+
+def half_a_norm(stack: Stack) -> Stack:
+    """Of one layer, where the last norm says that all are float32."""
+    layer, last = stack.layers
+    return replace(stack, layers=(layer, last._replace(feed_norm_C=last.feed_norm_C.half())))
 
 
 def capped(stack: Stack) -> Stack:
@@ -368,8 +381,10 @@ def capped(stack: Stack) -> Stack:
     ("change", "message"),
     [
         (biased_head, "the output layer has a bias"),
-        (transposed_weight, "a weight is not contiguous float32"),
-        (half_a_norm, "a weight is not contiguous float32"),
+        (transposed_weight, "`down` is not contiguous"),
+        (wide_weights, "`qkv` is stored as float64"),
+        (wide_norm, "a norm or a bias is not contiguous float32"),
+        (half_a_norm, "a norm or a bias is not contiguous float32"),
         (capped, "attention has a soft cap or sinks"),
     ],
 )
@@ -403,6 +418,6 @@ def test_matrices_are_kept_once(tmp_path: Path, tied: bool) -> None:
         for linear in (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down):
             assert linear.weight.values.is_meta
     assert stack.head.weight.values.is_meta
-    assert not stack.embedding.is_meta
+    assert not stack.embedding.values.is_meta
     assert model.module is None
     assert not model.multiplies_masked_keys

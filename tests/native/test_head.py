@@ -13,8 +13,8 @@ import torch
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
-from foretoken.models.eagle3 import load_head
-from foretoken.models.eagle3_config import read_eagle3_config
+from foretoken.models.eagle3 import load_head, read_head
+from foretoken.models.eagle3_config import Eagle3Config, read_eagle3_config
 from foretoken.ops import (
     AttentionBatch,
     Backend,
@@ -26,6 +26,7 @@ from foretoken.ops import (
     get_backend,
 )
 from foretoken.ops.backends.native.stack import NativeStack
+from foretoken.ops.stack import Dense, Linear, map_linears
 from foretoken.ops.steps import ForwardBatch
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
@@ -43,13 +44,17 @@ def load(
     **switches: Any,
 ) -> LoadedStack:
     save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
-    embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
     kernels = backend or get_backend("native")
-    config = read_eagle3_config(folder)
-    embedding = embedding.to(dtype)
+    _, config, embedding = read_from(folder, dtype)
     return load_head(
         folder, config, embedding=embedding, backend=kernels, positions=40, most_rows=SLOTS
     )
+
+
+def read_from(folder: Path, dtype: torch.dtype) -> tuple[Path, Eagle3Config, Dense]:
+    """What a head is read from: its folder, what that says, the target's embedding."""
+    embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
+    return folder, read_eagle3_config(folder), Dense(embedding.to(dtype))
 
 
 def round_of(head: LoadedStack, **changes: Any) -> torch.Tensor:
@@ -122,21 +127,43 @@ def test_wrong_hidden_states_are_named(
             assert hidden_NC.shape == (3, HIDDEN)
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"head_dim": 8}, r"heads of sizes [8]: not one multiple of 16"),
-        ({"dtype": torch.bfloat16}, "weights are torch.bfloat16, not float32 on the CPU"),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_it_lacks_is_said_and_computed_by_operators(
-    tmp_path: Path, given: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
+    reason = "heads of sizes [8]: not one multiple of 16"
     with caplog.at_level("INFO"):
-        head = load(tmp_path, **given)
+        head = load(tmp_path, dtype, head_dim=8)
     assert not isinstance(head, RoundStack)
     assert f"The EAGLE-3 head runs in stock operators: {reason}" in caplog.text
     assert head.logits(torch.zeros(1, HIDDEN, dtype=head.stack.dtype)).shape == (1, VOCABULARY)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision_are_computed_with_in_float32(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """The bits are those of the same weights as floats."""
+    head = load(tmp_path, dtype, attention_bias=True)
+    assert isinstance(head, RoundStack)
+    assert head.dtype is torch.float32
+    assert head.stack.head.weight.values.dtype is dtype
+    wide = NativeStack(as_floats(read_head(*read_from(tmp_path, dtype))), 40, SLOTS)
+    given = {"hidden_SC": torch.randn(SLOTS, HIDDEN)}
+    first, second = (cache(8) for _ in range(2))
+    drafts = round_of(head, **given, cache=first)
+    assert torch.equal(drafts, round_of(wide, **given, cache=second))
+    assert bool(first.logits_SKV[1, :3].any())
+    assert torch.equal(first.logits_SKV[1, :3], second.logits_SKV[1, :3])
+
+
+def as_floats(stack: Stack) -> Stack:
+    """Matrices alone: norms and biases are made wide anyway."""
+
+    def wide(one: Linear) -> Linear:
+        return one._replace(weight=Dense(one.weight.values.float()))
+
+    return replace(map_linears(stack, wide), embedding=Dense(stack.embedding.values.float()))
 
 
 def wrong_norm(stack: Stack) -> Stack:

@@ -64,7 +64,7 @@ def stack(num_layers: int = 2, rule: FeatureRule | None = None, **changes: Any) 
     ]  # fmt: skip
     head = linear(VOCABULARY, SIZE)
     embedding, gain = torch.randn(VOCABULARY, SIZE), torch.rand(SIZE) + 0.5
-    made = Stack(embedding, tuple(layers), gain, head, 1e-5, VOCABULARY, features=rule)
+    made = Stack(Dense(embedding), tuple(layers), gain, head, 1e-5, VOCABULARY, features=rule)
     return replace(made, **changes)
 
 

@@ -28,6 +28,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.floor import Floor, Reads
 from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
+from foretoken.ops.stack import Dense
 from tests.project.source import ROOT
 
 GEMM = "nvjet_sm90_tst_128x80_64x8_1x2_h_badd_TNT"
@@ -119,7 +120,7 @@ def test_what_one_call_reads(llm: LLM, tmp_path: Path) -> None:
     assert 20 * sum(target[name] for name in list(sizes)[:4]) == pytest.approx(in_layers)
     assert 0 < target["draft qkv"] < target["qkv"]
     folder = save_head(tmp_path, hidden=32, vocabulary=60, sliding_window=1)
-    stack = read_head(folder, read_eagle3_config(folder), torch.zeros(60, 32))
+    stack = read_head(folder, read_eagle3_config(folder), Dense(torch.zeros(60, 32)))
     drafter, (layer,) = Reads.of_stack(stack, torch.float32), stack.layers
     linears = (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down, stack.head)
     numbers = sum(linear.weight.values.numel() for linear in linears) + 3 * 32

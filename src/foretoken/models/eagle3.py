@@ -14,6 +14,7 @@ Scaling up Inference Acceleration of Large Language Models via Training-Time Tes
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,20 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.checkpoint import check_weights, reading
+from foretoken.models.checkpoint import check_weights, read_config
+from foretoken.models.compressed import Stored, is_compressed, why_not
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
 from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
+from foretoken.models.stored import numbers_of
 from foretoken.ops import AttentionBatch, AttentionOptions, Backend
 from foretoken.ops.stack import (
     Attention,
     Dense,
     FeatureRule,
     Gated,
+    Grouped,
+    Joined,
     Layer,
     Linear,
     LoadedStack,
@@ -41,6 +46,7 @@ from foretoken.ops.stack import (
     Weight,
     device_of,
     dtype_of,
+    plain,
 )
 from foretoken.ops.steps import ForwardBatch
 
@@ -65,12 +71,7 @@ def lacks_head(folder: Path, config: Eagle3Config) -> bool:
     Raises:
         CheckpointError: the weights cannot be read.
     """
-    from safetensors import safe_open
-
-    names = set[str]()
-    for path in check_weights(folder):
-        with reading(path), safe_open(path, "pt") as file:
-            names |= {_our_name(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
+    names = {_our_name(name) for name in Stored(_headers(folder)).parameters()}
     return OUTPUT_LAYER not in names and config.draft_vocab_size == config.vocab_size
 
 
@@ -157,22 +158,25 @@ def read_head(
     drafted, known = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
         stored = _read_weights(folder, config)
-        target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
+        offset = stored.pop(_MAP, None)
+        target_ids = _target_ids(folder, offset if isinstance(offset, Tensor) else None, config)
         if _EMBEDDING in shapes and _EMBEDDING not in stored:
             raise CheckpointError(
                 f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
                 f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
             )
         if head is not None and OUTPUT_LAYER not in stored:
-            output, shapes = head, {n: s for n, s in shapes.items() if n != OUTPUT_LAYER}
-        _check_names(folder, stored, shapes, optional)
+            output = head
+        _check_names(folder, stored, shapes, optional, output)
     else:
         check_room(folder, config.layer, shapes, dtype, device)
-        stored = _random_weights(shapes, dummy_seed, dtype, device)
+        stored = {**_random_weights(shapes, dummy_seed, dtype, device)}
         target_ids = torch.arange(drafted) * known // drafted
-    tensors = {name: w.to(device, dtype) for name, w in stored.items()}
-    check_finite(folder, tensors.items())
+    tensors = {name: _placed(w, dtype, device) for name, w in stored.items()}
+    check_finite(folder, ((n, w) for n, w in tensors.items() if isinstance(w, Tensor)))
     own = tensors.pop(_EMBEDDING, None)
+    if isinstance(own, Grouped):
+        own = numbers_of(own)
     is_copy = isinstance(embedding, Dense) and own is not None and torch.equal(own, *embedding[:1])
     vectors = embedding if own is None or is_copy else Dense(own)
     is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
@@ -230,7 +234,7 @@ def _fc_norms(config: Eagle3Config) -> list[str]:
 
 
 def stack_of(
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor | Grouped],
     config: Eagle3Config,
     embedding: Weight,
     target_ids: Tensor | None,
@@ -245,11 +249,14 @@ def stack_of(
 
     def linear(*names: str) -> Linear:
         weights = [tensors[f"{_LAYER}{name}.weight"] for name in names]
-        biases = [tensors[f"{_LAYER}{n}.bias"] for n in names if f"{_LAYER}{n}.bias" in tensors]
-        split = tuple(map(len, weights))
-        return Linear(Dense(_joined(weights)), _joined(biases) if biases else None, split)
+        biases = [vector(f"{n}.bias") for n in names if f"{_LAYER}{n}.bias" in tensors]
+        split = tuple(weight.shape[0] for weight in weights)
+        return Linear(_joined(weights), torch.cat(biases) if biases else None, split)
 
-    norms = [_LAYER + f"self_attn.{name}_norm.weight" for name in "qk" if config.qk_norm]
+    def vector(name: str, at: str = _LAYER) -> Tensor:
+        return plain(_joined([tensors[at + name]]))
+
+    norms = [f"self_attn.{name}_norm.weight" for name in "qk" if config.qk_norm]
     mixer = Attention(
         linear(*(f"self_attn.{name}_proj" for name in "qkv")),
         linear("self_attn.o_proj"),
@@ -258,33 +265,38 @@ def stack_of(
         sizes.head_dim,
         Rope(config.frequency_R.to(device), config.rotary_scale),
         AttentionOptions(sizes.head_dim**-0.5, config.sliding_window),
-        *(tensors[name] for name in norms),
+        *map(vector, norms),
     )
     feed = Gated(linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj"))
     layer = Layer(
-        tensors[_LAYER + "input_layernorm.weight"],
+        vector("input_layernorm.weight"),
         mixer,
-        tensors[_LAYER + "post_attention_layernorm.weight"],
+        vector("post_attention_layernorm.weight"),
         feed,
     )
-    fc_norms = [tensors[name] for name in _fc_norms(config)]
+    fc_norms = [vector(name, "") for name in _fc_norms(config)]
     rule = FeatureRule(
-        Linear(Dense(tensors["fc.weight"])),
+        Linear(_joined([tensors["fc.weight"]])),
         torch.stack(fc_norms) if fc_norms else None,
-        tensors[_LAYER + "hidden_norm.weight"],
+        vector("hidden_norm.weight"),
         config.norm_before_residual,
         config.norm_output,
     )
-    head = Linear(Dense(tensors[OUTPUT_LAYER]) if output is None else output)
+    head = Linear(_joined([tensors[OUTPUT_LAYER]]) if output is None else output)
     own_ids = config.draft_vocab_size if target_ids is None else config.vocab_size
     return Stack(
-        embedding, (layer,), tensors["norm.weight"], head, sizes.rms_norm_eps, own_ids,
+        embedding, (layer,), vector("norm.weight", ""), head, sizes.rms_norm_eps, own_ids,
         target_ids, rule,
     )  # fmt: skip
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+def _joined(weights: Sequence[Tensor | Grouped]) -> Weight:
+    """Weights that read the same numbers, as one."""
+    plains = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(plains) == len(weights):
+        return Dense(torch.cat(plains) if len(plains) > 1 else plains[0])
+    parts = tuple(Dense(w) if isinstance(w, Tensor) else w for w in weights)
+    return Joined(parts) if len(parts) > 1 else parts[0]
 
 
 def _our_name(name: str) -> str:
@@ -295,34 +307,61 @@ def _our_name(name: str) -> str:
     return name
 
 
-def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor]:
-    """By our names."""
-    from safetensors.torch import load_file
-
-    tensors, headers = dict[str, Tensor](), check_weights(folder)
+def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grouped]:
+    """By our names; matrices of compressed-tensors as they are stored."""
+    headers = _headers(folder)
+    stored = Stored(headers)
     check_sizes(folder, config.layer.to_dict(), stored_sizes(headers.values()))
-    for path in headers:
-        with reading(path):
-            stored = load_file(path)
-        tensors |= {_our_name(name): tensor for name, tensor in stored.items()}
-    return {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
+    found: dict[str, Tensor | Grouped] = {}
+    for name in sorted(stored.parameters()):
+        if (ours := _our_name(name)) not in _UNUSED:
+            weight = stored.weight(name)
+            found[ours] = weight.values if isinstance(weight, Dense) else weight
+    return found
+
+
+def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Of the weights, which are plain numbers or stored as compressed-tensors."""
+    given = read_config(folder).get("quantization_config")
+    if not is_compressed(given):
+        return check_weights(folder)
+    if (reason := why_not(given)) is not None:
+        raise UnsupportedModelError(
+            f"The EAGLE-3 head in `{folder}` is stored as compressed-tensors, and {reason}."
+        )
+    return check_weights(folder, plain=False)
+
+
+def _placed(weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device) -> Tensor | Grouped:
+    """A weight where it is computed with; on a GPU as plain numbers, which is what kernels read."""
+    if isinstance(weight, Grouped) and device.type == "cpu":
+        return weight
+    return (numbers_of(weight) if isinstance(weight, Grouped) else weight).to(device, dtype)
 
 
 def _check_names(
     folder: Path,
-    stored: dict[str, Tensor],
+    stored: Mapping[str, Tensor | Grouped],
     shapes: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
+    output: Weight | None,
 ) -> None:
-    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so."""
+    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so.
+
+    Args:
+        output: the output layer, if it is not stored.
+    """
     known = {**optional, **shapes}
+    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if output is not None:
+        found[OUTPUT_LAYER] = output.shape
     problems = {
-        "missing": [name for name in shapes if name not in stored],
-        "unexpected": [name for name in stored if name not in known],
+        "missing": [name for name in shapes if name not in found],
+        "unexpected": [name for name in found if name not in known],
         "mismatched": [
-            f"{name} {[*tensor.shape]} in place of {[*known[name]]}"
-            for name, tensor in stored.items()
-            if name in known and tensor.shape != known[name]
+            f"{name} {[*shape]} in place of {[*known[name]]}"
+            for name, shape in found.items()
+            if name in known and shape != known[name]
         ],
     }
     check_fit(folder, problems)

@@ -317,6 +317,13 @@ def check_dense(stack: Stack) -> None:
             raise UnfitError(f"`{name}` is stored as {format_of(linear.weight)}")
 
 
+def check_known(stack: Stack) -> None:
+    """Raise `UnfitError` for a weight in a format of which nothing is known here."""
+    for name, linear in linears(stack):
+        if not all(isinstance(part, Dense | Blocks | Grouped) for part in parts_of(linear.weight)):
+            raise UnfitError(f"`{name}` is stored as {format_of(linear.weight)}")
+
+
 def format_of(weight: Weight) -> str:
     """A format's name, as people know it."""
     if isinstance(weight, Blocks):
@@ -325,7 +332,9 @@ def format_of(weight: Weight) -> str:
         return "int4" if weight.codes.dtype is torch.uint8 else "int8"
     if isinstance(weight, Joined):
         return ", ".join(dict.fromkeys(map(format_of, weight.parts)))
-    return str(weight.values.dtype).removeprefix("torch.")
+    if isinstance(weight, Dense):
+        return str(weight.values.dtype).removeprefix("torch.")
+    return type(weight).__name__
 
 
 class KV(Protocol):

@@ -140,7 +140,7 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
                     made[key] = f"{folder}/{source.stem}-{len(made)}.o"
                     files = ["-c", str(source), "-o", made[key]]
                     command = [compiler, *_FLAGS, *used, *_SHARED[1:], *files]
-                    tasks.append(pool.submit(_run, command, flags))
+                    tasks.append(pool.submit(_run, command, used))
                 objects[path].append(made[key])
         try:
             left = {*tasks}

@@ -356,7 +356,7 @@ def _native_matrix(weight: Weight) -> tuple[tuple[int, int], object]:
 
 def _with_wide_norms(stack: Stack) -> Stack:
     """A stack whose norms and biases are float32: what native code computes in."""
-    if stack.dtype is torch.float32:
+    if stack.dtype not in (torch.bfloat16, torch.float16):
         return stack
 
     def wide(tensor: Tensor | None) -> Any:

@@ -36,6 +36,7 @@ from foretoken.ops.stack import (
     Stack,
     UnfitError,
     Weight,
+    check_known,
     format_of,
     linears,
     map_linears,
@@ -242,6 +243,7 @@ def decoded(weight: Dense | Blocks | Grouped) -> Dense:
 def pack(stack: Stack) -> Stack:
     """The same as it is multiplied: plain numbers; in oneDNN's layout on a CPU, if it is there and
     pays (decision 004)."""
+    check_known(stack)
     if any(not isinstance(linear.weight, Dense) for _, linear in linears(stack)):
         return map_linears(stack, _unpacked)
     weights = [plain(linear.weight) for _, linear in linears(stack)]

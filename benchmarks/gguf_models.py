@@ -188,9 +188,7 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
 
 
-def write(
-    writer: Any, found: list[Tensor], numbers: Callable[[Tensor], np.ndarray]
-) -> None:
+def write(writer: Any, found: list[Tensor], numbers: Callable[[Tensor], np.ndarray]) -> None:
     """Write a described file: one tensor in memory at a time."""
     for tensor in found:
         size = int(np.prod(tensor.byte_shape if tensor.type != Type.F32 else tensor.shape))

@@ -4,7 +4,7 @@ Here are its structures (of release v0.5.0, whose defaults are checked at load),
 one `llama_decode` per step, and its rule of prompt lookup. Everything that it leaves to its caller
 is as its own programs have it: a pool of threads of its own per context (without one it starts
 threads anew at every step), flash attention "auto", keys and values in half precision, mmap, and
-weights repacked for the processor where it has such a form. `python -m benchmarks.peer` measures.
+weights repacked for the processor where it has such a form. `benchmarks.speed_gguf` calls it.
 """
 
 from __future__ import annotations
@@ -114,8 +114,6 @@ class PoolParams(ctypes.Structure):
 
 
 LOG = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
-POOL_NEW = ctypes.CFUNCTYPE(c_void_p, POINTER(PoolParams))
-POOL_FREE = ctypes.CFUNCTYPE(None, c_void_p)
 # Results and arguments of what is called here; all else stays unknown to ctypes.
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_version": (c_char_p, ()),
@@ -143,8 +141,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 GGML_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_load_all_from_path": (None, (c_char_p,)),
-    "ggml_backend_reg_by_name": (c_void_p, (c_char_p,)),
-    "ggml_backend_reg_get_proc_address": (c_void_p, (c_void_p, c_char_p)),
     "ggml_threadpool_params_default": (PoolParams, (c_int32,)),
 }
 
@@ -160,6 +156,7 @@ class Library:
     llama: Any
     pool_new: Any
     pool_free: Any
+    pool_pause: Any
     pool_defaults: Any
     log: list[str] = field(default_factory=list)
     keep: Any = None  # the log's callback: the library has its address only
@@ -171,8 +168,7 @@ class Library:
     @property
     def variant(self) -> str:
         """The file name of the backend for the processor: "libggml-cpu-zen4.so"."""
-        found = re.search(r"loaded CPU backend from \S*?([^/\s]+)$", "\n".join(self.log), re.M)
-        return found[1] if found else "unknown"
+        return chosen(self.log).name
 
     def said(self, *words: str) -> list[str]:
         """The lines of the log that have one of the words."""
@@ -185,12 +181,12 @@ def load(folder: Path) -> Library:
     Raises:
         RuntimeError: it is not there, or is a release whose structures are others.
     """
-    files = [next(iter(sorted(folder.glob(f"{name}.*so"))), None) for name in ("libggml", "libllama")]
+    names = ("libggml", "libllama")
+    files = [next(iter(sorted(folder.glob(f"{name}.*so"))), None) for name in names]
     base = folder / "libggml-base.so"
     if None in files or not base.exists():
         raise RuntimeError(f"no llama.cpp libraries in {folder}")
-    # With one global name space each finds the others, whatever their run paths say.
-    libraries = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in (base, *files)]
+    libraries = [ctypes.CDLL(str(path)) for path in (base, *files)]
     for signatures in (SIGNATURES, GGML_SIGNATURES):
         for name, (result, arguments) in signatures.items():
             owner = next(one for one in libraries if hasattr(one, name))
@@ -202,11 +198,21 @@ def load(folder: Path) -> Library:
     keep = collect(llama, log)
     ggml.ggml_backend_load_all_from_path(str(folder).encode())
     llama.llama_backend_init()
-    address = base_library.ggml_backend_reg_get_proc_address
-    cpu = ggml.ggml_backend_reg_by_name(b"CPU")
-    new, free = (address(cpu, name) for name in (b"ggml_threadpool_new", b"ggml_threadpool_free"))
+    backend = ctypes.CDLL(str(chosen(log)))  # which the library has loaded already
+    pools = [getattr(backend, f"ggml_threadpool_{what}") for what in ("new", "free", "pause")]
+    new, free, pause = pools
+    new.restype, new.argtypes = c_void_p, (POINTER(PoolParams),)
+    free.restype, free.argtypes = pause.restype, pause.argtypes = None, (c_void_p,)
     defaults = base_library.ggml_threadpool_params_default
-    return Library(llama, POOL_NEW(new), POOL_FREE(free), defaults, log, keep)
+    return Library(llama, new, free, pause, defaults, log, keep)
+
+
+def chosen(log: list[str]) -> Path:
+    """The file of the backend for the processor, as the log has it; `RuntimeError` if none."""
+    found = re.search(r"loaded CPU backend from (.+)$", "\n".join(log), re.MULTILINE)
+    if not found:
+        raise RuntimeError("llama.cpp found no backend for this processor")
+    return Path(found[1])
 
 
 def check(llama: Any) -> None:
@@ -248,6 +254,11 @@ class Model:
     context: int
     vocabulary: int
     memory: int
+    pool: int
+
+    def rest(self) -> None:
+        """Put the pool's threads to sleep: for some 100 ms they would spin while others work."""
+        self.library.pool_pause(self.pool)
 
     def tokenize(self, text: str) -> Ids:
         llama, data = self.library.llama, text.encode()
@@ -317,7 +328,8 @@ def opened(
         pool = library.pool_new(byref(library.pool_defaults(threads)))
         llama.llama_attach_threadpool(context, pool, None)
         vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-        yield Model(library, model, context, vocabulary, llama.llama_get_memory(context))
+        memory = llama.llama_get_memory(context)
+        yield Model(library, model, context, vocabulary, memory, pool)
     finally:
         if context:
             llama.llama_free(context)
@@ -369,7 +381,9 @@ class Lookup:
         return []
 
 
-def complete(model: Model, prompt: Ids, max_tokens: int, lookup: Lookup | None = None) -> Completion:
+def complete(
+    model: Model, prompt: Ids, max_tokens: int, lookup: Lookup | None = None
+) -> Completion:
     """Exactly `max_tokens` greedy tokens; the end of text is a token like others."""
     model.forget()
     start = time.perf_counter()
@@ -388,4 +402,5 @@ def complete(model: Model, prompt: Ids, max_tokens: int, lookup: Lookup | None =
         if accepted < len(drafted):
             model.forget(len(text) - 1)
     done = time.perf_counter()
+    model.rest()
     return Completion(text[len(prompt) :], first - start, done - first, steps)

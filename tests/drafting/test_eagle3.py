@@ -323,7 +323,7 @@ def test_a_head_of_another_target_is_refused(
 def test_a_head_of_another_size_has_vectors_of_its_own(tmp_path: Path) -> None:
     sizes = {"hidden": 48, "vocabulary": VOCABULARY, "target_hidden_size": HIDDEN}
     folder = save_head(tmp_path, **sizes)
-    assert Eagle3(setup_of(folder)).head.stack.embedding_VC.shape == (VOCABULARY, 48)
+    assert Eagle3(setup_of(folder)).head.stack.embedding.shape == (VOCABULARY, 48)
     tensors = load_file(folder / "model.safetensors")
     del tensors["embed_tokens.weight"]
     save_file(tensors, folder / "model.safetensors")

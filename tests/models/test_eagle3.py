@@ -248,12 +248,12 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
     folder = save_head(tmp_path, **SIZES, layout="model", target_hidden_size=HIDDEN)
     config, target = read_eagle3_config(folder), embedding()
     assert not lacks_head(folder, config)
-    assert not torch.equal(read(folder).embedding_VC, target)
+    assert not torch.equal(read(folder).embedding.values, target)
     change_weights(folder, embed_tokens=lambda _: target, lm_head=lambda _: None)
     assert lacks_head(folder, config)
     weight = torch.randn(VOCABULARY, HIDDEN)
     head = read_head(folder, config, target, head=weight)
-    assert head.embedding_VC is target
+    assert head.embedding.values is target
     assert head.head.weight.values is weight
     with pytest.raises(CheckpointError, match=r"mismatched .*lm_head.weight \[60, 31\] in place"):
         read_head(folder, config, target, head=weight[:, 1:])
@@ -282,7 +282,7 @@ def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
     mixer, rule = head.layers[0].mixer, head.features
     assert rule is not None
     assert None not in (rule.fc_norm_PA, mixer.q_norm_D, mixer.k_norm_D, mixer.qkv.bias)
-    assert head.embedding_VC.shape == (VOCABULARY, head.hidden_size)
+    assert head.embedding.values.shape == (VOCABULARY, head.hidden_size)
 
 
 def test_a_map_that_changes_nothing_is_left_out(tmp_path: Path) -> None:

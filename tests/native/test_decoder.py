@@ -403,6 +403,6 @@ def test_matrices_are_kept_once(tmp_path: Path, tied: bool) -> None:
         for linear in (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down):
             assert linear.weight.values.is_meta
     assert stack.head.weight.values.is_meta
-    assert not stack.embedding_VC.is_meta
+    assert not stack.embedding.is_meta
     assert model.module is None
     assert not model.multiplies_masked_keys

@@ -120,7 +120,7 @@ def test_what_one_call_reads(llm: LLM, tmp_path: Path) -> None:
     assert 0 < target["draft qkv"] < target["qkv"]
     folder = save_head(tmp_path, hidden=32, vocabulary=60, sliding_window=1)
     stack = read_head(folder, read_eagle3_config(folder), torch.zeros(60, 32))
-    drafter, (layer,) = Reads.of_stack(stack), stack.layers
+    drafter, (layer,) = Reads.of_stack(stack, torch.float32), stack.layers
     linears = (layer.mixer.qkv, layer.mixer.o, layer.feed.gate_up, layer.feed.down, stack.head)
     numbers = sum(linear.weight.values.numel() for linear in linears) + 3 * 32
     heads = layer.mixer.kv_heads * layer.mixer.head_size

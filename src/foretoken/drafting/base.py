@@ -23,6 +23,7 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
+from foretoken.ops.stack import Weight
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
@@ -47,8 +48,8 @@ class DrafterSetup:
     vocab_size: int
     max_model_len: int
     tokenizer: Any = None
-    embedding: Tensor | None = None
-    head: Tensor | None = None
+    embedding: Weight | None = None
+    head: Weight | None = None
     on_host: bool = True
 
     @property

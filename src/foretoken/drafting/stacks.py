@@ -92,11 +92,11 @@ class Autoregressive(Drafter):
         self._sizes, self._stack = sizes, stack
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
         num_drafts = setup.speculation.num_drafts if self.probabilistic else 0
-        self.cache_shape = (num_drafts, setup.vocab_size, sizes.dtype)
+        self.cache_shape = (num_drafts, setup.vocab_size, stack.dtype)
         one = DraftCache.empty(1, *self.cache_shape, torch.device("meta"))
         self.cache_bytes = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
         self.bytes_per_slot = self.cache_bytes
-        shape = (sizes.layer_shapes, setup.block_size, sizes.dtype)
+        shape = (sizes.layer_shapes, setup.block_size, stack.dtype)
         self.kv_bytes_per_block = KVPool.bytes_per_block(*shape)
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
@@ -107,7 +107,7 @@ class Autoregressive(Drafter):
             count = len(slots.state.length_S)
             self.cache = DraftCache.empty(count, *self.cache_shape, sizes.device)
         shape = (sizes.layer_shapes, num_blocks, self.block_size)
-        self.kv = KVPool(*shape, dtype=sizes.dtype, device=sizes.device)
+        self.kv = KVPool(*shape, dtype=stack.dtype, device=sizes.device)
         self._rounds = stack if slots.on_host and isinstance(stack, RoundStack) else None
         self._matchers: dict[int, tuple[Matcher | None, int]] = {}  # and tokens that were read
 
@@ -477,14 +477,14 @@ class Eagle3(Autoregressive):
         super().__init__(setup, stack, self.head)
         # A backend's own has a room for logits, too.
         row_numbers = 0 if self.head.multiplies_masked_keys else setup.vocab_size
-        self.bytes_per_slot += (stack.hidden_size + row_numbers) * stack.dtype.itemsize
+        self.bytes_per_slot += (stack.hidden_size + row_numbers) * self.head.dtype.itemsize
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """See `Autoregressive`; and a hidden state for every slot."""
         super().allocate(slots, num_blocks)
         stack, count = self.head.stack, len(slots.state.length_S)
         self._hidden_SC = torch.zeros(
-            count, stack.hidden_size, dtype=stack.dtype, device=stack.device
+            count, stack.hidden_size, dtype=self.head.dtype, device=stack.device
         )
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:

@@ -18,7 +18,10 @@ from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
 from foretoken.ops import Backend
 from foretoken.ops.passes import pass_begins
-from foretoken.ops.stack import KV, ForwardOutput, LoadedStack
+
+from foretoken.ops.stack import (  # isort: skip
+    KV, Dense, ForwardOutput, LoadedStack, Stack, Weight, device_of,
+)  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 
 
@@ -43,6 +46,12 @@ class ModuleNetwork:
 
     def __init__(self, module: Any, backend: Backend) -> None:
         self.module, self._backend = module, backend
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `LoadedStack`."""
+        dtype: torch.dtype = self.module.get_input_embeddings().weight.dtype
+        return dtype
 
     def run(self, batch: ForwardBatch, kv: KV, aux_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `LoadedStack.run`."""
@@ -91,7 +100,8 @@ class CausalLM:
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
     aux_layers:    hidden states that every pass gives
-    embedding:     [V, hidden], the model's own tensor: the vectors of tokens
+    embedding:     [V, hidden], the model's own: the vectors of tokens
+    dtype:         of keys, values, hidden states and logits
     module:        Transformers' module, if it runs the model or was asked for
     """
 
@@ -104,7 +114,14 @@ class CausalLM:
         layer_shapes: list[LayerShape],
         max_model_len: int,
         view: TargetView,
+        stack: Stack | None = None,
     ) -> None:
+        """
+        Args:
+            module: what `stack` was read from, or is the twin of; if it has no weights, `view` has
+                no `module`.
+            stack: as it was before `network` laid it out, if it is one.
+        """
         is_kept = isinstance(network, ModuleNetwork) or view.module
         self.module: Any = module if is_kept else None
         self.network, self.backend = network, backend
@@ -113,14 +130,18 @@ class CausalLM:
         self.vocab_size: int = self.config.get_text_config().vocab_size
         self.max_model_len, self.layer_shapes = max_model_len, layer_shapes
         self.aux_layers = view.aux_layers
-        self.embedding: Tensor = module.get_input_embeddings().weight
-        self.dtype: torch.dtype = self.embedding.dtype
-        self.device: torch.device = self.embedding.device
-        self._head: Tensor | None = module.get_output_embeddings().weight if view.head else None
+        if stack is None:
+            inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
+            self.embedding: Weight = Dense(inputs.weight)
+            self._head: Weight | None = Dense(outputs.weight) if view.head else None
+        else:
+            self.embedding, self._head = stack.embedding, stack.head.weight if view.head else None
+        self.dtype: torch.dtype = network.dtype
+        self.device: torch.device = device_of(self.embedding)
 
     @property
-    def head(self) -> Tensor:
-        """[V, hidden], the model's own tensor: the output layer's weight, without its bias.
+    def head(self) -> Weight:
+        """[V, hidden], the model's own: the output layer's weight, without its bias.
 
         Raises:
             IntegrityError: the model was loaded without `TargetView.head`.

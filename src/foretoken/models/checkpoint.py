@@ -1,8 +1,9 @@
 """Reading a model folder: its files, its configuration, and whether its weights are whole.
 
 Belongs here: JSON, safetensors headers; every failure is a `CheckpointError` that names the file.
-Does not: finding the folder (`locate.py`), building modules (`loader.py`), judging architectures
-(`guards.py`). No torch.
+Where a checkpoint is a GGUF file, its configuration comes from there (`gguf/`). Does not: finding
+the folder (`locate.py`), building modules (`loader.py`), judging architectures (`guards.py`). No
+torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.sizes import check_sizes
+from foretoken.models.gguf.config import config_values, generation_values
+from foretoken.models.gguf.reader import is_gguf
+from foretoken.models.gguf.split import read_gguf
+from foretoken.models.sizes import check_sizes, config_file
 
 TOKENIZER_JSON = (
     "tokenizer.json",
@@ -89,12 +93,14 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a model folder.
+    """Read `config.json` of a model folder, or what a GGUF file says in its place.
 
     Raises:
         CheckpointError: no such file, not JSON, not an object, or without `model_type`.
         UnsupportedModelError: the folder holds an adapter.
     """
+    if is_gguf(folder):
+        return config_values(read_gguf(folder))
     check_no_adapter(folder)
     path = folder / "config.json"
     config = read_json(path)
@@ -115,6 +121,8 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    if values is None and is_gguf(folder):
+        values = read_config(folder)
     check_sizes(folder, read_json(folder / "config.json") if values is None else values, None)
     try:
         if values is not None:
@@ -122,7 +130,7 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(
-            f"`{folder / 'config.json'}` is not a valid `{model_type}` configuration: "
+            f"`{config_file(folder)}` is not a valid `{model_type}` configuration: "
             f"{first_line(error)}"
         ) from error
 
@@ -130,12 +138,17 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
 def check_generation_config(folder: Path) -> None:
     """Check `generation_config.json`, if there is one: it says which tokens end a text.
 
+    Of a GGUF file, what it says of them.
+
     Raises:
         CheckpointError: not a JSON object, or values that Transformers does not take.
     """
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
+    if is_gguf(folder):
+        generation_values(read_gguf(folder))
+        return
     if not has_file(path):
         return
     content = read_json(path)

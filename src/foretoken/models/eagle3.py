@@ -38,6 +38,9 @@ from foretoken.ops.stack import (
     Rope,
     Stack,
     UnfitError,
+    Weight,
+    device_of,
+    dtype_of,
 )
 from foretoken.ops.steps import ForwardBatch
 
@@ -75,11 +78,11 @@ def load_head(
     folder: Path,
     config: Eagle3Config,
     *,
-    embedding: Tensor,
+    embedding: Weight,
     backend: Backend,
     positions: int,
     most_rows: int,
-    head: Tensor | None = None,
+    head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
     """Load a head in the backend's own layout, or in stock operators if that does not agree.
@@ -127,18 +130,18 @@ def load_head(
 def read_head(
     folder: Path,
     config: Eagle3Config,
-    embedding: Tensor,
+    embedding: Weight,
     *,
-    head: Tensor | None = None,
+    head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> Stack:
     """The weights of a head, in any of the layouts.
 
     Args:
         config: of this folder.
-        embedding: the target's, [V, hidden]; the head takes its dtype and its device, too. One of
-            the head's own is used in its stead, and has to be there if its vectors have another
-            size.
+        embedding: the target's, [V, hidden]; the head takes its dtype (float32 of blocks) and its
+            device, too. One of the head's own is used in its stead, and has to be there if its
+            vectors have another size.
         head: the target's output layer, if the head has none; see `lacks_head`.
         dummy_seed: if given, weights are random numbers of this seed, the ids that it drafts are
             spread evenly over the target's, and `config.json` is all that the folder must have.
@@ -148,32 +151,33 @@ def read_head(
         EngineMemoryError: random weights of its sizes are beyond the device.
     """
     shapes, optional = tensor_shapes(config), _optional_shapes(config)
+    dtype, device, output = dtype_of(embedding), device_of(embedding), None
     if embedding.shape[1] != config.hidden_size:
         shapes[_EMBEDDING] = optional[_EMBEDDING]
     drafted, known = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
         stored = _read_weights(folder, config)
         target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
-        if head is not None:
-            stored.setdefault(OUTPUT_LAYER, head)
         if _EMBEDDING in shapes and _EMBEDDING not in stored:
             raise CheckpointError(
                 f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
                 f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
             )
+        if head is not None and OUTPUT_LAYER not in stored:
+            output, shapes = head, {n: s for n, s in shapes.items() if n != OUTPUT_LAYER}
         _check_names(folder, stored, shapes, optional)
     else:
-        check_room(folder, config.layer, shapes, embedding.dtype, embedding.device)
-        stored = _random_weights(shapes, dummy_seed, embedding)
+        check_room(folder, config.layer, shapes, dtype, device)
+        stored = _random_weights(shapes, dummy_seed, dtype, device)
         target_ids = torch.arange(drafted) * known // drafted
-    tensors = {name: w.to(embedding.device, embedding.dtype) for name, w in stored.items()}
+    tensors = {name: w.to(device, dtype) for name, w in stored.items()}
     check_finite(folder, tensors.items())
-    own = tensors.pop(_EMBEDDING, embedding)
-    if torch.equal(own, embedding):  # a copy of the target's
-        own = embedding
+    own = tensors.pop(_EMBEDDING, None)
+    is_copy = isinstance(embedding, Dense) and own is not None and torch.equal(own, *embedding[:1])
+    vectors = embedding if own is None or is_copy else Dense(own)
     is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
-    to_target = None if is_identity else target_ids.to(embedding.device)
-    return stack_of(tensors, config, own, to_target)
+    to_target = None if is_identity else target_ids.to(device)
+    return stack_of(tensors, config, vectors, to_target, output)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -226,10 +230,18 @@ def _fc_norms(config: Eagle3Config) -> list[str]:
 
 
 def stack_of(
-    tensors: dict[str, Tensor], config: Eagle3Config, embedding: Tensor, target_ids: Tensor | None
+    tensors: dict[str, Tensor],
+    config: Eagle3Config,
+    embedding: Weight,
+    target_ids: Tensor | None,
+    output: Weight | None = None,
 ) -> Stack:
-    """Tensors by our names as a stack. Without `target_ids` logits are by the head's own ids."""
-    sizes, device = config.layer, embedding.device
+    """Tensors by our names as a stack. Without `target_ids` logits are by the head's own ids.
+
+    Args:
+        output: the output layer, if the tensors have none.
+    """
+    sizes, device = config.layer, device_of(embedding)
 
     def linear(*names: str) -> Linear:
         weights = [tensors[f"{_LAYER}{name}.weight"] for name in names]
@@ -263,7 +275,7 @@ def stack_of(
         config.norm_before_residual,
         config.norm_output,
     )
-    head = Linear(Dense(tensors[OUTPUT_LAYER]))
+    head = Linear(Dense(tensors[OUTPUT_LAYER]) if output is None else output)
     own_ids = config.draft_vocab_size if target_ids is None else config.vocab_size
     return Stack(
         embedding, (layer,), tensors["norm.weight"], head, sizes.rms_norm_eps, own_ids,
@@ -342,13 +354,13 @@ def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Te
 
 
 def _random_weights(
-    shapes: dict[str, tuple[int, ...]], seed: int, like: Tensor
+    shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """Norms of one, products that keep the size of what they read, logits that are no near-ties."""
-    generator = torch.Generator(like.device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
-        tensors[name] = torch.ones(shape, dtype=like.dtype, device=like.device)
+        tensors[name] = torch.ones(shape, dtype=dtype, device=device)
         if len(shape) == 2:
             scale = (_DUMMY_LOGIT_STD if name == OUTPUT_LAYER else 1.0) * shape[1] ** -0.5
             tensors[name].normal_(std=scale, generator=generator)
@@ -362,7 +374,7 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     columns = -(-_LONGEST // _BLOCK)
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
-    kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=stack.dtype, device=device)
+    kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=head.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
     hidden_NC: Any = None
     for rows in _PASSES:
@@ -381,7 +393,7 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         last_B, is_draft = (start_B1[1:] - 1).to(device), max(rows) == 1
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
-        states = aux.to(device, stack.dtype).unbind()
+        states = aux.to(device, head.dtype).unbind()
         # A prompt's rows begin with a target's states, drafts with the output of the row before.
         features = hidden_NC[: len(rows)] if is_draft else states
         found = head.run(batch, kv, features=features, logits=is_draft)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from foretoken.models.checkpoint import has_file, reading
 from foretoken.models.sizes import check_leftovers
 from foretoken.ops.pinned import fill
-from foretoken.ops.stack import Attention, Dense, Gated, Layer, Linear, Rope, Stack, UnfitError
+
+from foretoken.ops.stack import (  # isort: skip
+    Attention, Dense, Gated, Layer, Linear, Rope, Stack, UnfitError, Weight,
+)  # fmt: skip
 from foretoken.ops.types import AttentionOptions
 
 
@@ -78,11 +81,38 @@ def windows(config: Any, count: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+class Source(Protocol):
+    """Where a stack's weights are from; names are those of Transformers' module."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A norm's gains."""
+
+    def embedding(self, path: str) -> Weight:
+        """The vectors of tokens."""
+
+    def linear(self, *paths: str) -> Linear:
+        """Linear layers that read the same rows, as one.
+
+        Raises:
+            UnfitError: some of them have a bias, others have none.
+        """
+
+
 def read_stack(module: Any, get: Get | None = None) -> Stack:
     """The stack of a module; afterwards the module's weights are views of the stack's.
 
     Args:
         get: where weights are from; None: the module's own, which are then not held twice.
+
+    Raises:
+        UnfitError: see `check_family`.
+    """
+    check_family(module)
+    return fill_stack(module, _Weights(module, get, module.model.rotary_emb.inv_freq.device))
+
+
+def fill_stack(module: Any, weights: Source) -> Stack:
+    """The stack of a module, with weights from elsewhere.
 
     Raises:
         UnfitError: see `check_family`.
@@ -93,14 +123,13 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
         raise UnfitError(f"`sliding_window` is {config.sliding_window}")
     tied = module.lm_head.weight is model.embed_tokens.weight
     rotary = model.rotary_emb
-    weights = _Weights(module, get, rotary.inv_freq.device)
     rope = Rope(rotary.inv_freq.float(), float(rotary.attention_scaling))
-    embedding = weights.join("model.embed_tokens.weight")
+    embedding = weights.embedding("model.embed_tokens")
     layers = []
     for i, window in enumerate(windows_L):
         at = f"model.layers.{i}."
         attention = model.layers[i].self_attn
-        norms = [weights.join(f"{at}self_attn.{n}_norm.weight") for n in "qk" if family.qk_norm]
+        norms = [weights.tensor(f"{at}self_attn.{n}_norm.weight") for n in "qk" if family.qk_norm]
         qkv = weights.linear(*(f"{at}self_attn.{name}_proj" for name in "qkv"))
         size = attention.head_dim
         mixer = Attention(
@@ -110,19 +139,25 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
         gate_up = weights.linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
         layers.append(
             Layer(
-                weights.join(f"{at}input_layernorm.weight"),
+                weights.tensor(f"{at}input_layernorm.weight"),
                 mixer,
-                weights.join(f"{at}post_attention_layernorm.weight"),
+                weights.tensor(f"{at}post_attention_layernorm.weight"),
                 Gated(gate_up, weights.linear(f"{at}mlp.down_proj")),
             )
         )
-    norm = weights.join("model.norm.weight")
+    norm = weights.tensor("model.norm.weight")
     if tied:
         module.lm_head.weight = model.embed_tokens.weight
-    head = Linear(Dense(embedding)) if tied else weights.linear("lm_head")
+    head = Linear(embedding) if tied else weights.linear("lm_head")
     return Stack(
-        embedding, tuple(layers), norm, head, model.norm.variance_epsilon, len(head.weight.values)
+        embedding, tuple(layers), norm, head, model.norm.variance_epsilon, head.weight.shape[0]
     )
+
+
+def check_biases(paths: Sequence[str], has: Sequence[bool]) -> None:
+    """Raise `UnfitError` if some of the layers have a bias, others have none."""
+    if len({*has}) > 1:
+        raise UnfitError(f"some of {', '.join(paths)} have a bias, others have none")
 
 
 class _Weights:
@@ -132,7 +167,15 @@ class _Weights:
         self._module, self._get, self._device = module, get, device
         self._dtype: torch.dtype = module.lm_head.weight.dtype
 
-    def join(self, *names: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """See `Source`."""
+        return self._join(name)
+
+    def embedding(self, path: str) -> Weight:
+        """See `Source`."""
+        return Dense(self._join(f"{path}.weight"))
+
+    def _join(self, *names: str) -> Tensor:
         """Tensors with their rows one after the other, contiguous; the twin gets views."""
         tensors = [self._module.get_parameter(name).detach() for name in names]
         sizes = [len(tensor) for tensor in tensors]
@@ -151,15 +194,14 @@ class _Weights:
         return whole
 
     def linear(self, *paths: str) -> Linear:
-        """Linear layers that read the same rows, as one."""
+        """See `Source`."""
         parts = [self._module.get_submodule(path) for path in paths]
-        if len({part.bias is None for part in parts}) > 1:
-            raise UnfitError(f"some of {', '.join(paths)} have a bias, others have none")
+        check_biases(paths, [part.bias is not None for part in parts])
         split = tuple(part.out_features for part in parts) if len(parts) > 1 else ()
-        weight = Dense(self.join(*(f"{path}.weight" for path in paths)))
+        weight = Dense(self._join(*(f"{path}.weight" for path in paths)))
         if parts[0].bias is None:
             return Linear(weight, None, split)
-        return Linear(weight, self.join(*(f"{path}.bias" for path in paths)), split)
+        return Linear(weight, self._join(*(f"{path}.bias" for path in paths)), split)
 
 
 def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Get | None:

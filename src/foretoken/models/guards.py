@@ -10,7 +10,7 @@ others never call the attention function. Only running them tells.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ from foretoken.models.attention import (
 )
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
+from foretoken.models.compressed import is_compressed, why_not
+from foretoken.models.families import FAMILIES
 from foretoken.ops import AttentionBatch
+from foretoken.ops.stack import ForwardOutput, dtype_of
 from foretoken.ops.steps import ForwardBatch
 
 # Classes without Transformers' support flag whose attention does go through its interface: the
@@ -64,7 +67,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 MOST_POSITIONS = 64  # of sequences of the self-check, and more
 _LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
-_BLOCK = 4  # tokens per cache block there
+BLOCK, NUM_BLOCKS = 4, 16  # tokens per cache block there, and how many there are
 
 
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
@@ -105,6 +108,13 @@ def check_quantisation(config: Any) -> bool:
     given = given or getattr(config.get_text_config(), "quantization_config", None)
     if not given:
         return False
+    if is_compressed(given) and config.model_type in FAMILIES:
+        if (reason := why_not(given)) is not None:
+            raise UnsupportedModelError(
+                f"Its weights are stored as compressed-tensors, and {reason}. Use a checkpoint in "
+                "bfloat16, float16 or float32, or in GGUF."
+            )
+        return True
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
@@ -205,7 +215,7 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
             sliding window is not the configuration's; a module that fails on packed input.
     """
     text = module.config.get_text_config()
-    batch = _packed([(0, _random_tokens(text.vocab_size, _BLOCK), [0])], device)
+    batch = _packed([(0, _random_tokens(text.vocab_size, BLOCK), [0])], device)
     calls: list[AttentionCall] = []
     try:
         with torch.inference_mode(), attention_context(AttentionPass(batch, calls=calls)):
@@ -242,7 +252,7 @@ def _packed(
     starts, tokens, blocks = zip(*requests, strict=True)
     counts = [len(ids) for ids in tokens]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    columns = -(-max(lengths) // _BLOCK)
+    columns = -(-max(lengths) // BLOCK)
     rows = [[*row[:columns], *[0] * (columns - len(row))] for row in blocks]
     positions = [range(start, end) for start, end in zip(starts, lengths, strict=True)]
 
@@ -250,7 +260,7 @@ def _packed(
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     starts_B1 = tensor([0, *accumulate(counts)])
-    attention = AttentionBatch(starts_B1, tensor(lengths), tensor(rows), _BLOCK, values_fit=True)
+    attention = AttentionBatch(starts_B1, tensor(lengths), tensor(rows), BLOCK, values_fit=True)
     return ForwardBatch(
         tensor([*chain(*tokens)]), tensor([*chain(*positions)]), tensor(range(sum(counts))),
         attention,
@@ -298,19 +308,11 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     Raises:
         UnsupportedModelError: rows differ by more than rounding.
     """
-    tokens = _check_tokens(model.vocab_size)
-    kv = KVPool(model.layer_shapes, 16, _BLOCK, dtype=model.dtype, device=model.device)
-    wrong = _random_tokens(model.vocab_size, 3, 4)
+    kv = KVPool(model.layer_shapes, NUM_BLOCKS, BLOCK, dtype=model.dtype, device=model.device)
 
     def run() -> list[Tensor]:
-        found = []
-        for step in _SCHEDULE:
-            requests = [
-                (start, tokens[i][start : start + count] + wrong[:drafts], _BLOCKS[i])
-                for i, start, count, drafts in step
-            ]
-            found.append(model.forward(_packed(requests, model.device), kv).logits_NV)
-        return found
+        forward = model.forward
+        return scheduled(lambda batch: forward(batch, kv), model.vocab_size, model.device)
 
     model.backend.compile_ahead(run)
     errors = []
@@ -321,14 +323,30 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
             errors.append((ours.float() - eager).abs().amax(-1))
             row += count + drafts
     error_N = torch.cat(errors) / expected.abs().max()
-    tolerance = TOLERANCE[model.dtype]
-    error = error_N.quantile(1.0 if model.dtype is torch.float32 else 0.85).item()
+    dtype = dtype_of(model.embedding)  # the module's; kernels may compute in a wider one
+    tolerance = TOLERANCE[dtype]
+    error = error_N.quantile(1.0 if dtype is torch.float32 else 0.85).item()
     if not error <= tolerance:  # NaN too
         raise UnsupportedModelError(
             f"`{model.config.model_type}` differs from its own eager attention by {error:.1e} of "
             f"the largest logit (bound {tolerance:.0e}): packed requests would not be exact."
         )
     return error
+
+
+def scheduled(
+    forward: Callable[[ForwardBatch], ForwardOutput], vocab_size: int, device: torch.device
+) -> list[Tensor]:
+    """The self-check's passes, one after the other: logits of all rows of each."""
+    tokens, wrong = _check_tokens(vocab_size), _random_tokens(vocab_size, 3, 4)
+    found = []
+    for step in _SCHEDULE:
+        requests = [
+            (start, tokens[i][start : start + count] + wrong[:drafts], _BLOCKS[i])
+            for i, start, count, drafts in step
+        ]
+        found.append(forward(_packed(requests, device)).logits_NV.clone())
+    return found
 
 
 # Of each sequence: those of the first are adjacent, of the others scattered.

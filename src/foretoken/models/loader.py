@@ -26,15 +26,22 @@ from foretoken.models.checkpoint import (
     quiet_transformers,
     read_config,
 )
+from foretoken.models.compressed import CompressedWeights, is_compressed
 from foretoken.models.families import (
     FAMILIES,
     Get,
     files_of,
+    fill_stack,
     miniature_of,
     read_stack,
     take_generation_config,
     twin_of,
 )
+from foretoken.models.gguf.config import generation_values
+from foretoken.models.gguf.reader import is_gguf
+from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.weights import GgufWeights
+from foretoken.models.kernel_check import check_kernels
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import observe_linears, pack_linears
 from foretoken.models.sizes import (
@@ -46,6 +53,7 @@ from foretoken.models.sizes import (
     parameter_shapes,
     stored_sizes,
 )
+from foretoken.models.stored import StoredWeights
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.stack import LoadedStack, Stack, UnfitError
 
@@ -93,6 +101,9 @@ def load_model(
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         _check_layers(view.aux_layers, config)
+        is_stored = not is_dummy and has_own_format(folder, config)
+        if is_stored and device.type == "cpu" and not view.module:
+            return _stored_model(described, folder, backend, limit, view)
         if not is_dummy:
             module, stack = _weighted(described, folder, torch_dtype, device)
         else:
@@ -104,6 +115,54 @@ def load_model(
             _check_miniature(model_class, config)
         source = None if is_dummy else folder
         return _checked(module, stack, backend, limit, view, max_model_len or limit, source)
+
+
+def has_own_format(folder: Path, config: Any) -> bool:
+    """Whether weights are read in the format of their file: GGUF's, or compressed-tensors'."""
+    given = getattr(config, "quantization_config", None)
+    return is_gguf(folder) or (is_compressed(given) and config.model_type in FAMILIES)
+
+
+def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
+    """Weights in the format of their file, for a twin; and the twin's generation configuration."""
+    if not is_gguf(folder):
+        take_generation_config(module, folder)
+        return CompressedWeights(folder, described.headers, module)
+    from transformers import GenerationConfig
+
+    file = read_gguf(folder)
+    module.generation_config = GenerationConfig(**generation_values(file))
+    return GgufWeights(file, module)
+
+
+def _stored_model(
+    described: _Described, folder: Path, backend: Backend, max_model_len: int, view: TargetView
+) -> CausalLM:
+    """A model on a CPU whose weights stay in their file's format; no module has them, too.
+
+    So there is no self-check against one. A miniature shows that the configuration was read right,
+    `check_kernels` that kernels multiply these formats right.
+    """
+    config, model_class = described.config, described.model_class
+    module = twin_of(model_class, config, torch.float32, torch.device("cpu"), ATTENTION_NAME)
+    weights = _stored(described, folder, module)
+    try:
+        stack = fill_stack(module, weights)
+    except UnfitError as reason:
+        raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
+    _check_miniature(model_class, config)
+    positions = max(max_model_len, config.max_position_embeddings)
+    try:
+        check_kernels(stack, backend)
+        network = backend.load_stack(stack, positions, 0)
+    except UnfitError as reason:
+        _log.info("The model runs in stock operators: %s", reason)
+        network = backend.stock_stack(stack)
+    weights.release()
+    return CausalLM(
+        module, network, backend=backend, layer_shapes=stack.layer_shapes,
+        max_model_len=max_model_len, view=view, stack=stack,
+    )  # fmt: skip
 
 
 def load_plain(path_or_name: str | Path) -> Any:
@@ -119,7 +178,10 @@ def load_plain(path_or_name: str | Path) -> Any:
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
         described = _description(folder, is_dummy=False)
-        module = _weighted_module(described, folder, torch.float32, device)
+        if has_own_format(folder, described.config):
+            module, _ = _dequantised(described, folder, torch.float32, device)
+        else:
+            module = _weighted_module(described, folder, torch.float32, device)
         guards.check_finite(folder, module.named_parameters())
         expected = guards.eager_logits(module, device)
         module.set_attn_implementation("eager")
@@ -253,7 +315,7 @@ def _description(folder: Path, *, is_dummy: bool) -> _Described:
     config, model_class, headers = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
     register_attention()
     shapes = parameter_shapes(model_class, config)
-    if not is_dummy:
+    if not is_dummy and not is_gguf(folder):
         check_numbers(folder, config.get_text_config(), shapes, stored_sizes(headers.values()))
     return _Described(config, model_class, headers, shapes)
 
@@ -269,9 +331,9 @@ def _config_and_class(
     text_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     class_names = [text_class, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)]
     name = guards.check_config(raw, [name for name in class_names if name])
-    headers = {} if is_dummy else check_weights(folder, plain=False)
-    stored = None if is_dummy else stored_sizes(headers.values())
-    check_sizes(folder, raw, stored)
+    headers = {} if is_dummy or is_gguf(folder) else check_weights(folder, plain=False)
+    if not is_gguf(folder):  # whose sizes were compared when it was read
+        check_sizes(folder, raw, None if is_dummy else stored_sizes(headers.values()))
     config = parse_config(folder, model_type)
     if name == text_class:
         model_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -297,6 +359,8 @@ def _weighted(
     and what is wrong, are left to Transformers' loader.
     """
     config, model_class, headers, shapes = described
+    if has_own_format(folder, config):
+        return _dequantised(described, folder, dtype, device)
     is_plain = shapes is not None and not _is_quantised(config)
     if is_plain and config.model_type in FAMILIES:
         twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
@@ -306,6 +370,18 @@ def _weighted(
             return twin, stack
     module = _weighted_module(described, folder, dtype, device)
     return module, None if getattr(module, "is_quantized", False) else _stack_of(module)
+
+
+def _dequantised(
+    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Stack]:
+    """The same as plain numbers, where a module needs them or kernels read nothing else."""
+    config, model_class, _, _ = described
+    twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
+    weights = _stored(described, folder, twin)
+    stack = read_stack(twin, weights.numbers)
+    weights.release()
+    return twin, stack
 
 
 def _is_quantised(config: Any) -> bool:

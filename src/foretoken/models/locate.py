@@ -1,4 +1,4 @@
-"""From a model's name to its folder: built in, on this machine, or downloaded from the hub.
+"""From a model's name to its folder or GGUF file: built in, on this machine, or from the hub.
 
 Belongs here: where a checkpoint is, which of a repository's files are downloaded, and one
 `CheckpointError` per way in which that fails. Does not: reading the folder (`checkpoint.py`).
@@ -10,14 +10,27 @@ from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import time
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.checkpoint import TOKENIZER_FILES, check_no_adapter, first_line, reading
+from foretoken.models.checkpoint import (
+    TOKENIZER_FILES,
+    check_no_adapter,
+    first_line,
+    has_file,
+    reading,
+)
+from foretoken.models.gguf.find import HubFile, hub_file, only_model
+from foretoken.models.gguf.reader import is_gguf
+from foretoken.models.gguf.split import parts_of
+
+_log = logging.getLogger(__name__)
 
 BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3")
 """Checkpoints that come with the package, under `foretoken/assets`."""
@@ -37,12 +50,16 @@ def resolve_checkpoint(
     local_files_only: bool = False,
     weights: bool = True,
 ) -> Path:
-    """Find a model folder: a built-in name, a folder, or a hub id, downloaded if it is missing.
+    """Find a model: a built-in name, a folder, or a hub id, downloaded if it is missing.
+
+    A GGUF file is named by its path, by a folder that has one and no `config.json`, or on the hub
+    by `owner/repository/file.gguf` or `owner/repository:Q4_K_M`: then it is what is returned, the
+    first file of a split set.
 
     Args:
         revision: branch, tag or commit of a hub id; None is `main`.
         local_files_only: take a hub id from the local cache, without a look at the network.
-        weights: False downloads the configuration and the tokenizer alone.
+        weights: False downloads the configuration and the tokenizer alone; a GGUF file whole.
 
     Raises:
         CheckpointError: nothing of that name, or it cannot be had; the message says which, with
@@ -56,6 +73,12 @@ def resolve_checkpoint(
             bound = f"left out: `{text}` is not a hub id"
             raise ConfigError("revision", revision, bound, "It has one state.")
         return folder
+    if (wanted := hub_file(text)) is not None:
+        return _gguf_from_hub(wanted, revision, local_files_only)
+    if text.lower().endswith(".gguf"):
+        raise CheckpointError(
+            f"`{text}` is not there: give the path of a GGUF file, or `owner/repository/file.gguf`."
+        )
     near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
     if near:
         raise _nowhere(text, f"Did you mean `{near[0]}`?")
@@ -93,10 +116,67 @@ def _local_folder(text: str) -> Path | None:
     with reading(text[:200]):
         path = Path(text).expanduser()
         if text and path.is_dir():
-            return path
+            names = [] if has_file(path / "config.json") else [p.name for p in path.glob("*.gguf")]
+            return path / only_model(text, names) if names else path
+        if path.is_file() and is_gguf(path):
+            return path.with_name(parts_of(path.name)[0])
         if path.is_file():
-            raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")
+            raise CheckpointError(
+                f"`{text}` is a file: give the folder that holds `config.json`, or a GGUF file."
+            )
     return None
+
+
+def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> Path:
+    """A GGUF file of a repository in the local cache, with its parts, downloaded if missing."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        file = wanted.file
+        if not file:
+            names = _gguf_names(wanted.repository, revision, local_only)
+            file = only_model(wanted.repository, names, wanted.tag)
+        files = parts_of(file)
+        snapshot = snapshot_download(
+            wanted.repository,
+            revision=revision,
+            local_files_only=local_only,
+            allow_patterns=[escape(name) for name in files],
+            tqdm_class=_patient_bar(),
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(_explain(error, wanted.repository, revision, local_only)) from error
+    paths = [Path(snapshot) / name for name in files]
+    missing = [name for name, path in zip(files, paths, strict=True) if not path.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"`{wanted.repository}` has no file `{missing[0]}`, or the local cache has only a part "
+            f"of it: `hf download {wanted.repository} --include '*.gguf'` lists and completes it."
+        )
+    return paths[0]
+
+
+def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list[str]:
+    """The GGUF files of a repository; without a network those in the local cache."""
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
+    if not local_only and not constants.HF_HUB_OFFLINE:
+        try:
+            api = HfApi(endpoint=constants.ENDPOINT)
+            return list(api.list_repo_files(repository, revision=revision))
+        except errors.HfHubHTTPError:
+            raise
+        except Exception as error:
+            _log.info("The files of `%s` cannot be listed: %s", repository, first_line(error))
+    none = ["*.nothing"]  # just the folder
+    snapshot = Path(
+        snapshot_download(
+            repository, revision=revision, local_files_only=local_only, allow_patterns=none
+        )
+    )
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
 
 
 def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) -> Path:
@@ -123,7 +203,8 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
         raise CheckpointError(
             f"`{folder}` holds no weights of `{name}` in safetensors. Either the repository has "
             "none (pickled weights can run code when they are read, and are never downloaded), or "
-            f"the cache has only a part of it: `hf download {name}` with a network completes it."
+            f"the cache has only a part of it: `hf download {name}` with a network completes it. "
+            f"If it has GGUF files, name one by its quantisation: `{name}:Q4_K_M`."
         )
     return folder
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from foretoken.config.machine import machine_bytes
 from foretoken.errors import CheckpointError, EngineMemoryError
+from foretoken.models.gguf.reader import is_gguf
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,11 @@ def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> Stored:
     return Stored(numbers, len(layers) or len(shapes), shapes)
 
 
+def config_file(folder: Path) -> Path:
+    """The file that states a checkpoint's configuration."""
+    return folder if is_gguf(folder) else folder / "config.json"
+
+
 def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) -> None:
     """Check the sizes that a configuration gives, before Transformers reads it.
 
@@ -85,7 +91,7 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) 
     """
     memory = machine_bytes() or 2**40
     for name, value, is_text in _sizes(values):
-        given = f"`{folder / 'config.json'}` gives `{name}` as {value}"
+        given = f"`{config_file(folder)}` gives `{name}` as {value}"
         least = int(name in _LAYERS or name in _SIZES)
         if value < 0 or (value < least and is_text):
             raise CheckpointError(f"{given}: must be at least {least}.")
@@ -141,7 +147,7 @@ def check_numbers(
         name = max(shapes, key=lambda name: math.prod(shapes[name]))
         found = f", and is {[*stored.shapes[name]]} there" if name in stored.shapes else ""
         raise CheckpointError(
-            f"`{folder / 'config.json'}` {_cause(config, shapes[name], stored)}makes a model of "
+            f"`{config_file(folder)}` {_cause(config, shapes[name], stored)}makes a model of "
             f"{needed} numbers, and the weights hold {stored.numbers}: `{name}` would be "
             f"{[*shapes[name]]}{found}."
         )
@@ -162,7 +168,7 @@ def check_room(
     if shapes and room is not None and needed > room:
         name = max(shapes, key=lambda name: math.prod(shapes[name]))
         raise EngineMemoryError(
-            f"`{folder / 'config.json'}` {_cause(config, shapes[name], None)}makes random weights "
+            f"`{config_file(folder)}` {_cause(config, shapes[name], None)}makes random weights "
             f"of {needed / 2**30:.3g} GiB, and `{device.type}` has {room / 2**30:.3g} GiB of memory"
             f": `{name}` would be {[*shapes[name]]}."
         )

@@ -1,7 +1,8 @@
 """The tokenizer of a checkpoint folder: found, loaded, and what is wrong with its files.
 
-Belongs here: which files make a tokenizer, and errors that name the one at fault. Does not: chat
-templates (`chat.py`), text from tokens (`engine/detokenizer.py`).
+Belongs here: which files make a tokenizer, and errors that name the one at fault. Does not: that of
+a GGUF file (`gguf/tokenizer.py`), chat templates (`chat.py`), text from tokens
+(`engine/detokenizer.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import CheckpointError
+from foretoken.errors import CheckpointError, ForetokenError
 from foretoken.models.checkpoint import (
     TOKENIZER_FOREIGN,
     TOKENIZER_JSON,
@@ -24,6 +25,9 @@ from foretoken.models.checkpoint import (
     read_json,
     reading,
 )
+from foretoken.models.gguf.reader import is_gguf
+from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.tokenizer import build_tokenizer
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.sizes import check_sizes
 
@@ -69,13 +73,15 @@ def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
 
 
 def load_tokenizer(path_or_name: str | Path) -> Any:
-    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if the folder has none.
+    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if it has none.
 
     Raises:
         CheckpointError: no such checkpoint, or tokenizer files that cannot be read; it names the
             file, or the files that a tokenizer would need.
     """
     folder = resolve_checkpoint(path_or_name)
+    if is_gguf(folder):
+        return _warned(_of_gguf(folder))
     if not (_find(folder, _MAKES_ONE[:1]) or _find(folder, _MAKES_ONE)):
         return None
     if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
@@ -92,9 +98,27 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
         _blame_config(folder)
         _blame_unreadable(folder)
         raise CheckpointError(_explain(folder, first_line(error))) from error
-    # Transformers warns once of a text beyond `model_max_length`. Here it was warned: a prompt
-    # that does not fit is refused with an error that says more.
-    tokenizer.deprecation_warnings[_TOO_LONG] = True
+    return _warned(tokenizer)
+
+
+def _of_gguf(path: Path) -> Any | None:
+    """The tokenizer in a GGUF file; what Transformers' wrapper refuses is the file's fault."""
+    try:
+        with quiet_transformers():
+            return build_tokenizer(read_gguf(path))
+    except ForetokenError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"`{path}` has no valid tokenizer: {first_line(error)}") from error
+
+
+def _warned(tokenizer: Any | None) -> Any | None:
+    """Silence Transformers' warning of a text beyond `model_max_length`.
+
+    A prompt that does not fit is refused with an error that says more.
+    """
+    if tokenizer is not None:
+        tokenizer.deprecation_warnings[_TOO_LONG] = True
     return tokenizer
 
 

@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from foretoken.ops.formats import BLOCKS
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionOptions, DraftCache, SlotParams
 
@@ -29,9 +30,14 @@ class UnfitError(Exception):
 
 
 class Dense(NamedTuple):
-    """A weight as plain numbers: [out, in], contiguous."""
+    """A weight as plain numbers: [out, in], contiguous.
+
+    rounds: they are those of blocks or groups: what they multiply is rounded to eight bits first
+            (`ops.formats.round_rows`)
+    """
 
     values: Tensor
+    rounds: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,8 +51,115 @@ class Dense(NamedTuple):
         return self.values.nbytes
 
 
-Weight = Dense
+class Blocks(NamedTuple):
+    """A weight in one of GGUF's block formats, as its file has it.
+
+    kind:    one of `ops.formats.BLOCKS`
+    rows:    uint8 [stored rows, bytes of a row]; may be mapped from a file
+    order_N: int64 [out]: which of them each output is; None: they are in order
+    """
+
+    kind: str
+    rows: Tensor
+    order_N: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Dense.shape`."""
+        block = BLOCKS[self.kind]
+        out = len(self.rows) if self.order_N is None else len(self.order_N)
+        return out, self.rows.shape[1] // block.nbytes * block.size
+
+    @property
+    def nbytes(self) -> int:
+        """See `Dense.nbytes`."""
+        return self.shape[0] * self.rows.shape[1]
+
+
+class Grouped(NamedTuple):
+    """A weight of small integers with a scale for each group of a row, symmetric.
+
+    codes:    int8 [out, in]; or uint8 [out, in / 2], two of four bits a byte, the first in its low
+              half, each 8 more than what it stands for
+    scale_NG: float32 [out, groups]
+    """
+
+    codes: Tensor
+    scale_NG: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Dense.shape`."""
+        out, stored = self.codes.shape
+        return out, stored * (2 if self.codes.dtype is torch.uint8 else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Dense.nbytes`."""
+        return self.codes.nbytes + self.scale_NG.nbytes
+
+
+class Joined(NamedTuple):
+    """Weights that read the same numbers, their outputs one after the other; none is `Joined`."""
+
+    parts: tuple[Dense | Blocks | Grouped, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Dense.shape`."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """See `Dense.nbytes`."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Weight = Dense | Blocks | Grouped | Joined
 """How the numbers of a weight lie in memory; a further format is a further class."""
+
+
+def plain(weight: Weight) -> Tensor:
+    """The numbers of a weight that is stored so.
+
+    Raises:
+        UnfitError: it is not.
+    """
+    if not isinstance(weight, Dense):
+        raise UnfitError(f"a weight is stored as {format_of(weight)}")
+    return weight.values
+
+
+def first_rows(weight: Weight, count: int) -> Weight:
+    """A weight with so many of its outputs."""
+    if isinstance(weight, Blocks) and weight.order_N is not None:
+        return weight._replace(order_N=weight.order_N[:count])
+    if isinstance(weight, Blocks):
+        return weight._replace(rows=weight.rows[:count])
+    if isinstance(weight, Grouped):
+        return Grouped(weight.codes[:count], weight.scale_NG[:count])
+    return Dense(plain(weight)[:count])
+
+
+def tensors_of(weight: Weight) -> Iterator[Tensor]:
+    """The tensors that a weight is made of."""
+    for part in parts_of(weight):
+        yield from (field for field in part if isinstance(field, Tensor))
+
+
+def dtype_of(weight: Weight) -> torch.dtype:
+    """What its numbers are where they are computed with: blocks and groups are float32."""
+    return weight.values.dtype if isinstance(weight, Dense) else torch.float32
+
+
+def device_of(weight: Weight) -> torch.device:
+    """Where it is."""
+    return next(tensors_of(weight)).device
+
+
+def parts_of(weight: Weight) -> tuple[Dense | Blocks | Grouped, ...]:
+    """What a weight is joined of, or itself."""
+    return weight.parts if isinstance(weight, Joined) else (weight,)
 
 
 class Linear(NamedTuple):
@@ -136,7 +249,7 @@ class FeatureRule(NamedTuple):
 class Stack:
     """A decoder: all that it computes with. All norms are RMSNorms with one `eps`.
 
-    embedding_VC: of `vocab_size` tokens or more
+    embedding: vectors of `vocab_size` tokens or more, [V, C]
     norm_C, head: through which logits read the stream
     vocab_size:   V, columns of the logits
     target_ids:   int64 [head's outputs], in 0..V-1, no two alike: the token of each; all other
@@ -144,7 +257,7 @@ class Stack:
     features:     None: rows begin with their tokens' vectors
     """
 
-    embedding_VC: Tensor
+    embedding: Weight
     layers: tuple[Layer, ...]
     norm_C: Tensor
     head: Linear
@@ -160,13 +273,13 @@ class Stack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, keys, values and logits."""
-        return self.embedding_VC.dtype
+        """Of norms, and of weights that are plain numbers."""
+        return self.norm_C.dtype
 
     @property
     def device(self) -> torch.device:
         """Where all of it is."""
-        return self.embedding_VC.device
+        return self.norm_C.device
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
@@ -197,11 +310,22 @@ def map_linears(stack: Stack, change: Callable[[Linear], Linear]) -> Stack:
     return replace(stack, layers=tuple(layers), head=change(stack.head), features=rule)
 
 
-def check_formats(stack: Stack) -> None:
-    """Raise `UnfitError` for a weight format other than `Dense`."""
-    for name, linear in linears(stack):
+def check_dense(stack: Stack) -> None:
+    """Raise `UnfitError` for a weight that is not plain numbers."""
+    for name, linear in [*linears(stack), ("embedding", Linear(stack.embedding))]:
         if not isinstance(linear.weight, Dense):
-            raise UnfitError(f"`{name}` is stored as {type(linear.weight).__name__}, not Dense")
+            raise UnfitError(f"`{name}` is stored as {format_of(linear.weight)}")
+
+
+def format_of(weight: Weight) -> str:
+    """A format's name, as people know it."""
+    if isinstance(weight, Blocks):
+        return weight.kind
+    if isinstance(weight, Grouped):
+        return "int4" if weight.codes.dtype is torch.uint8 else "int8"
+    if isinstance(weight, Joined):
+        return ", ".join(dict.fromkeys(map(format_of, weight.parts)))
+    return str(weight.values.dtype).removeprefix("torch.")
 
 
 class KV(Protocol):
@@ -280,12 +404,17 @@ class LoadedStack(Protocol):
 
     stack: what it runs; of weights that it keeps in another layout alone, shapes are left: these
         are on the device `meta`
+    dtype: of keys, values, hidden states and logits
     multiplies_masked_keys: whether a NaN in an unused part of a block would spread: such blocks
         must be cleared when they change hands
     """
 
     multiplies_masked_keys: ClassVar[bool]
     stack: Stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See above."""
 
     def run(
         self,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
+from foretoken.drafting.stacks import Eagle3
 from foretoken.engine.engine import Engine
 from foretoken.errors import EngineMemoryError
 from foretoken.lab.results import read_bandwidth
@@ -40,14 +41,14 @@ class Reads:
     def of(cls, model: CausalLM) -> Reads:
         """Those of a loaded model."""
         if not isinstance(model.network, ModuleNetwork):
-            return cls.of_stack(model.network.stack)
+            return cls.of_stack(model.network.stack, model.dtype)
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
         layers = zip(sizes, windows(model.config.get_text_config(), len(sizes)), strict=True)
         return cls(_weight_bytes(model.module), tuple(layers))
 
     @classmethod
-    def of_stack(cls, stack: Stack) -> Reads:
-        """Those of a stack.
+    def of_stack(cls, stack: Stack, dtype: torch.dtype) -> Reads:
+        """Those of a stack; `dtype` is that of its keys and values.
 
         An EAGLE-3 head's pass over the target's rows is one of a step's K; `fc`, which makes its
         features once a step, is left out of `weights`.
@@ -56,7 +57,7 @@ class Reads:
         norms = [norm for layer in stack.layers for norm in (layer.mixer_norm_C, layer.feed_norm_C)]
         others = [stack.norm_C, *norms, *(one.bias for one in read if one.bias is not None)]
         count = sum(one.weight.nbytes for one in read) + sum(tensor.nbytes for tensor in others)
-        sizes = [KVPool.bytes_per_block([shape], 1, stack.dtype) for shape in stack.layer_shapes]
+        sizes = [KVPool.bytes_per_block([shape], 1, dtype) for shape in stack.layer_shapes]
         layers = zip(sizes, (layer.mixer.options for layer in stack.layers), strict=True)
         return cls(count, tuple((size, options.sliding_window) for size, options in layers))
 
@@ -84,8 +85,8 @@ class Floor:
         drafter, reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
             reads = Reads.of(model)
-        elif isinstance(stack := getattr(getattr(drafter, "head", None), "stack", None), Stack):
-            reads = Reads.of_stack(stack)
+        elif isinstance(drafter, Eagle3):
+            reads = Reads.of_stack(drafter.head.stack, drafter.head.dtype)
         return cls(Reads.of(engine.runner.model), reads, bandwidth or _bandwidth(engine))
 
 

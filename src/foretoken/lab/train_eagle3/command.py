@@ -32,6 +32,7 @@ from foretoken.models.eagle3_config import (
     default_aux_layers,
     read_eagle3_config,
 )
+from foretoken.ops.stack import plain
 
 SAMPLING = ((1.0, 0.35), (0.8, 0.4), (0.0, 0.25))
 """Temperatures of the target's texts, with their shares. Greedy ones soon repeat themselves."""
@@ -367,7 +368,7 @@ class Training:
             view=TargetView(layers, head=True, module=True),
         )
         model.module.set_attn_implementation("sdpa")  # whole texts instead of a paged cache
-        target = Target(model.module, model.embedding, model.head, layers)
+        target = Target(model.module, plain(model.embedding), plain(model.head), layers)
         if config.draft_vocab_size < config.vocab_size:
             counts = torch.bincount(own_NL.flatten(), minlength=config.vocab_size)
             likeliest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]

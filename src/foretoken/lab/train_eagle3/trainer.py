@@ -22,7 +22,7 @@ from foretoken.models.checkpoint import reading
 from foretoken.models.eagle3 import OUTPUT_LAYER, stack_of, tensor_shapes
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.ops.backends.torch.stack import output
-from foretoken.ops.stack import Stack
+from foretoken.ops.stack import Dense, Stack
 
 
 def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -186,7 +186,7 @@ class Trainer:
         embedding = self.target.embedding
         tensors = {n: w.to(embedding.dtype) for n, w in (self.weights | self._frozen).items()}
         # By its own ids: p is gathered instead of q spread over all of the target's.
-        return stack_of(tensors, self._config, embedding, None)
+        return stack_of(tensors, self._config, Dense(embedding), None)
 
     def train(self, token_BT: Tensor) -> Tensor:
         """One step on texts [B, T], int64. Returns its loss without waiting for it."""

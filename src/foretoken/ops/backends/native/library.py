@@ -26,11 +26,20 @@ VARIANT = "FORETOKEN_NATIVE_VARIANT"
 """This variable of the environment names the one library that may be loaded. Processors with the
 same library compute the same bits; tests run the AVX2 library where there is AVX-512, too."""
 
+
+class NotFiniteError(ValueError):
+    """A scale of the weights is NaN or infinite."""
+
+
 _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
 _CPUINFO = Path("/proc/cpuinfo")
+_V3 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}
+_V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _NEEDS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
+    "x86-64-v4-vnni": _V4 | {"avx512_vnni"},
+    "x86-64-v4": _V4,
+    "x86-64-v3-vnni": _V3 | {"avx_vnni"},
+    "x86-64-v3": _V3,
 }
 
 
@@ -143,6 +152,8 @@ def check(status: int, function: Any, arguments: Any = None) -> None:
         raise RuntimeError(f"native kernels: {function.__name__} failed")
     if status == 4:
         raise IntegrityError(load().foretoken_misfit().decode())
+    if status == 5:
+        raise NotFiniteError
 
 
 def set_num_threads(count: int) -> None:

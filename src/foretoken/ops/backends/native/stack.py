@@ -15,12 +15,14 @@ import logging
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
+from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.ops.backends.native import library
 
 from foretoken.ops.backends.native.arguments import (  # isort: skip
@@ -33,10 +35,16 @@ from foretoken.ops.checks import (  # isort: skip
 from foretoken.ops.passes import pass_begins
 
 from foretoken.ops.stack import (  # isort: skip
-    KV, Dense, DraftRound, Features, ForwardOutput, Layer, Linear, Outcome, Stack, UnfitError,
-    check_formats, map_linears,
+    KV, Blocks, Dense, DraftRound, Features, ForwardOutput, Grouped, Joined, Layer, Linear, Outcome,
+    Stack, UnfitError, Weight, format_of, linears, map_linears, parts_of,
 )  # fmt: skip
+from foretoken.ops.formats import BLOCKS, GROUP
 from foretoken.ops.steps import ForwardBatch
+
+KINDS = {
+    name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])
+}
+"""Formats of weights by number: `foretoken::Kind`."""
 
 FETCHES = ("no hint", "cached")
 """`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
@@ -60,7 +68,8 @@ def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | 
 
 
 class NativeStack:
-    """The native `RoundStack`. Keeps its own copy of all matrices but the embedding.
+    """The native `RoundStack`. Keeps its own copy of all matrices but the embedding, each in the
+    format that it has; all else is float32.
 
     Keys and values are laid out as `csrc/attention.h` says.
 
@@ -71,14 +80,17 @@ class NativeStack:
 
     Raises:
         UnfitError: the stack has something that native code does not implement.
+        CheckpointError: a scale of the weights is not finite.
     """
 
     multiplies_masked_keys: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype] = torch.float32
 
     def __init__(
         self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool = False
     ) -> None:
         _check_fit(stack)
+        stack = _with_wide_norms(stack)
         rule, mixer = stack.features, stack.layers[0].mixer
         self._library, self._handle = library.load(), c_void_p()
         self._num_layers, self._size = len(stack.layers), stack.hidden_size
@@ -88,9 +100,17 @@ class NativeStack:
         layers = [_native_layer(layer) for layer in stack.layers]
         addresses, native_rule = struct((), *map(address, layers)), _native_rule(stack)
         scales = stack.eps, mixer.options.scale, mixer.rope.scale
-        self._library.foretoken_stack_new(
-            _native_model(stack), native_rule, addresses, *scales, byref(self._handle)
-        )
+        model = _native_model(stack)
+        try:
+            self._library.foretoken_stack_new(
+                model, native_rule, addresses, *scales, byref(self._handle)
+            )
+        except library.NotFiniteError as error:
+            raise CheckpointError(
+                "A scale of the quantised weights is NaN or infinite: they are damaged, download "
+                "them again."
+            ) from error
+        self._read_there = model  # the embedding's rows
         # Not at exit: a daemon thread may still compute then.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
@@ -259,9 +279,15 @@ def _check_fit(stack: Stack) -> None:
     """Raise `UnfitError` unless the kernels implement it; they know one shape of all layers."""
     if library.missing() is not None:
         raise UnfitError(f"there are no native kernels: {library.missing()}")
-    check_formats(stack)
-    if stack.dtype is not torch.float32 or stack.device.type != "cpu":
-        raise UnfitError(f"weights are {stack.dtype}, not float32 on the CPU")
+    if stack.device.type != "cpu":
+        raise UnfitError(f"weights are on {stack.device}")
+    if isinstance(stack.embedding, Grouped):
+        raise UnfitError(f"the embedding is stored as {format_of(stack.embedding)}")
+    for name, linear in [*linears(stack), ("embedding", Linear(stack.embedding))]:
+        _check_weight(name, linear.weight)
+    for layer in stack.layers:
+        if len({_native_kind(part) for part in parts_of(layer.feed.gate_up.weight)}) > 1:
+            raise UnfitError(f"`gate_up` is stored as {format_of(layer.feed.gate_up.weight)}")
     if stack.target_ids is not None and not stack.target_ids.is_contiguous():
         raise UnfitError("the ids of the output layer are not contiguous")
     if stack.head.bias is not None:
@@ -281,22 +307,98 @@ def _check_fit(stack: Stack) -> None:
         raise UnfitError("layers differ in their sizes, or in how they turn or scale")
 
 
+def _check_weight(name: str, weight: Weight) -> None:
+    """Raise `UnfitError` for a layout that kernels do not read."""
+    for part in parts_of(weight):
+        kind = format_of(part)
+        if kind not in KINDS:
+            raise UnfitError(f"`{name}` is stored as {kind}")
+        stored: Tensor = part.rows if isinstance(part, Blocks) else part[0]
+        if not stored.is_contiguous():
+            raise UnfitError(f"`{name}` is not contiguous")
+        if isinstance(part, Grouped) and _group(part) % GROUP:
+            raise UnfitError(f"`{name}` has groups of {_group(part)}: no multiple of {GROUP}")
+        if isinstance(part, Blocks) and part.shape[1] % GROUP:
+            raise UnfitError(f"`{name}` has rows of {part.shape[1]}: no multiple of {GROUP}")
+
+
+def _group(weight: Grouped) -> int:
+    """Numbers that share a scale."""
+    return weight.shape[1] // weight.scale_NG.shape[1]
+
+
+def _native_kind(weight: Dense | Blocks | Grouped) -> tuple[str, int]:
+    """What parts of one packed matrix have in common."""
+    return format_of(weight), _group(weight) if isinstance(weight, Grouped) else 0
+
+
+def _native_part(weight: Dense | Blocks | Grouped) -> Struct:
+    """`Part`."""
+    scale_NG = order_N = None
+    if isinstance(weight, Blocks):
+        stored, order_N, group = weight.rows, weight.order_N, 0
+    elif isinstance(weight, Grouped):
+        stored, scale_NG, group = weight.codes, weight.scale_NG, _group(weight)
+    else:
+        stored, group = weight.values, 0
+    kept, kind = (stored, scale_NG, order_N), KINDS[format_of(weight)]
+    places = (0 if tensor is None else tensor.data_ptr() for tensor in kept)
+    stride = stored.shape[1] * stored.itemsize
+    return struct((), kind, *places, weight.shape[0], stride, group, kept=kept)
+
+
+def _native_matrix(weight: Weight) -> tuple[tuple[int, int], object]:
+    """`Matrix`, and what it points to."""
+    parts = [_native_part(part) for part in parts_of(weight)]
+    pointers = struct((), *map(address, parts), kept=parts)
+    return (address(pointers), len(parts)), pointers
+
+
+def _with_wide_norms(stack: Stack) -> Stack:
+    """A stack whose norms and biases are float32: what native code computes in."""
+    if stack.dtype is torch.float32:
+        return stack
+
+    def wide(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.float()
+
+    def widen(linear: Linear) -> Linear:
+        return linear._replace(bias=wide(linear.bias))
+
+    layers = []
+    for layer in stack.layers:
+        norms = {name: wide(getattr(layer.mixer, name)) for name in ("q_norm_D", "k_norm_D")}
+        mixer = layer.mixer._replace(**norms)
+        layers.append(Layer(wide(layer.mixer_norm_C), mixer, wide(layer.feed_norm_C), layer.feed))
+    rule = stack.features and stack.features._replace(
+        fc_norm_PA=wide(stack.features.fc_norm_PA),
+        feature_norm_C=wide(stack.features.feature_norm_C),
+    )
+    norm_C = stack.norm_C.float()
+    stack = replace(stack, layers=tuple(layers), norm_C=norm_C, features=rule)
+    return map_linears(stack, widen)
+
+
 def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The weights, if kernels can read them where they are."""
+    """The norms and biases, if kernels can read them where they are."""
     for weight in weights:
         if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
-            raise UnfitError("a weight is not contiguous float32")
+            raise UnfitError("a norm or a bias is not contiguous float32")
     return weights
 
 
 def _native_model(stack: Stack) -> Struct:
     """`Model`."""
     mixer, feed = stack.layers[0].mixer, stack.layers[0].feed
-    head, frequency_R = stack.head.weight.values, mixer.rope.frequency_R
+    (embedding,), (head, kept) = parts_of(stack.embedding), _native_matrix(stack.head.weight)
+    part, frequency_R = _native_part(embedding), mixer.rope.frequency_R
+    tensors = (*_checked(stack.norm_C, frequency_R), stack.target_ids)
+    places = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return struct(
-        (*_checked(stack.embedding_VC, stack.norm_C, head, frequency_R), stack.target_ids),
+        (), address(part), *head, *places,
         len(stack.layers), stack.hidden_size, feed.down.weight.shape[1], mixer.heads,
-        mixer.kv_heads, mixer.head_size, 2 * len(frequency_R), len(head), stack.vocab_size,
+        mixer.kv_heads, mixer.head_size, 2 * len(frequency_R), stack.head.weight.shape[0],
+        stack.vocab_size, kept=(part, kept, tensors),
     )  # fmt: skip
 
 
@@ -305,9 +407,11 @@ def _native_layer(layer: Layer) -> Struct:
     mixer, feed = layer.mixer, layer.feed
     norms = (layer.mixer_norm_C, layer.feed_norm_C, mixer.q_norm_D, mixer.k_norm_D)
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
-    matrices = (linear.weight.values for linear in linears)
-    weights = _checked(*norms, *matrices, *(linear.bias for linear in linears))
-    return struct(weights, mixer.options.sliding_window or 0)
+    matrices, kept = zip(*(_native_matrix(linear.weight) for linear in linears), strict=True)
+    tensors = _checked(*norms, *(linear.bias for linear in linears))
+    places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    fields = (*places[:4], *chain(*matrices), *places[4:], mixer.options.sliding_window or 0)
+    return struct((), *fields, kept=(kept, tensors))
 
 
 def _native_rule(stack: Stack) -> Struct | None:
@@ -315,17 +419,23 @@ def _native_rule(stack: Stack) -> Struct | None:
     rule = stack.features
     if rule is None:
         return None
-    fc, parts = rule.fc.weight.values, 1 if rule.fc_norm_PA is None else len(rule.fc_norm_PA)
-    tensors = _checked(fc, rule.fc_norm_PA, rule.feature_norm_C)
-    return struct(tensors, fc.shape[1], parts, rule.norm_before_residual, rule.norm_output)
+    parts = 1 if rule.fc_norm_PA is None else len(rule.fc_norm_PA)
+    fc, kept = _native_matrix(rule.fc.weight)
+    tensors = _checked(rule.fc_norm_PA, rule.feature_norm_C)
+    places = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    numbers = (rule.fc.weight.shape[1], parts, rule.norm_before_residual, rule.norm_output)
+    return struct((), *fc, *places, *numbers, kept=(kept, tensors))
 
 
 def _without_matrices(stack: Stack) -> Stack:
     """Shapes in place of what was packed."""
 
+    def shape(tensor: Any) -> Any:
+        return torch.empty_like(tensor, device="meta") if isinstance(tensor, Tensor) else tensor
+
     def empty(linear: Linear) -> Linear:
-        values, bias = linear.weight.values, linear.bias
-        shape = None if bias is None else torch.empty_like(bias, device="meta")
-        return linear._replace(weight=Dense(torch.empty_like(values, device="meta")), bias=shape)
+        parts = tuple(type(part)(*map(shape, part)) for part in parts_of(linear.weight))
+        weight = Joined(parts) if len(parts) > 1 else parts[0]
+        return linear._replace(weight=weight, bias=shape(linear.bias))
 
     return map_linears(stack, empty)

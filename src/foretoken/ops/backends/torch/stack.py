@@ -17,22 +17,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.ops.checks import check_pass
+from foretoken.ops.formats import decode_blocks, decode_groups, round_rows
 from foretoken.ops.paging import write_index, write_kv
 from foretoken.ops.passes import pass_begins
 from foretoken.ops.stack import (
     KV,
     Attention,
+    Blocks,
     Dense,
     FeatureRule,
     Features,
     ForwardOutput,
+    Grouped,
+    Joined,
     Layer,
     Linear,
     Rope,
     Stack,
-    check_formats,
+    UnfitError,
+    Weight,
+    format_of,
     linears,
     map_linears,
+    parts_of,
+    plain,
 )
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
@@ -49,17 +57,17 @@ fast and its calls 10 us cheaper."""
 
 
 class StockStack:
-    """The `LoadedStack` of stock operators, around any backend's attention; see `pack`.
-
-    Raises:
-        UnfitError: a weight is of a format that `multiply` does not know.
-    """
+    """The `LoadedStack` of stock operators, around any backend's attention; see `pack`."""
 
     multiplies_masked_keys: ClassVar[bool] = True
 
     def __init__(self, stack: Stack, attention: Attend) -> None:
-        check_formats(stack)
         self.stack, self._attention = pack(stack), attention
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `LoadedStack`."""
+        return self.stack.dtype
 
     def run(
         self,
@@ -117,7 +125,7 @@ class StockStack:
 
 def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
     """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
-    token_TC, rule, eps = stack.embedding_VC[token_T], stack.features, stack.eps
+    token_TC, rule, eps = vectors(stack.embedding, token_T), stack.features, stack.eps
     read_TC = norm(token_TC, stack.layers[0].mixer_norm_C, eps)
     if rule is None:
         return token_TC, read_TC
@@ -190,20 +198,59 @@ def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return gain * normed.to(x.dtype)
 
 
+def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
+    """Rows of an embedding, [T, C]."""
+    if isinstance(embedding, Dense):
+        return embedding.values[token_T]
+    if not isinstance(embedding, Blocks):
+        raise UnfitError(f"an embedding is stored as {format_of(embedding)}")
+    row_T = token_T if embedding.order_N is None else embedding.order_N[token_T]
+    return decode_blocks(embedding.kind, embedding.rows[row_T])
+
+
 def multiply(x: Tensor, linear: Linear) -> Tensor:
-    """[..., in] times a layer: [..., out]."""
-    weight = linear.weight.values
-    if weight.is_mkldnn:
+    """[..., in] times a layer: [..., out].
+
+    Weights in blocks or groups multiply rows that were rounded to eight bits (`round_rows`): that
+    is part of what such a model is, whatever computes it.
+    """
+    weight, bias = linear.weight, linear.bias
+    if isinstance(weight, Joined):
+        outputs = torch.cat([multiply(x, Linear(part)) for part in weight.parts], dim=-1)
+        return outputs if bias is None else outputs + bias
+    if not isinstance(weight, Dense):
+        weight = decoded(weight)
+    if weight.rounds:
+        x = round_rows(x)
+    if weight.values.is_mkldnn:
         ops: Any = torch.ops.mkldnn
-        packed: Tensor = ops._linear_pointwise(x, weight, linear.bias, "none", [], "")
-        return packed
-    return F.linear(x, weight, linear.bias)
+        product: Tensor = ops._linear_pointwise(x, weight.values, bias, "none", [], "")
+        return product
+    return F.linear(x, weight.values, bias)
+
+
+def decoded(weight: Dense | Blocks | Grouped) -> Dense:
+    """A weight as plain numbers; of blocks and groups as float32."""
+    if isinstance(weight, Dense):
+        return weight
+    if isinstance(weight, Grouped):
+        return Dense(decode_groups(weight.codes, weight.scale_NG), rounds=True)
+    rows = weight.rows if weight.order_N is None else weight.rows[weight.order_N]
+    return Dense(decode_blocks(weight.kind, rows), rounds=True)
 
 
 def pack(stack: Stack) -> Stack:
-    """The same in oneDNN's layout on a CPU, if it is there and pays (decision 004)."""
-    weights = [linear.weight.values for _, linear in linears(stack)]
+    """The same as it is multiplied: plain numbers; in oneDNN's layout on a CPU, if it is there and
+    pays (decision 004)."""
+    if any(not isinstance(linear.weight, Dense) for _, linear in linears(stack)):
+        return map_linears(stack, _unpacked)
+    weights = [plain(linear.weight) for _, linear in linears(stack)]
     return map_linears(stack, packed) if pays(weights) else stack
+
+
+def _unpacked(linear: Linear) -> Linear:
+    parts = tuple(map(decoded, parts_of(linear.weight)))
+    return linear._replace(weight=Joined(parts) if len(parts) > 1 else parts[0])
 
 
 def pays(weights: Sequence[Tensor]) -> bool:
@@ -219,5 +266,5 @@ def pays(weights: Sequence[Tensor]) -> bool:
 def packed(linear: Linear) -> Linear:
     """A layer in oneDNN's layout."""
     ops: Any = torch.ops.mkldnn
-    values: Tensor = ops._reorder_linear_weight(linear.weight.values.detach(), _ROWS_HINT)
+    values: Tensor = ops._reorder_linear_weight(plain(linear.weight).detach(), _ROWS_HINT)
     return linear._replace(weight=Dense(values))

@@ -8,10 +8,14 @@
 
 namespace foretoken {
 
-enum Status { kDone, kNotCovered, kNoMemory, kFailed, kMisfit };
+enum Status { kDone, kNotCovered, kNoMemory, kFailed, kMisfit, kNotFinite };
 
 // The engine's own numbers contradict each other. Python raises it as `IntegrityError`.
 struct Misfit : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// A weight's scale is NaN or infinite: its file is damaged.
+struct NotFinite : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 inline thread_local char misfit[200];  // what the last one said
@@ -27,6 +31,8 @@ int guarded(const Work& work) {
   } catch (const Misfit& error) {
     std::snprintf(misfit, sizeof misfit, "%s", error.what());
     return kMisfit;
+  } catch (const NotFinite&) {
+    return kNotFinite;
   } catch (...) {
     return kFailed;
   }

@@ -9,10 +9,10 @@
 
 namespace foretoken {
 
-Arena::Arena(int64_t floats) {
+Arena::Arena(int64_t wanted) {
   constexpr size_t huge = size_t{2} << 20;
-  const size_t bytes = (floats * sizeof(float) + huge - 1) / huge * huge;
-  memory_.reset(static_cast<float*>(std::aligned_alloc(huge, bytes)));
+  const size_t bytes = (wanted + huge - 1) / huge * huge;
+  memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(huge, bytes)));
   if (!memory_) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
   madvise(memory_.get(), bytes, MADV_HUGEPAGE);  // a wish: where it is refused pages are small
@@ -20,42 +20,48 @@ Arena::Arena(int64_t floats) {
   std::memset(memory_.get(), 0, bytes);
 }
 
-void Arena::Free::operator()(float* memory) const { std::free(memory); }
+void Arena::Free::operator()(uint8_t* memory) const { std::free(memory); }
 
-float* Arena::take(int64_t floats) {
-  float* at = memory_.get() + taken_;
-  taken_ += padded(floats);
+uint8_t* Arena::take(int64_t bytes) {
+  uint8_t* at = memory_.get() + taken_;
+  taken_ += padded(bytes);
   return at;
 }
 
-Packed::Packed(int64_t outputs, int64_t inputs, Store store, Arena& arena)
+Packed::Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena& arena)
     : outputs(outputs),
       inputs(inputs),
       panels((outputs + kPanel - 1) / kPanel),
-      store(store),
-      weights_(arena.take(size(outputs, inputs, store))) {}
+      group(group),
+      kind(kind),
+      weights_(arena.take(size(outputs, inputs, kind, group))) {}
 
-void Packed::fill(int64_t first, const float* weight, const float* given_bias, int64_t count) {
-  for (int64_t n = 0; n < count; n++) {
-    const int64_t p = (first + n) / kPanel, c = (first + n) % kPanel;
-    float* panel = weights_ + p * inputs * row(store);
-    const int64_t pair = c / (2 * kWidth), lane = c % kWidth, upper = c / kWidth % 2;
-    for (int64_t k = 0; k < inputs; k++) {
-      if (store == Store::kFloat) {
-        panel[k * kPanel + c] = weight[n * inputs + k];
-      } else {
-        float* word = panel + k * kPanel / 2 + pair * kWidth + lane;
-        uint32_t bits, joined;
-        std::memcpy(&bits, weight + n * inputs + k, sizeof bits);
-        std::memcpy(&joined, word, sizeof joined);
-        joined |= upper ? bits : bits >> 16;
-        std::memcpy(word, &joined, sizeof joined);
+bool Packed::fill_panel(int64_t p, const FileRow* rows) {
+  uint8_t* panel = weights_ + p * panel_size(inputs, kind, group);
+  if (!is_plain()) return foretoken::fill_panel(kind, rows, inputs, group, panel);
+  constexpr int64_t piece = 64;  // inputs whose part of the panel stays in the nearest cache
+  const uint64_t size = kind == kF32 ? 4 : 2;
+  for (int64_t k0 = 0; k0 < inputs; k0 += piece) {
+    const int64_t count = std::min(piece, inputs - k0);
+    for (int64_t c = 0; c < kPanel; c++) {
+      if (!rows[c].data) continue;
+      const int64_t pair = c / (2 * kWidth), lane = c % kWidth, upper = c / kWidth % 2;
+      // Of a float in place of a bfloat16 the upper half is read.
+      const uint64_t stored = rows[c].kind == kF32 ? 4 : 2, skipped = stored - size;
+      for (int64_t k = k0; k < k0 + count; k++) {
+        int64_t place = k * kPanel + c;
+        if (kind == kBF16) place = k * kPanel + 2 * (pair * kWidth + lane) + upper;
+        std::memcpy(panel + place * size, rows[c].data + k * stored + skipped, size);
       }
     }
   }
-  if (!given_bias) return;
-  bias.resize(outputs);
-  for (int64_t n = 0; n < count; n++) bias[first + n] = given_bias[n];
+  return true;  // numbers are looked at in Python
+}
+
+Activations& rounded(const float* x, int64_t rows, int64_t inputs) {
+  thread_local Activations activations;
+  activations.round(x, rows, inputs);
+  return activations;
 }
 
 namespace {
@@ -71,10 +77,16 @@ Vec fetch_and_load(const float* at) {
 }
 
 // The weights of input k and a panel's outputs.
-template <Store S, Fetch F>
+template <Kind S, Fetch F>
 void load_weights(const float* panel, int64_t k, Vec* w) {
-  if constexpr (S == Store::kFloat) {
+  if constexpr (S == kF32) {
     for (int v = 0; v < kVecs; v++) w[v] = fetch_and_load<F>(panel + k * kPanel + v * kWidth);
+  } else if constexpr (S == kF16) {
+    for (int v = 0; v < kVecs; v++) {
+      HalfVec halves;
+      std::memcpy(&halves, panel + (k * kPanel + v * kWidth) / 2, sizeof halves);
+      w[v] = from_halves(halves);
+    }
   } else {
     for (int v = 0; v < kVecs; v += 2) {
       const BitVec bits = (BitVec)fetch_and_load<F>(panel + k * kPanel / 2 + v / 2 * kWidth);
@@ -85,9 +97,10 @@ void load_weights(const float* panel, int64_t k, Vec* w) {
 }
 
 // R rows of x times P adjacent panels, into out[R][P][kPanel].
-template <int R, int P, Store S, Fetch F>
-void multiply_tile(const float* x, int64_t inputs, const float* panel, float* out) {
-  constexpr int64_t row = S == Store::kHalf ? kPanel / 2 : kPanel;
+template <int R, int P, Kind S, Fetch F>
+void multiply_tile(const float* x, int64_t inputs, const uint8_t* bytes, float* out) {
+  constexpr int64_t row = S == kF32 ? kPanel : kPanel / 2;
+  const auto* panel = reinterpret_cast<const float*>(bytes);
   Vec sum[R][P][kVecs] = {};
   for (int64_t k = 0; k < inputs; k++) {
     Vec w[P][kVecs];
@@ -103,28 +116,30 @@ void multiply_tile(const float* x, int64_t inputs, const float* panel, float* ou
       for (int v = 0; v < kVecs; v++) store(out + (r * P + i) * kPanel + v * kWidth, sum[r][i][v]);
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, float*);
+using Multiply = void (*)(const float*, int64_t, const uint8_t*, float*);
 
-template <Store S, Fetch F>
+template <Kind S, Fetch F>
 constexpr Multiply kByRows[kRows] = {
     multiply_tile<1, 1, S, F>, multiply_tile<2, 1, S, F>, multiply_tile<3, 1, S, F>,
     multiply_tile<4, 1, S, F>, multiply_tile<5, 1, S, F>, multiply_tile<6, 1, S, F>};
 
-template <Store S>
+template <Kind S>
 constexpr const Multiply* kByFetch[kFetches] = {kByRows<S, Fetch::kNoHint>,
                                                 kByRows<S, Fetch::kHint>};
+
+constexpr const Multiply* const* kByKind[] = {kByFetch<kF32>, kByFetch<kBF16>, kByFetch<kF16>};
+constexpr Multiply kPair[] = {multiply_tile<1, 2, kF32, Fetch::kNoHint>,
+                              multiply_tile<1, 2, kBF16, Fetch::kNoHint>,
+                              multiply_tile<1, 2, kF16, Fetch::kNoHint>};
 
 }  // namespace
 
 void multiply_pair(const float* x, const Packed& w, int64_t p, float* out) {
-  const auto run = w.store == Store::kHalf ? multiply_tile<1, 2, Store::kHalf, Fetch::kNoHint>
-                                           : multiply_tile<1, 2, Store::kFloat, Fetch::kNoHint>;
-  run(x, w.inputs, w.panel(p), out);
+  kPair[w.kind](x, w.inputs, w.panel(p), out);
 }
 
 void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, Fetch fetch) {
-  const auto& by_fetch = w.store == Store::kHalf ? kByFetch<Store::kHalf> : kByFetch<Store::kFloat>;
-  by_fetch[static_cast<int>(fetch)][rows - 1](x, w.inputs, w.panel(p), out);
+  kByKind[w.kind][static_cast<int>(fetch)][rows - 1](x, w.inputs, w.panel(p), out);
 }
 
 namespace {
@@ -141,6 +156,7 @@ class Pass {
     int64_t bytes = 0, widest = 0;
     for (const Packed* w : weights) {
       if (bytes >= kMost) break;
+      if (!w->is_plain()) continue;
       weights_.push_back(w);
       bytes += w->bytes();
       widest = std::max(widest, w->inputs);

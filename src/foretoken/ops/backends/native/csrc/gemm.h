@@ -1,14 +1,19 @@
 // Products of a few rows with packed weights.
 //
-// Every output is one chain of fused multiply-adds over k = 0, 1, ..., K-1, whatever the number of
-// rows, threads or tiles: the same row gives the same bits in any batch.
+// Every output is one chain of fused multiply-adds over k = 0, 1, ..., K-1, or over groups of 32 inputs
+// (`quantised.h`), whatever the number of rows, threads or tiles: the same row gives the same bits in
+// any batch.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <vector>
 
+#include "call.h"
+#include "formats.h"
 #include "pool.h"
+#include "quantised.h"
 #include "simd.h"
 
 namespace foretoken {
@@ -21,44 +26,67 @@ constexpr int kPanel = kVecs * kWidth;            // columns of a register tile
 // (decision 013).
 class Arena {
  public:
-  explicit Arena(int64_t floats);
-  float* take(int64_t floats);  // aligned to a cache line, zero
-  static int64_t padded(int64_t floats) { return (floats + 15) / 16 * 16; }
+  Arena() = default;
+  explicit Arena(int64_t bytes);
+  uint8_t* take(int64_t bytes);  // aligned to a cache line, zero
+  static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
  private:
   struct Free {
-    void operator()(float* memory) const;
+    void operator()(uint8_t* memory) const;
   };
-  std::unique_ptr<float, Free> memory_;
+  std::unique_ptr<uint8_t, Free> memory_;
   int64_t taken_ = 0;
 };
 
-// How a weight is stored; either way its value is the same float.
-// kHalf: the upper 16 bits, all that a bfloat16 checkpoint has. A word holds the same lane of two
-// adjacent vectors, the first in its low half: one shift and one mask make floats of both.
-enum class Store { kFloat, kHalf };
-
-// A weight [N, K] as panels of kPanel outputs, each stored k by k: [panels][K][kPanel]. Unused
-// columns of the last panel are zero.
+// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] of plain numbers, else as
+// `quantised.h` has them. Unused columns of a panel are zero.
+//
+// Of kBF16, the upper 16 bits of a float, a word holds the same lane of two adjacent vectors, the first
+// in its low half: one shift and one mask make floats of both.
 class Packed {
  public:
   Packed() = default;
-  Packed(int64_t outputs, int64_t inputs, Store store, Arena& arena);
-  // Outputs first..first+count-1 from row-major `weight` [count, K]; `bias` may be null.
-  void fill(int64_t first, const float* weight, const float* bias, int64_t count);
-
-  static int64_t size(int64_t outputs, int64_t inputs, Store store) {  // floats of an arena
-    return (outputs + kPanel - 1) / kPanel * row(store) * inputs;
+  // group: inputs of a scale, of kInt8 and kInt4.
+  Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena& arena);
+  // `row_at(output)`: which row of `matrix` it is, -1 for none. `matrix_bias` may be null. Throws
+  // `NotFinite`.
+  template <typename RowAt>
+  void fill(const Matrix& matrix, const float* matrix_bias, const RowAt& row_at) {
+    if (matrix_bias) bias.assign(outputs, 0.0f);
+    std::atomic<bool> finite{true};
+    parallel_for(panels, true, [&](int64_t p) {
+      FileRow rows[kPanel] = {};
+      for (int64_t c = 0; c < kPanel && p * kPanel + c < outputs; c++) {
+        const int64_t row = row_at(p * kPanel + c);
+        if (row < 0) continue;
+        rows[c] = row_of(matrix, row);
+        if (matrix_bias) bias[p * kPanel + c] = matrix_bias[row];
+      }
+      if (!fill_panel(p, rows)) finite = false;
+    });
+    if (!finite) throw NotFinite("a scale is not finite");
   }
-  int64_t bytes() const { return outputs * inputs * (store == Store::kHalf ? 2 : 4); }
-  int64_t outputs = 0, inputs = 0, panels = 0;
-  Store store = Store::kFloat;
+
+  static int64_t size(int64_t outputs, int64_t inputs, Kind kind, int64_t group) {  // of an arena
+    return (outputs + kPanel - 1) / kPanel * panel_size(inputs, kind, group);
+  }
+  int64_t bytes() const { return panels * panel_size(inputs, kind, group); }
+  bool is_plain() const { return kind <= kF16; }
+  int64_t outputs = 0, inputs = 0, panels = 0, group = 0;
+  Kind kind = kF32;
   std::vector<float> bias;
-  const float* panel(int64_t index) const { return weights_ + index * inputs * row(store); }
+  const uint8_t* panel(int64_t index) const {
+    return weights_ + index * panel_size(inputs, kind, group);
+  }
 
  private:
-  static int64_t row(Store store) { return store == Store::kHalf ? kPanel / 2 : kPanel; }
-  float* weights_ = nullptr;
+  static int64_t panel_size(int64_t inputs, Kind kind, int64_t group) {
+    if (kind > kF16) return panel_bytes(kind, inputs, group, kPanel);
+    return kPanel * inputs * (kind == kF32 ? 4 : 2);
+  }
+  bool fill_panel(int64_t p, const FileRow* rows);
+  uint8_t* weights_ = nullptr;
 };
 
 // Whether the processor is told what weights to fetch ahead of their use; results do not depend on it.
@@ -82,6 +110,9 @@ inline bool worth_sharing(int64_t rows, const Packed& w) {
   return w.inputs * w.outputs * (rows + 3) > 200000;
 }
 
+// The rows of x, rounded for block formats: what a product on this thread began with.
+Activations& rounded(const float* x, int64_t rows, int64_t inputs);
+
 // For each tile of x [rows, K] times w: epilogue(row, first output, count, values of that row).
 template <typename Epilogue>
 void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
@@ -93,7 +124,8 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
       for (int64_t j = 0; j < count; j++) out[j] += w.bias[first + j];
     epilogue(row, first, count, out);
   };
-  if (rows == 1 && fetches.one == Fetch::kNoHint && w.panels > 1) {
+  const bool is_plain = w.is_plain();
+  if (is_plain && rows == 1 && fetches.one == Fetch::kNoHint && w.panels > 1) {
     parallel_for((w.panels + 1) / 2, worth_sharing(rows, w), [&](int64_t pair) {
       const int64_t p = pair * 2 + 1 < w.panels ? pair * 2 : w.panels - 2;  // odd: one twice
       float out[2][kPanel];
@@ -102,6 +134,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     });
     return;
   }
+  const Activations* codes = is_plain ? nullptr : &rounded(x, rows, w.inputs);
   // Several tiles read a panel several times: it must stay cached.
   const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kHint;
   // Few rows: a tile is one panel. Many: rows are cut too, so that tiles outnumber threads.
@@ -112,7 +145,10 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     float out[kRows][kPanel];
     for (int64_t r = begin; r < end; r += kRows) {
       const int n = static_cast<int>(end - r < kRows ? end - r : kRows);
-      multiply(x + r * w.inputs, n, w, p, out[0], fetch);
+      if (is_plain)
+        multiply(x + r * w.inputs, n, w, p, out[0], fetch);
+      else
+        multiply_panel(*codes, r, n, w.kind, w.panel(p), w.inputs, w.group, out[0]);
       for (int i = 0; i < n; i++) finish(r + i, p, out[i]);
     }
   });
@@ -120,8 +156,8 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
 
 // The fastest fetches, and the best seconds of a pass over the weights by each, for one row and for
 // kRows: either may take 1.3 times as long as the other, by processor, size of the weights and rows
-// (decision 013). Takes up to 40 passes over `weights`, or over their first 256 MiB, fewer where these
-// take long; with the threads now in force.
+// (decision 013). Takes up to 40 passes over the plain ones of `weights`, or over their first 256 MiB,
+// fewer where these take long; with the threads now in force.
 Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]);
 
 }  // namespace foretoken

@@ -14,39 +14,81 @@ int64_t gate_up_outputs(const Model& model) {
   return (model.intermediate + kHalf - 1) / kHalf * kPanel;
 }
 
-// Floats that all packed weights take.
-int64_t arena_size(const Model& m, const FeatureRule* rule, Store store) {
-  const int64_t q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
-  const auto size = [&](int64_t outputs, int64_t inputs) {
-    return Arena::padded(Packed::size(outputs, inputs, store));
-  };
-  return size(m.outputs, m.hidden) + (rule ? size(m.hidden, rule->states) : 0) +
-         m.layers * (size(q + 2 * kv, (rule ? 2 : 1) * m.hidden) + size(m.hidden, q) +
-                     size(gate_up_outputs(m), m.hidden) + size(m.hidden, m.intermediate));
+// Whether no number of a row of floats needs more than the upper 16 bits.
+bool fits_half(const FileRow& row, int64_t inputs) {
+  uint32_t lost = 0;
+  for (int64_t k = 0; k < inputs; k++) {
+    uint32_t bits;
+    std::memcpy(&bits, row.data + k * sizeof bits, sizeof bits);
+    lost |= bits & 0xffffu;
+  }
+  return !lost;
 }
 
-// Half as many bytes to read where no weight needs more: those of a bfloat16 checkpoint do not.
-Store smallest(const Model& m, const FeatureRule* rule, const LayerWeights* const* layers) {
-  const int64_t h = m.hidden, q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
-  uint32_t lost = 0;
-  const auto look = [&](const float* weights, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-      uint32_t bits;
-      std::memcpy(&bits, weights + i, sizeof bits);
-      lost |= bits & 0xffffu;
-    }
-  };
-  if (rule) look(rule->fc, h * rule->states);
-  for (int64_t l = 0; l < m.layers && !lost; l++) {
-    const LayerWeights& w = *layers[l];
-    const int64_t inputs = rule ? 2 * h : h;
-    look(w.qkv, (q + 2 * kv) * inputs);
-    look(w.o, h * q);
-    look(w.gate_up, 2 * m.intermediate * h);
-    look(w.down, m.intermediate * h);
+// How parts of one kind are kept: as they are stored, but half as many bytes to read where floats do
+// not need more: those of a bfloat16 checkpoint do not.
+Kind kept_as(const Matrix& matrix, int64_t inputs) {
+  const auto kind = static_cast<Kind>(matrix.parts[0]->kind);
+  if (kind != kF32) return kind;
+  for (int64_t n = 0, rows = rows_of(matrix); n < rows; n++)
+    if (!fits_half(row_of(matrix, n), inputs)) return kF32;
+  return kBF16;
+}
+
+// Adjacent parts of one kind.
+std::vector<Matrix> by_kind(const Matrix& matrix) {
+  std::vector<Matrix> runs;
+  for (int64_t i = 0; i < matrix.count; i++) {
+    const Part *part = matrix.parts[i], *last = i ? matrix.parts[i - 1] : nullptr;
+    if (last && last->kind == part->kind && last->group == part->group)
+      runs.back().count++;
+    else
+      runs.push_back({matrix.parts + i, 1});
   }
-  look(m.head, m.outputs * h);
-  return lost ? Store::kFloat : Store::kHalf;
+  return runs;
+}
+
+// Every matrix of a stack before it is packed, in the order of a pass.
+struct Given {
+  Matrix matrix;
+  int64_t outputs, inputs;
+  Kind kind;
+};
+
+// Reads all matrices twice: what they need is known before the memory is taken.
+class Packing {
+ public:
+  void add(const Matrix& matrix, int64_t inputs, int64_t outputs = 0) {
+    if (!outputs) outputs = rows_of(matrix);
+    const Given one{matrix, outputs, inputs, kept_as(matrix, inputs)};
+    given_.push_back(one);
+    size_ += Arena::padded(Packed::size(outputs, inputs, one.kind, matrix.parts[0]->group));
+  }
+  int64_t size() const { return size_; }
+  // The next one, without its numbers.
+  Packed take(Arena& arena) {
+    const Given& one = given_[next_++];
+    return {one.outputs, one.inputs, one.kind, one.matrix.parts[0]->group, arena};
+  }
+
+ private:
+  std::vector<Given> given_;
+  int64_t size_ = 0;
+  size_t next_ = 0;
+};
+
+Packing packing_of(const Model& m, const FeatureRule* rule, const LayerWeights* const* layers) {
+  Packing all;
+  if (rule) all.add(rule->fc, rule->states);
+  for (int64_t l = 0; l < m.layers; l++) {
+    const LayerWeights& w = *layers[l];
+    for (const Matrix& run : by_kind(w.qkv)) all.add(run, (rule ? 2 : 1) * m.hidden);
+    all.add(w.o, m.heads * m.head_size);
+    all.add(w.gate_up, m.hidden, gate_up_outputs(m));
+    all.add(w.down, m.intermediate);
+  }
+  all.add(m.head, m.hidden);  // last, as in a pass
+  return all;
 }
 
 // silu(gate) * up, for `count` outputs.
@@ -81,43 +123,46 @@ Stack::Stack(const Model& model, const FeatureRule* rule, const LayerWeights* co
       has_rule_(rule),
       norm_epsilon_(norm_epsilon),
       attention_scale_(attention_scale),
-      rotary_scale_(rotary_scale),
-      store_(smallest(model, rule, layers)),
-      arena_(arena_size(model, rule, store_)) {
-  const int64_t h = model.hidden, q = model.heads * model.head_size,
-                kv = model.kv_heads * model.head_size;
+      rotary_scale_(rotary_scale) {
+  Packing packing = packing_of(model, rule, layers);
+  arena_ = Arena(packing.size());
+  const auto in_order = [](int64_t output) { return output; };
   if (has_rule_) {
-    fc_ = Packed(h, rule_.states, store_, arena_);
-    fc_.fill(0, rule_.fc, nullptr, h);
+    fc_ = packing.take(arena_);
+    fc_.fill(rule_.fc, nullptr, in_order);
   }
   for (int64_t l = 0; l < model.layers; l++) {
     const LayerWeights& w = *layers[l];
-    const auto packed = [&](int64_t outputs, int64_t inputs) {
-      return Packed(outputs, inputs, store_, arena_);
-    };
-    Layer layer{w, packed(q + 2 * kv, has_rule_ ? 2 * h : h), packed(h, q),
-                packed(gate_up_outputs(model), h), packed(h, model.intermediate)};
-    layer.qkv.fill(0, w.qkv, w.qkv_bias, q + 2 * kv);
-    layer.o.fill(0, w.o, w.o_bias, h);
-    for (int64_t i = 0; i < layer.gate_up.panels; i++) {
-      const int64_t gate = i * kHalf, count = std::min(model.intermediate - gate, kHalf);
-      for (const int64_t at : {gate, model.intermediate + gate}) {
-        const float* bias = w.gate_up_bias ? w.gate_up_bias + at : nullptr;
-        layer.gate_up.fill(i * kPanel + (at == gate ? 0 : kHalf), w.gate_up + at * h, bias, count);
-      }
+    Layer layer{w, {}, {}, {}, {}};
+    const float* bias = w.qkv_bias;
+    for (const Matrix& run : by_kind(w.qkv)) {
+      layer.qkv.push_back(packing.take(arena_));
+      layer.qkv.back().fill(run, bias, in_order);
+      if (bias) bias += rows_of(run);
     }
-    layer.down.fill(0, w.down, w.down_bias, h);
+    layer.o = packing.take(arena_);
+    layer.o.fill(w.o, w.o_bias, in_order);
+    layer.gate_up = packing.take(arena_);
+    layer.gate_up.fill(w.gate_up, w.gate_up_bias, [&](int64_t output) -> int64_t {
+      const int64_t at = output / kPanel * kHalf + output % kHalf;
+      if (at >= model.intermediate) return -1;
+      return output % kPanel < kHalf ? at : model.intermediate + at;
+    });
+    layer.down = packing.take(arena_);
+    layer.down.fill(w.down, w.down_bias, in_order);
     layers_.push_back(std::move(layer));
   }
-  head_ = Packed(model.outputs, h, store_, arena_);  // last, as in a pass
-  head_.fill(0, model.head, nullptr, model.outputs);
+  head_ = packing.take(arena_);
+  head_.fill(model.head, nullptr, in_order);
 }
 
 std::vector<const Packed*> Stack::weights() const {
   std::vector<const Packed*> all;
   if (has_rule_) all.push_back(&fc_);
-  for (const Layer& layer : layers_)
-    all.insert(all.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  for (const Layer& layer : layers_) {
+    for (const Packed& part : layer.qkv) all.push_back(&part);
+    all.insert(all.end(), {&layer.o, &layer.gate_up, &layer.down});
+  }
   all.push_back(&head_);
   return all;
 }
@@ -223,9 +268,13 @@ void Stack::attention(const Layer& layer, const Batch& batch, float* keys, float
     join_tokens(layer, batch);
   else
     norm(layer.given.input_norm, tokens, normed_);
-  product(normed_, tokens, layer.qkv, fetches_, [&](auto row, auto first, auto count, auto y) {
-    std::memcpy(qkv_ + row * all + first, y, count * sizeof(float));
-  });
+  float* out = qkv_;
+  for (const Packed& part : layer.qkv) {
+    product(normed_, tokens, part, fetches_, [&](auto row, auto first, auto count, auto y) {
+      std::memcpy(out + row * all + first, y, count * sizeof(float));
+    });
+    out += part.outputs;
+  }
   parallel_for(tokens, tokens > 32, [&](int64_t t) {
     float* row = qkv_ + t * all;
     for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {

@@ -99,6 +99,28 @@ inline Vec from_float16(HalfVec h) {
   return (Vec)(sign | (special ? rest | 0x7f800000u : (BitVec)scaled));
 }
 
+// By the processor's own conversion, which every one with AVX2 has.
+inline Vec from_halves(HalfVec h) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps((__m128i)h);
+#else
+  return from_float16(h);
+#endif
+}
+
+// a * b + c, rounded once where the processor can.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline float max_lane(Vec v) {
   float best = v[0];
   for (int i = 1; i < kWidth; i++) best = v[i] > best ? v[i] : best;

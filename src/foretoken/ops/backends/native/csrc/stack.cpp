@@ -13,8 +13,7 @@ void Stack::run(const Batch& batch, const Features* features, float* const* keys
   const int64_t h = model_.hidden;
   place(batch.num_tokens, batch.num_rows);
   if (!features) {
-    for (int64_t t = 0; t < batch.num_tokens; t++)
-      std::memcpy(x_ + t * h, model_.embedding + batch.token_T[t] * h, h * sizeof(float));
+    for (int64_t t = 0; t < batch.num_tokens; t++) embed(batch.token_T[t], x_ + t * h);
   } else if (features->feature) {
     std::memcpy(x_, features->feature, batch.num_tokens * h * sizeof(float));
   } else {
@@ -109,6 +108,11 @@ void Stack::draft(const Batch& first, float* const* keys, float* const* values,
   }
 }
 
+// A token's vector.
+void Stack::embed(int64_t token, float* out) const {
+  decode_row(row_of(*model_.embedding, token), model_.hidden, out);
+}
+
 // Features of rows, to x_.
 void Stack::join_states(const Features& features, int64_t tokens) {
   const int64_t h = model_.hidden, all = rule_.states, size = all / features.count;
@@ -130,9 +134,9 @@ void Stack::join_states(const Features& features, int64_t tokens) {
 void Stack::join_tokens(const Layer& layer, const Batch& batch) {
   const int64_t h = model_.hidden;
   parallel_for(batch.num_tokens, batch.num_tokens * h > 50000, [&](int64_t t) {
-    const float* token = model_.embedding + batch.token_T[t] * h;
     float *both = normed_ + 2 * t * h, *feature = x_ + t * h;
-    norm_row(token, layer.given.input_norm, h, norm_epsilon_, both);
+    embed(batch.token_T[t], both);
+    norm_row(both, layer.given.input_norm, h, norm_epsilon_, both);
     norm_row(feature, rule_.feature_norm, h, norm_epsilon_, both + h);
     if (rule_.norm_before_residual) std::memcpy(feature, both + h, h * sizeof(float));
   });

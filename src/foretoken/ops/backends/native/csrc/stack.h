@@ -10,16 +10,18 @@ namespace foretoken {
 
 // What rows begin with, see `ops.FeatureRule`: the target's hidden states through `fc`.
 struct FeatureRule {
-  const float* fc;            // [hidden, states]
+  Matrix fc;                  // [hidden, states]
   const float* fc_norm;       // [states], of `parts` parts each by itself; may be null
   const float* feature_norm;  // [hidden]
   int64_t states, parts, norm_before_residual, norm_output;
 };
 
-// Weights as PyTorch holds them, row-major float32, and dimensions. Norms, ids, frequencies and the
+// Weights where PyTorch or a mapped file has them, and dimensions. Norms, ids, frequencies and the
 // embedding are read there as long as the stack lives, matrices and biases while it is made.
 struct Model {
-  const float *embedding, *final_norm, *head;
+  const Part* embedding;      // [vocabulary or more, hidden]
+  Matrix head;
+  const float* final_norm;
   const float* frequencies;   // [rotary_size / 2]
   const int64_t* target_ids;  // [outputs]: the token of each; null: they are the same
   int64_t layers, hidden, intermediate, heads, kv_heads, head_size;
@@ -27,11 +29,11 @@ struct Model {
   int64_t outputs, vocabulary;
 };
 
-// Of one layer; null where a model has none. Several matrices in one stand one below the other.
+// Of one layer; null where a model has none.
 struct LayerWeights {
   const float *input_norm, *post_attention_norm;
   const float *q_norm, *k_norm;  // [head_size], over each head
-  const float *qkv, *o, *gate_up, *down;
+  Matrix qkv, o, gate_up, down;
   const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
   int64_t window;
 };
@@ -101,7 +103,8 @@ class Stack {
  private:
   struct Layer {
     LayerWeights given;  // its norms and window are used
-    Packed qkv, o, gate_up, down;
+    std::vector<Packed> qkv;  // one after the other, each of parts of one kind
+    Packed o, gate_up, down;
   };
 
   // In layers.cpp. Memory for a pass; what it held is lost.
@@ -117,6 +120,7 @@ class Stack {
   void norm(const float* weight, int64_t rows, float* out) const;
   void add_product(const float* input, int64_t rows, const Packed& w);
 
+  void embed(int64_t token, float* out) const;
   void join_states(const Features& features, int64_t tokens);
   void join_tokens(const Layer& layer, const Batch& batch);
   void project(int64_t rows, float* logits);
@@ -126,7 +130,6 @@ class Stack {
   bool has_rule_;
   float norm_epsilon_, attention_scale_, rotary_scale_;
   Fetches fetches_;
-  Store store_;
   Arena arena_;
   std::vector<Layer> layers_;
   Packed fc_, head_;

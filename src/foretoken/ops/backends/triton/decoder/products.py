@@ -28,7 +28,7 @@ from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
     MOST_ROWS, Epilogue, GemvTile, Shape, StreamTile, bucket, gemv_tile, stream_tile,
 )  # fmt: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
-from foretoken.ops.stack import Linear
+from foretoken.ops.stack import Linear, plain
 
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
 _PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
@@ -92,7 +92,7 @@ class Products:
         )  # fmt: skip
         if isinstance(tile, GemvTile):
             launch(
-                gemv_kernel, (shape.N // tile.block_n,), linear.weight.values, given.x_TK, *tensors,
+                gemv_kernel, (shape.N // tile.block_n,), plain(linear.weight), given.x_TK, *tensors,
                 *constants, tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
                 **self.dependent,
             )  # fmt: skip
@@ -100,7 +100,7 @@ class Products:
         # Gluon is imported where it runs alone: Triton's interpreter has none of it.
         from foretoken.ops.backends.triton.decoder import streamk
 
-        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), linear.weight.values
+        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), plain(linear.weight)
         key = weight_NK.data_ptr(), tile.block_n, tile.block_k
         if key not in self._weight_maps:
             self._weight_maps[key] = streamk.tensor_map(weight_NK, tile.block_n, tile.block_k)
@@ -183,7 +183,7 @@ class ResidualStream:
         self.state_TH, self._gain_H, self._kept = new, gain_H, keep
         self._normed_TH, self._scaled = None, None
         if tile is None:
-            torch.addmm(old, x_TK, linear.weight.values.T, out=new)
+            torch.addmm(old, x_TK, plain(linear.weight).T, out=new)
             if linear.bias is not None:
                 new += linear.bias
             return
@@ -200,7 +200,7 @@ class ResidualStream:
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
         """The normed rows `row_N`, or all, times a layer: [N, V]; N may be 0."""
         if not len(self.state_TH if row_N is None else row_N):
-            return self.state_TH.new_empty(0, len(linear.weight.values))
+            return self.state_TH.new_empty(0, len(plain(linear.weight)))
         if row_N is None:
             return self.project(linear)
         return self._products.multiply(self.normed(row_N), linear)
@@ -250,14 +250,14 @@ def embed(token_T: Tensor, table_VH: Tensor) -> Tensor:
 
 
 def _shape(linear: Linear, epilogue: Epilogue) -> Shape:
-    N, K = linear.weight.values.shape
+    N, K = plain(linear.weight).shape
     return Shape(N // 2 if epilogue is Epilogue.SILU else N, K, epilogue)
 
 
 def _multiply(x_TK: Tensor, linear: Linear) -> Tensor:
     if linear.bias is None:
-        return torch.mm(x_TK, linear.weight.values.T)
-    return torch.addmm(linear.bias, x_TK, linear.weight.values.T)
+        return torch.mm(x_TK, plain(linear.weight).T)
+    return torch.addmm(linear.bias, x_TK, plain(linear.weight).T)
 
 
 def _squares(like: Tensor, parts: int) -> Tensor:

@@ -39,7 +39,7 @@ from foretoken.ops.checks import check_pass
 
 from foretoken.ops.stack import (  # isort: skip
     KV, Attention, FeatureRule, Features, ForwardOutput, Rope, Stack, UnfitError,
-    check_formats,
+    check_dense, plain,
 )  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
@@ -71,7 +71,7 @@ class FusedStack:
         self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool = False
     ) -> None:
         _check_fit(stack)
-        self.stack = stack
+        self.stack, self.dtype = stack, stack.dtype
         mixers = [layer.mixer for layer in stack.layers]
         angles = {m.rope: rotary_angles(m.rope, positions) for m in mixers}
         self._heads = [
@@ -173,7 +173,7 @@ class FusedStack:
         if rule is not None and isinstance(features, Tensor):
             both_T2C, state_TC = self._join(token_T, features, rule)
         else:
-            state_TC = embed(token_T, stack.embedding_VC)
+            state_TC = embed(token_T, plain(stack.embedding))
         return ResidualStream(self._products, state_TC, stack.layers[0].mixer_norm_C), both_T2C
 
     def _join(
@@ -181,11 +181,11 @@ class FusedStack:
     ) -> tuple[Tensor, Tensor]:
         """What the first q, k and v read, and where the residual stream begins."""
         stack, products = self.stack, self._products
-        (rows, size), vocabulary = feature_TC.shape, len(stack.embedding_VC)
+        (rows, size), vocabulary = feature_TC.shape, len(plain(stack.embedding))
         both_T2C = feature_TC.new_empty(rows, 2 * size)
         normed_TC = torch.empty_like(feature_TC) if rule.norm_before_residual else None
         launch(
-            join_kernel, (rows, 2), token_T, stack.embedding_VC, stack.layers[0].mixer_norm_C,
+            join_kernel, (rows, 2), token_T, plain(stack.embedding), stack.layers[0].mixer_norm_C,
             feature_TC, rule.feature_norm_C, both_T2C, normed_TC, vocabulary, size,
             triton.next_power_of_2(size), stack.eps, products.overlap, num_warps=8,
             **products.dependent,
@@ -207,7 +207,7 @@ class FusedStack:
         return wide_NV
 
     def _all_dropped(self, rows: int) -> Tensor:
-        return self.stack.embedding_VC.new_full((rows, self.stack.vocab_size), -torch.inf)
+        return plain(self.stack.embedding).new_full((rows, self.stack.vocab_size), -torch.inf)
 
 
 def attend(
@@ -239,12 +239,12 @@ def rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
 
 def _check_fit(stack: Stack) -> None:
     """Raise `UnfitError` for what these kernels lack; of heads named as in `config.json`."""
-    table_VC, mixers = stack.embedding_VC, [layer.mixer for layer in stack.layers]
+    table_VC, mixers = plain(stack.embedding), [layer.mixer for layer in stack.layers]
     if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
     if table_VC.dtype not in _DTYPES:
         raise UnfitError(f"weights are {table_VC.dtype}, not bfloat16, float16 or float32")
-    check_formats(stack)
+    check_dense(stack)
     if any((m.q_norm_D is None) != (m.k_norm_D is None) for m in mixers):
         raise UnfitError("of queries and keys only one is normed")
     sizes = {(m.kv_heads, m.head_size) for m in mixers}

@@ -1,0 +1,109 @@
+"""Tensors of a GGUF file by the names of Transformers' parameters.
+
+Belongs here: the table of names, and the order of rows where llama.cpp's converter changed it. Does
+not: which parameters a model has (its Transformers module says so), numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.errors import UnsupportedModelError
+from foretoken.models.gguf.reader import GgufTensor
+from foretoken.models.gguf.split import GgufFile
+
+_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_OF = {theirs: ours for ours, theirs in _OF_LAYER.items()}
+_OUTSIDE_OF = {theirs: ours for ours, theirs in _OUTSIDE.items()}
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""What `config.py` turns into a type of RoPE; no parameter of a module."""
+
+_PERMUTED = ("llama", "mistral3")  # architectures whose RoPE turns neighbouring rows of a head
+
+
+def parameter_name(name: str) -> str | None:
+    """The parameter that a tensor is: `model.layers.3.mlp.up_proj.weight` of `blk.3.ffn_up.weight`.
+
+    None for a tensor that the families of `config.py` do not have.
+    """
+    match = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,5})\.)?(\w+)\.(weight|bias)", name, re.ASCII)
+    if match is None:
+        return None
+    layer, stem, leaf = match.groups()
+    if layer is None:
+        return f"{_OUTSIDE[stem]}.{leaf}" if stem in _OUTSIDE else None
+    return f"model.layers.{layer}.{_OF_LAYER[stem]}.{leaf}" if stem in _OF_LAYER else None
+
+
+def tensor_name(name: str) -> str | None:
+    """The tensor that a parameter is in a file: the inverse of `parameter_name`."""
+    path, _, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        return None
+    if path in _OUTSIDE_OF:
+        return f"{_OUTSIDE_OF[path]}.{leaf}"
+    match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,5})\.([\w.]+)", path, re.ASCII)
+    if match is None or match[2] not in _LAYER_OF:
+        return None
+    return f"blk.{match[1]}.{_LAYER_OF[match[2]]}.{leaf}"
+
+
+def parameters(file: GgufFile) -> dict[str, GgufTensor]:
+    """The tensors of a model by the names of Transformers' parameters.
+
+    Raises:
+        UnsupportedModelError: a tensor that no parameter is, so that the model is another one.
+    """
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in file.tensors.items():
+        parameter = parameter_name(name)
+        if parameter is not None:
+            found[parameter] = tensor
+        elif name != ROPE_FACTORS:
+            raise UnsupportedModelError(
+                f"`{tensor.path}` has the tensor `{name}`, which the families that are served as "
+                "GGUF have no place for."
+            )
+    return found
+
+
+def row_order(architecture: str, name: str, values: Mapping[str, int]) -> NDArray[np.int64] | None:
+    """Where the rows of a parameter lie in the file, or None if they lie in order.
+
+    llama.cpp turns neighbouring rows of a head together, Transformers a row of the first half with
+    one of the second; so its converter interleaves the halves of each query and key head, weights
+    and biases. `file_rows[row_order(...)]` are Transformers' rows.
+
+    Args:
+        architecture: `general.architecture` of the file.
+        name: of the parameter in Transformers.
+        values: the configuration: `num_attention_heads`, `num_key_value_heads`, `head_dim`.
+    """
+    match = re.search(r"\.self_attn\.([qk])_proj\.(weight|bias)$", name)
+    if match is None or architecture not in _PERMUTED:
+        return None
+    heads = values["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+    rows = np.arange(heads * values["head_dim"], dtype=np.int64)
+    return rows.reshape(heads, values["head_dim"] // 2, 2).swapaxes(1, 2).reshape(-1)

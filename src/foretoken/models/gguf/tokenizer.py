@@ -1,0 +1,273 @@
+"""The tokenizer that the metadata of a GGUF file describes.
+
+Belongs here: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`), as a `tokenizers` object in
+Transformers' wrapper. Does not: how text is cut before BPE (`splits.py`), chat templates beyond
+their text (`../chat.py`).
+
+It encodes as the checkpoint's own `tokenizer.json` does. Transformers' own conversion of GGUF files
+(5.23) differs in this: it leaves out Qwen's NFC, and Llama 3's rule that a word which is a token is
+taken as it is; it cuts by GPT-2's pattern what it does not know, SmolLM's single digits among them;
+text after a special token, or that begins with a space, has one of SentencePiece's spaces less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.models.gguf.reader import shown
+from foretoken.models.gguf.split import GgufFile
+from foretoken.models.gguf.splits import BYTE_LEVEL, Split, split_of
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
+_KEY = "tokenizer.ggml."
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_OTHER_MODELS = {
+    "bert": "WordPiece", "t5": "a unigram model", "rwkv": "RWKV's trie", "gemma4": "Gemma 4's BPE",
+    "plamo2": "PLaMo's", "none": "none at all",
+}  # fmt: skip
+_SPACE = "▁"  # SentencePiece's mark of a space
+
+
+def build_tokenizer(file: GgufFile) -> Any | None:
+    """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has none.
+
+    Raises:
+        CheckpointError: metadata that contradicts itself.
+        UnsupportedModelError: a kind of tokenizer, or a way to cut text, that is not known exactly.
+    """
+    if f"{_KEY}model" not in file.metadata:
+        return None
+    vocabulary = _Vocabulary(file)
+    kind = vocabulary.stated("model", str, "")
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level(vocabulary)
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece(vocabulary)
+    else:
+        known = f" ({_OTHER_MODELS[kind]})" if kind in _OTHER_MODELS else ""
+        raise UnsupportedModelError(
+            f"`{file.path}` has a tokenizer of kind `{kind[:60]}`{known}, which is not built from "
+            "GGUF; `gpt2` and `llama` are. Give the checkpoint's own tokenizer as `tokenizer`."
+        )
+    for is_special, types in ((True, (_CONTROL, _UNKNOWN)), (False, (_USER,))):
+        added = [
+            AddedToken(token, normalized=False, special=is_special)
+            for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if kind in types and token
+        ]
+        backend.add_tokens(added)
+    return _wrapped(backend, vocabulary, adds_bos)
+
+
+def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
+    """The tokenizer as Transformers has it: named tokens, and what is put around a text."""
+    from transformers import PreTrainedTokenizerFast
+
+    named = {name: vocabulary.named(key) for name, key in _NAMED.items()}
+    bos = vocabulary.stated("add_bos_token", bool, adds_bos and named["bos_token"] is not None)
+    eos = vocabulary.stated("add_eos_token", bool, False)
+    for name, is_added in (("bos_token", bos), ("eos_token", eos)):
+        if is_added and named[name] is None:
+            raise CheckpointError(
+                f"`{vocabulary.path}` gives `{_KEY}add_{name}` as true: must be false where no "
+                f"`{_KEY}{name}_id` is given."
+            )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        add_bos_token=bos,
+        add_eos_token=eos,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in named.items() if token is not None},
+    )
+    if template := _chat_template(vocabulary):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+class _Vocabulary:
+    """What the metadata says of tokens, checked."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path: Path = file.path
+        self.metadata = file.metadata
+        self.tokens: list[str] = self.listed("tokens", str)
+        if not self.tokens:
+            raise CheckpointError(f"`{self.path}` has no tokens in `{_KEY}tokens`.")
+        count = len(self.tokens)
+        self.types: list[int] = self.listed("token_type", int) or [_NORMAL] * count
+        if len(self.types) != count:
+            raise CheckpointError(
+                f"`{self.path}` has {len(self.types)} types of {count} tokens: must be as many."
+            )
+
+    def stated(self, name: str, kind: type, default: Any) -> Any:
+        """A single value, or the default."""
+        value = self.metadata.get(_KEY + name, default)
+        if type(value) is not kind:
+            raise CheckpointError(
+                f"`{self.path}` gives `{_KEY}{name}` as {shown(value)}: must be of type "
+                f"{kind.__name__}."
+            )
+        return value
+
+    def listed(self, name: str, kind: type) -> list[Any]:
+        """The items of an array, which all have the type of the first; empty if it is not there."""
+        items = self.metadata.get(_KEY + name, [])
+        if not isinstance(items, list) or (items and type(items[0]) is not kind):
+            raise CheckpointError(
+                f"`{self.path}` gives `{_KEY}{name}` as {shown(items)}: must be an array of "
+                f"{kind.__name__}."
+            )
+        return items
+
+    def named(self, key: str) -> str | None:
+        """The token whose id is at a key."""
+        number = self.metadata.get(_KEY + key)
+        if number is None or number == 2**32 - 1:  # llama.cpp's mark of none
+            return None
+        if type(number) is not int or not 0 <= number < len(self.tokens):
+            raise CheckpointError(
+                f"`{self.path}` gives `{_KEY}{key}` as {shown(number)}: must be a token id in "
+                f"0..{len(self.tokens) - 1}."
+            )
+        if not self.tokens[number]:
+            raise CheckpointError(
+                f"`{self.path}` gives `{_KEY}{key}` as {number}: must be a token that is not empty."
+            )
+        return self.tokens[number]
+
+    def ids(self) -> dict[str, int]:
+        """Id by token, without those that stand for no text at all."""
+        ids = {
+            token: i
+            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind != _UNUSED
+        }
+        if len(ids) + self.types.count(_UNUSED) != len(self.tokens):
+            used = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind != _UNUSED]
+            twice = next(token for token, count in Counter(used).items() if count > 1)
+            raise CheckpointError(f"`{self.path}` has the token {shown(twice)} twice.")
+        for key in _NAMED.values():  # a token with a name is one, whatever its type
+            if (token := self.named(key)) is not None and token not in ids:
+                ids[token] = self.tokens.index(token)
+        return ids
+
+
+def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab=ids, merges=merges, **options)
+    except Exception as error:  # `tokenizers` has no class of its own for a token that is not there
+        raise CheckpointError(
+            f"`{vocabulary.path}` has merges that do not fit its tokens: {str(error)[:200]}"
+        ) from error
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """Byte-level BPE, and whether a text begins with a token where the file does not say."""
+    name = vocabulary.stated("pre", str, "default")
+    split: Split | None = split_of(name)
+    if split is None:
+        raise UnsupportedModelError(
+            f"`{vocabulary.path}` cuts text by the rule `{name[:60]}` (`{_KEY}pre`), which is not "
+            "known exactly: its tokens might be others than the model was trained with. Give the "
+            "checkpoint's own tokenizer as `tokenizer`."
+        )
+    merges = []
+    for merge in vocabulary.listed("merges", str):
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise CheckpointError(
+                f"`{vocabulary.path}` has the merge {shown(merge)}: must be two tokens."
+            )
+        merges.append((left, right))
+    if not merges:
+        raise CheckpointError(f"`{vocabulary.path}` has no merges in `{_KEY}merges`.")
+    model = _bpe(vocabulary, vocabulary.ids(), merges, ignore_merges=split.takes_words)
+    backend = Tokenizer(model)
+    if split.normaliser is not None:
+        backend.normalizer = split.normaliser
+    adds_space = vocabulary.stated("add_space_prefix", bool, False)
+    backend.pre_tokenizer = split.pre_tokenizer(adds_space)
+    backend.decoder = BYTE_LEVEL
+    return backend, split.adds_bos
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """SentencePiece's BPE: the best score is joined first, what is left over becomes bytes.
+
+    A text, and each stretch of it after a special token, begins with a space more, as SentencePiece
+    itself and llama.cpp have it.
+    """
+    ids = vocabulary.ids()
+    scores = vocabulary.listed("scores", float)
+    if len(scores) != len(vocabulary.tokens):
+        raise CheckpointError(
+            f"`{vocabulary.path}` has {len(scores)} scores of {len(vocabulary.tokens)} tokens: "
+            "must be as many."
+        )
+    unknown = vocabulary.named("unknown_token_id")
+    merges = merges_by_score(vocabulary.tokens, vocabulary.types, scores)
+    model = _bpe(vocabulary, ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(model)
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.stated("add_space_prefix", bool, True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        parts.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(parts)
+    return backend, True
+
+
+def merges_by_score(
+    tokens: list[str], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores imply: all ways to join a token of two, best first.
+
+    In the order that Transformers gives them: by score, then by the lengths of both parts, longest
+    first, then by their ids.
+    """
+    joins = (_NORMAL, _USER)
+    ids = {token: i for i, token in enumerate(tokens) if types[i] in joins}
+    found = []
+    for token, i in ids.items():
+        ways = []
+        for at in range(1, len(token)):
+            left = ids.get(token[:at])
+            if left is not None and (right := ids.get(token[at:])) is not None:
+                ways.append((left, right, at))
+        ways.sort()
+        score, size = scores[i], len(token)
+        found += [((score, at, size - at), token[:at], token[at:]) for _, _, at in ways]
+    found.sort(key=lambda merge: merge[0], reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def _chat_template(vocabulary: _Vocabulary) -> Any:
+    """The Jinja text, or texts by name where there are several."""
+    own = vocabulary.metadata.get("tokenizer.chat_template")
+    prefix = "tokenizer.chat_template."
+    named = {
+        key.removeprefix(prefix): text
+        for key, text in vocabulary.metadata.items()
+        if key.startswith(prefix)
+    }
+    for text in (own, *named.values()):
+        if text is not None and not isinstance(text, str):
+            raise CheckpointError(
+                f"`{vocabulary.path}` gives `tokenizer.chat_template` as {shown(text)}: must be "
+                "the text of a Jinja template."
+            )
+    if not named:
+        return own
+    return {"default": own, **named} if own else named

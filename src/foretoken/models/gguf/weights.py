@@ -1,0 +1,92 @@
+"""The weights of a GGUF file on their way into a stack.
+
+Belongs here: which tensor of the file each weight is, in the file's own format or as plain numbers,
+and giving the file's memory back once a backend has its own copy. Does not: where a stack puts them
+(`families.py`), products (`ops/`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.models.gguf.names import parameters, row_order
+from foretoken.models.gguf.reader import GgufTensor
+from foretoken.models.gguf.split import GgufFile
+from foretoken.models.stored import StoredWeights
+from foretoken.ops.formats import BLOCKS, decode_blocks
+from foretoken.ops.stack import Blocks, Dense
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufWeights(StoredWeights):
+    """See `StoredWeights`.
+
+    Args:
+        module: the twin, whose parameters say what there must be.
+
+    Raises:
+        CheckpointError: tensors are missing, too many, or of other shapes than the module's.
+        UnsupportedModelError: a tensor that no parameter is.
+    """
+
+    def __init__(self, file: GgufFile, module: Any) -> None:
+        self.file, self._tensors = file, parameters(file)
+        super().__init__(file.path, {*self._tensors})
+        config = module.config.to_dict()
+        sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        self._heads: Mapping[str, int] = {name: config[name] for name in sizes}
+        self.check_shapes(module, {name: t.shape for name, t in self._tensors.items()})
+
+    def weight(self, name: str) -> Dense | Blocks:
+        """See `StoredWeights`."""
+        tensor = self._tensors[name]
+        rows, order = _mapped(tensor), self._order(name)
+        if tensor.kind in BLOCKS:
+            return Blocks(tensor.kind, rows, order)
+        values = rows.view(_PLAIN[tensor.kind])
+        return Dense(values if order is None else values[order])
+
+    def vector(self, name: str) -> Tensor:
+        """See `StoredWeights`."""
+        tensor, order = self._tensors[name], self._order(name)
+        if tensor.kind in BLOCKS:
+            values = decode_blocks(tensor.kind, _mapped(tensor))[0]
+        else:
+            values = _mapped(tensor).view(_PLAIN[tensor.kind])[0]
+        return values if order is None else values[order]
+
+    def release(self) -> None:
+        """See `StoredWeights`."""
+        tensors = self._tensors.values()
+        maps = {id(found): found for t in tensors if (found := _map_of(t)) is not None}
+        for found in maps.values():
+            found.madvise(mmap.MADV_DONTNEED)
+
+    def _order(self, name: str) -> Tensor | None:
+        architecture = str(self.file.metadata["general.architecture"])
+        order = row_order(architecture, name, self._heads)
+        return None if order is None else torch.from_numpy(order)
+
+
+def _map_of(tensor: GgufTensor) -> mmap.mmap | None:
+    """The map of the file that a tensor's bytes are a view of; no bytes are of none."""
+    base: Any = tensor.data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    found = base.obj if isinstance(base, memoryview) else base
+    return found if isinstance(found, mmap.mmap) else None
+
+
+def _mapped(tensor: GgufTensor) -> Tensor:
+    """The bytes of a tensor's rows, uint8 [rows, bytes], where they are mapped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody writes to it, and the system would not have it
+        return torch.from_numpy(tensor.rows())

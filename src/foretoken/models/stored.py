@@ -1,0 +1,100 @@
+"""Weights in a format of their file, on their way into a stack.
+
+Belongs here: what all such formats share: several matrices as one layer, and any of them as plain
+numbers. Does not: a format (`gguf/weights.py`, `compressed.py`), where a stack puts them
+(`families.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import CheckpointError
+from foretoken.models.families import check_biases
+from foretoken.models.sizes import Shape, check_fit
+from foretoken.ops.formats import decode_blocks, decode_groups
+from foretoken.ops.stack import Blocks, Dense, Grouped, Joined, Linear
+
+
+class StoredWeights(ABC):
+    """Weights by the names of Transformers' parameters: a `families.Source`.
+
+    Matrices stay as the file has them, and where it is mapped; norms and biases are float32.
+
+    Args:
+        path: of the file, or the folder, for messages.
+        names: of all parameters that are there.
+    """
+
+    def __init__(self, path: Path, names: set[str]) -> None:
+        self.path, self.names = path, names
+
+    @abstractmethod
+    def weight(self, name: str) -> Dense | Blocks | Grouped:
+        """A matrix, in its format."""
+
+    @abstractmethod
+    def vector(self, name: str) -> Tensor:
+        """A norm's gains, or a bias, in any dtype."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back the memory that was read of the files: what is read again comes from them."""
+
+    def tensor(self, name: str) -> Tensor:
+        """See `Source`; float32.
+
+        Raises:
+            CheckpointError: a number is not finite.
+        """
+        values = self.vector(name).float()
+        if not bool(values.isfinite().all()):
+            raise CheckpointError(
+                f"`{name}` in `{self.path}` is not finite: the weights are damaged. Download them "
+                "again."
+            )
+        return values
+
+    def embedding(self, path: str) -> Dense | Blocks | Grouped:
+        """See `Source`."""
+        return self.weight(f"{path}.weight")
+
+    def linear(self, *paths: str) -> Linear:
+        """See `Source`."""
+        parts = tuple(self.weight(f"{path}.weight") for path in paths)
+        has = [f"{path}.bias" in self.names for path in paths]
+        check_biases(paths, has)
+        bias = torch.cat([self.tensor(f"{path}.bias") for path in paths]) if all(has) else None
+        split = tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()
+        return Linear(Joined(parts) if len(parts) > 1 else parts[0], bias, split)
+
+    def numbers(self, name: str) -> Tensor:
+        """A parameter as plain numbers, in the dtype that it is stored in, or float32."""
+        if name.endswith(("norm.weight", ".bias")):
+            return self.tensor(name)
+        return numbers_of(self.weight(name))
+
+    def check_shapes(self, module: Any, found: dict[str, Shape]) -> None:
+        """Raise `CheckpointError` unless the parameters are exactly a module's."""
+        wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+        problems = {
+            "missing": sorted(wanted.keys() - found.keys()),
+            "unexpected": sorted(found.keys() - wanted.keys()),
+            "mismatched": sorted(n for n in wanted.keys() & found.keys() if wanted[n] != found[n]),
+        }
+        check_fit(self.path, problems)
+
+
+def numbers_of(weight: Dense | Blocks | Grouped) -> Tensor:
+    """A weight as plain numbers."""
+    if isinstance(weight, Dense):
+        return weight.values
+    if isinstance(weight, Grouped):
+        return decode_groups(weight.codes, weight.scale_NG)
+    rows = weight.rows if weight.order_N is None else weight.rows[weight.order_N]
+    return decode_blocks(weight.kind, rows)

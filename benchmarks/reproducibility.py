@@ -9,20 +9,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import DRAFT, TARGET, goal, parse, progress, record
+from benchmarks.common import DRAFT, SMOLLM2, TARGET, goal, parse, progress, record
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row
 from foretoken.lab.workloads import heldout
 
-# The models of half types run in PyTorch on either backend: one of them is enough.
-BACKENDS = {
-    "float32": ("native", "torch"),
-    "bfloat16": ("native",),
-    "float16": ("native",),
-}
 KS = (0, 4)
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})
 Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a backend; `drafter`: its method of drafting."""
+
+    label: str
+    backend: str = "native"
+    model: str = TARGET
+    dtype: str = "auto"
+    drafter: str = "draft_model"
+
+
+CASES = (
+    Case("float32"),
+    Case("float32", "torch"),
+    Case("bfloat16", dtype="bfloat16"),
+    Case("bfloat16", "torch", dtype="bfloat16"),
+    Case("float16", dtype="float16"),
+    Case("float16", "torch", dtype="float16"),
+    Case("SmolLM2-135M Q4_1", model=SMOLLM2, drafter="ngram"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,19 +88,21 @@ def main() -> None:
     options = parse(__doc__, requests=32, max_tokens=48, threads=1)
     requests = seeded(options.requests, options.max_tokens)
     rows, notes = [], []
-    cases = [(dtype, b, k) for dtype, backends in BACKENDS.items() for b in backends for k in KS]
+    cases = [(case, k) for case in CASES for k in KS]
     size = {
         "max_num_seqs": options.requests,
         "enable_prefix_caching": False,  # a hit would leave a request fewer rows to compute
         "threads": options.threads,
     }
-    for dtype, backend, k in progress(cases, "reproducibility"):
-        speculation = {"method": "draft_model", "num_speculative_tokens": k} if k else None
-        with LLM(TARGET, speculation, dtype=dtype, backend=backend, **size) as llm:
+    for case, k in progress(cases, "reproducibility"):
+        speculation = {"method": case.drafter, "num_speculative_tokens": k} if k else None
+        chosen = {"dtype": case.dtype, "backend": case.backend}
+        with LLM(case.model, speculation, **chosen, **size) as llm:
             values = compare(llm, requests)
-        name = f"{dtype}, {backend}, {f'draft model, K={k}' if k else 'plain'}"
-        rows.append(Row(name, {"dtype": dtype, "backend": backend, "k": k}, dict(values)))
-        if dtype == "float32":
+        drafted = f"{case.drafter.replace('_', ' ')}, K={k}" if k else "plain"
+        name = f"{case.label}, {case.backend}, {drafted}"
+        rows.append(Row(name, {**chosen, "model": case.model, "k": k}, dict(values)))
+        if case.backend == "native":
             what = f"{name}: requests that a batch changed"
             notes.append(goal(what, rows[-1], "differ_in_batch", 0, least=False))
         print(f"{name:<44} {values}")
@@ -104,8 +122,8 @@ def main() -> None:
             "Counts of requests whose tokens are not those that they get alone in the same engine: "
             "in one batch of all, and in the batch in reversed order. differ_when_repeated: whose "
             "tokens are not those of the same batch before.",
-            "float32 runs in the native decoder on native, in PyTorch with packed linear "
-            "layers on torch; half types in PyTorch's modules on both.",
+            "On native, weights are kept as the first word says, and all else is float32; on torch "
+            "everything is computed in that dtype.",
             *notes,
         ],
     )

@@ -43,7 +43,11 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 _EMBEDDED = "tiny-python"
-_OWN_DRAFT = {"method": "draft_model"}
+_OWN_DRAFTS: dict[str, dict[str, Any]] = {
+    _EMBEDDED: {"method": "draft_model"},
+    "smollm2-135m": {"method": "eagle3", "num_speculative_tokens": "auto"},
+}
+_ANY_DRAFT = {"method": "ngram", "num_speculative_tokens": 4}
 # `bench` has its own prompts and seed, and of how long an output is and what ends it the length
 # alone.
 # Options of the engine that a server has and other commands do not.
@@ -162,6 +166,16 @@ def demo(
     prompts: Annotated[int, typer.Option(help="Held-out prompts to complete.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 80,
     samples: Annotated[int, typer.Option(help="Tokens that the sampled check examines.")] = 4096,
+    model: Annotated[
+        str, typer.Option(help="As for `generate`; one with a chat template answers questions.")
+    ] = _EMBEDDED,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="As for `generate`. Default: a drafter of the model's own, else `ngram`.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """A guided first minute: drafting, acceptance, speed, losslessness."""
@@ -171,7 +185,8 @@ def demo(
         from foretoken.lab.demo import Demo
 
         # Timed prompts are repeated: each time must pay for its own prompt.
-        llm = _load(_EMBEDDED, _OWN_DRAFT, enable_prefix_caching=False)
+        drafter = speculative_config or _OWN_DRAFTS.get(model, _ANY_DRAFT)
+        llm = _load(model, drafter, enable_prefix_caching=False)
         with exit_on_sigterm():
             Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
 
@@ -194,7 +209,7 @@ def bench(
             engine = asked.sized(engine)
         else:
             unset = {f.name: f.default for f in fields(EngineConfig)} | BENCH_DEFAULTS
-            unset |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFT}
+            unset |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFTS[_EMBEDDED]}
             for name, value in engine.items():
                 if value != unset[name]:
                     raise ConfigError(name, value, "left out with --url: the server has its own")
@@ -369,7 +384,7 @@ def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> di
         raise ConfigError(asked[-1], ways[asked[-1]], bound, "Give one of the two.")
     if corpus is not None:
         return {**engine, "speculative_config": {"method": "suffix", "suffix_corpus": corpus}}
-    own_draft = None if off or engine["model"] != _EMBEDDED else _OWN_DRAFT
+    own_draft = None if off else _OWN_DRAFTS.get(engine["model"])
     return {**engine, "speculative_config": own_draft if given is None else given}
 
 

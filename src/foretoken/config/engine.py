@@ -33,15 +33,18 @@ class EngineConfig:
     """Options of one engine.
 
     Attributes:
-        model: `tiny-python`, a checkpoint folder (a text or a `Path`), or a hub id, which is
-            downloaded if it is not in the local cache.
+        model: `tiny-python`, `smollm2-135m` (a package of its own), a checkpoint folder or a GGUF
+            file (a text or a `Path`), or a hub id, which is downloaded if it is not in the local
+            cache; of a repository of GGUF files `owner/name/file.gguf` or `owner/name:Q4_K_M`.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one that PyTorch can use.
         dtype: `float32`, `bfloat16`, `float16`, a torch dtype, or `auto`, which is float32 on a
-            CPU; `float` and `half` are the first and the last. Where native kernels run the target,
-            in float32, a request with a seed gets the same tokens in every batch. PyTorch's kernels
-            round by what else is in the batch: in float32 that decides near-ties alone (1e-5 in a
-            logit), in half types many choices.
+            CPU; `float` and `half` are the first and the last. Native kernels keep weights in it
+            and compute in float32; weights in formats of their own (GGUF, compressed-tensors) stay
+            in them on a CPU whatever it says. Where native kernels run the target, a request with a
+            seed gets the same tokens in every batch. PyTorch's kernels round by what else is in the
+            batch: in float32 that decides near-ties alone (1e-5 in a logit), in half types many
+            choices.
         seed: the engine's; requests without one get one made of it and their number; None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit, or on a GPU the
             longest for which its memory suffices.

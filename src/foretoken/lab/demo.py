@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from textwrap import fill, indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,7 +23,9 @@ from foretoken.engine.detokenizer import Detokenizer
 from foretoken.lab.audit.engine import EngineAudit
 from foretoken.lab.audit.reference import Reference
 from foretoken.lab.audit.verdict import audit
-from foretoken.lab.workloads import HeldOut, heldout
+from foretoken.lab.workloads import heldout, heldout_chats
+from foretoken.models.chat import ChatTemplate
+from foretoken.models.locate import BUILT_IN
 from foretoken.outputs import RequestMetrics, RequestOutput
 from foretoken.sampling.params import SamplingParams
 
@@ -38,12 +40,46 @@ MEANING = {
     "bonus": "drawn by the target after all drafts were accepted",
     "plain": "drawn by the target with nothing drafted",
 }
+_DRAFTERS = {
+    "draft_model": "A small draft model",
+    "eagle3": "A head on its hidden states",
+    "ngram": "A look-up in the text so far",
+}
 TEMPERATURES = (0.0, 0.8)
 # These read well; the others follow in their order.
 SHOWN = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
 ROUNDS = 5
 BAR = 32
 PROMPT_LINES = 6
+
+
+class Shown(NamedTuple):
+    """A prompt of the demo.
+
+    prompt: what the engine is given
+    text:   what is shown of it
+    """
+
+    title: str
+    prompt: Any
+    text: str
+
+
+def _code() -> list[Shown]:
+    """Beginnings of files, those that read well first."""
+    items = sorted(heldout(), key=lambda item: item.id not in SHOWN)
+    return [Shown(f"{i.package}, {i.file}", i.prompt, i.prompt) for i in items]
+
+
+def _questions(template: ChatTemplate) -> list[Shown]:
+    """Questions and tasks, a question of each kind in turn."""
+    kinds: dict[str, list[Shown]] = {}
+    for item in heldout_chats():
+        text = item.messages[-1]["content"]
+        prompt = {"prompt_token_ids": template.render(item.messages)[1]}
+        shown = Shown(item.id, prompt, f"{text}\n\n")
+        kinds.setdefault(item.kind, []).append(shown)
+    return [shown for each in zip(*kinds.values(), strict=False) for shown in each]
 
 
 class Demo:
@@ -57,12 +93,14 @@ class Demo:
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
         self.llm, self.console, self.note = llm, console, note
+        has_template = getattr(llm.tokenizer, "chat_template", None) is not None
+        self.is_chat = has_template and llm.config.model not in BUILT_IN
+        self.items = _questions(ChatTemplate(llm.tokenizer)) if self.is_chat else _code()
 
     def run(self, prompts: int, max_tokens: int, samples: int) -> None:
         """Completions, acceptance, speed, losslessness: about a minute in all."""
-        items = heldout()
-        check_int("prompts", prompts, 1, len(items))
-        chosen = sorted(items, key=lambda item: item.id not in SHOWN)[:prompts]
+        check_int("prompts", prompts, 1, len(self.items))
+        chosen = self.items[:prompts]
         self.introduce()
         metrics = RequestMetrics()
         for number, item in enumerate(chosen):
@@ -79,30 +117,32 @@ class Demo:
         """What runs here, and what the colours mean."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
+        done = "answers questions by" if self.is_chat else "completes Python files by"
+        method = speculation.method if speculation else None
+        drafter = _DRAFTERS.get(str(method), f"The drafter `{method}`")
         self.console.print(
-            f"Foretoken completes Python files that {config.model} has never seen. A small draft "
-            f"model proposes up to {drafts} tokens, the target checks them in one pass, and the "
-            "text is distributed exactly as it would be without drafts."
+            f"Foretoken {done} {config.model}, which has not seen them. {drafter} proposes up to "
+            f"{drafts} tokens, the target checks them in one pass, and the text is distributed "
+            "exactly as it would be without drafts."
         )
         for kind, meaning in MEANING.items():
             line = Text("  ").append(kind, STYLES[kind]).append(" " * (11 - len(kind)))
             self.console.print(line.append(meaning))
 
     def complete(
-        self, number: int, count: int, item: HeldOut, temperature: float, max_tokens: int
+        self, number: int, count: int, item: Shown, temperature: float, max_tokens: int
     ) -> RequestOutput:
         """Stream one completion, each token in the style of its origin."""
-        self._title(
-            f"{number + 1} of {count}: {item.package}, {item.file}, temperature {temperature:g}"
-        )
-        lines = item.prompt.splitlines(keepends=True)
+        self._title(f"{number + 1} of {count}: {item.title}, temperature {temperature:g}")
+        lines = item.text.splitlines(keepends=True)
         self._write("".join(lines[-PROMPT_LINES:]), "dim")
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
-        tokenizer: Any = self.llm.tokenizer
-        detokenizer = Detokenizer(tokenizer, tokenizer.encode(item.prompt), ())
+        detokenizer: Detokenizer | None = None
         done, output = 0, None
         for output in self.llm.stream(item.prompt, params):
             sample = output.outputs[0]
+            if detokenizer is None:
+                detokenizer = Detokenizer(self.llm.tokenizer, output.prompt_token_ids, ())
             for token, origin in zip(sample.token_ids[done:], sample.origins[done:], strict=True):
                 before = len(detokenizer.text)
                 detokenizer.append(token)
@@ -133,7 +173,7 @@ class Demo:
             f"(accepted + 1 per pass): {metrics.mean_acceptance_length:.2f}"
         )
 
-    def show_speed(self, chosen: list[HeldOut], max_tokens: int) -> None:
+    def show_speed(self, chosen: list[Shown], max_tokens: int) -> None:
         """Plain and speculative decoding of the same prompts in turn, medians."""
         self._title("Speed, batch 1, plain and speculative in turn")
         ratios = []
@@ -161,7 +201,7 @@ class Demo:
                 "and checking cost more than the passes they save."
             )
 
-    def _speed(self, chosen: list[HeldOut], params: SamplingParams) -> float:
+    def _speed(self, chosen: list[Shown], params: SamplingParams) -> float:
         """Tokens per second over all prompts, one after another."""
         start = time.perf_counter()
         outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]

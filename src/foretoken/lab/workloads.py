@@ -1,4 +1,4 @@
-"""Prompts to measure on: the held-out part of the corpus that the embedded pair was trained on."""
+"""Prompts to measure on: files that the embedded pair was not trained on, and chats for others."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ class HeldOut:
     licence: str
     prompt: str
     reference: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutChat:
+    """A conversation that awaits an answer, about everyday things (`chat`) or programs (`code`)."""
+
+    id: str
+    kind: str
+    messages: list[dict[str, str]]
+
+
+def heldout_chats() -> list[HeldOutChat]:
+    """Conversations that SmolLM2's head was not trained on, in file order."""
+    file = files("foretoken") / "assets" / "smollm2-135m-eagle3" / "heldout.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [HeldOutChat(**json.loads(line)) for line in lines if line]
 
 
 def heldout(limit: int | None = None) -> list[HeldOut]:

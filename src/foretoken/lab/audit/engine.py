@@ -27,6 +27,8 @@ from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residu
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
 from foretoken.lab.audit.subjects import Checks, Subject, checked
 from foretoken.lab.workloads import heldout
+from foretoken.models.causal_lm import ModuleNetwork
+from foretoken.ops.stack import rounds_rows
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -286,8 +288,11 @@ class EngineAudit:
         return classify(texts, self.reference.logits(texts), params, self._ulp())
 
     def _ulp(self) -> float:
-        """Relative spacing of the engine's numbers."""
-        return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
+        """Relative spacing of the engine's numbers, or of the codes that products round to."""
+        model = self.llm.engine.runner.model
+        if not isinstance(model.network, ModuleNetwork) and rounds_rows(model.network.stack):
+            return 1 / 127
+        return float(torch.finfo(model.dtype).eps)
 
     def _coupled(self) -> tuple[str | None, str]:
         params = replace(self.params, rejection_sample_method="coupled", trace=False)

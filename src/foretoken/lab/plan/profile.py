@@ -260,7 +260,11 @@ class Shape:
 
 
 def config_of(folder: Path) -> Mapping[str, Any]:
-    """The text model's part of config.json."""
+    """The text model's part of config.json, or what a GGUF file says in its place."""
+    from foretoken.models.checkpoint import read_config
+
+    if folder.is_file():
+        return read_config(folder)
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return dict(given.get("text_config") or given)

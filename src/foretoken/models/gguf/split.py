@@ -30,6 +30,11 @@ class GgufFile(NamedTuple):
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 def parts_of(name: str) -> list[str]:
     """The names of a split set that a name belongs to, in order; of another file its own."""

@@ -17,6 +17,8 @@ from foretoken.config import HOST_CACHE_GIB, EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models import folder_of
 from foretoken.models.checkpoint import check_weights
+from foretoken.models.gguf.reader import is_gguf
+from foretoken.models.gguf.split import read_gguf
 from foretoken.models.locate import BUILT_IN
 from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
@@ -98,6 +100,9 @@ def _weights(config: EngineConfig, on_gpu: bool) -> int:
     for name, revision in [(config.model, config.revision), *_drafts(config)]:
         with suppress(CheckpointError, OSError):  # replicas download it
             folder = folder_of(config, name, revision, weights=False)
+            if is_gguf(folder):
+                total += read_gguf(folder).nbytes
+                continue
             total += size * stored_sizes(check_weights(folder, plain=False).values()).numbers
     return total
 

@@ -18,6 +18,7 @@ from foretoken import LLM
 from foretoken.lab.workloads import heldout
 
 LOOKUPS = ((1, 3), (2, 3), (2, 5), (2, 8), (3, 5))  # known tokens, and how many are drafted
+TEXT_DRAFTERS = {"ngram": "n-gram", "suffix": "suffix"}  # ours that need no second model
 CONTEXT = 2048
 NOTE = (
     "llama.cpp: a library of this process through ctypes, one llama_decode per step and argmax in "
@@ -77,12 +78,11 @@ def ours(model: Path, max_tokens: int, threads: int, opened: ExitStack) -> list[
         )
         return opened.enter_context(llm)
 
-    plain = load(None)
-    ngram = load({"method": "ngram", "num_speculative_tokens": max(NGRAM_KS)})
-    return [
-        our_case("plain", plain, "plain", 0, max_tokens),
-        *(our_case(f"n-gram, K={k}", ngram, "ngram", k, max_tokens) for k in NGRAM_KS),
-    ]
+    found = [our_case("plain", load(None), "plain", 0, max_tokens)]
+    for method, title in TEXT_DRAFTERS.items():
+        llm = load({"method": method, "num_speculative_tokens": max(NGRAM_KS)})
+        found += [our_case(f"{title}, K={k}", llm, method, k, max_tokens) for k in NGRAM_KS]
+    return found
 
 
 def theirs(

@@ -37,7 +37,7 @@ FORMATS = (*BLOCKS, *GROUPS, *PLAIN)
 
 def multiple_of(name: str) -> int:
     """What the numbers of a row in a format are a multiple of."""
-    return BLOCKS[name].size if name in BLOCKS else GROUPS.get(name, 1) or 32
+    return BLOCKS[name].size if name in BLOCKS else GROUPS.get(name, 0) or 32
 
 
 def random_blocks(kind: str, rows: int, numbers: int, random: torch.Generator) -> Tensor:

@@ -37,8 +37,7 @@ from foretoken.ops.stack import (
 )
 from foretoken.ops.types import AttentionOptions
 from tests.models.batches import Span, build_batch
-from tests.support.kernels import needs_kernels
-from tests.support.weights import (
+from tests.ops.weights import (
     FORMATS,
     GROUPS,
     MINIMUM_AT,
@@ -49,6 +48,7 @@ from tests.support.weights import (
     put_half,
     random_weight,
 )
+from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 

@@ -18,7 +18,7 @@ from foretoken.ops import formats
 from foretoken.ops.backends.torch.stack import decoded, multiply, vectors
 from foretoken.ops.formats import BLOCKS, GROUP, decode_blocks, decode_groups, round_rows
 from foretoken.ops.stack import Blocks, Dense, Grouped, Joined, Linear, UnfitError, first_rows
-from tests.support.weights import GROUPS, MINIMUM_AT, SCALE_AT, numbers_of, random_weight
+from tests.ops.weights import GROUPS, MINIMUM_AT, SCALE_AT, numbers_of, random_weight
 
 NAN, INF = math.nan, math.inf
 

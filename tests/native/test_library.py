@@ -70,6 +70,12 @@ def test_the_most_capable_variant_is_chosen(machine: Machine) -> None:
     assert machine("x86_64", both, (V3, V4)) == (V4, "")
     assert machine("x86_64", library._NEEDS[V3], ()) == (V3, "")
     assert machine("x86_64", library._NEEDS[V3] | {"avx512f"}, ()) == (V3, "")
+    every = (V3, f"{V3}-vnni", V4, f"{V4}-vnni")
+    vnni = {f"{V4}-vnni": {"avx512_vnni", "avx_vnni"}, V4: {"avx_vnni"}}
+    for chosen, added in vnni.items():
+        assert machine("x86_64", both | added, every) == (chosen, "")
+    assert machine("x86_64", library._NEEDS[V3] | {"avx_vnni"}, every) == (f"{V3}-vnni", "")
+    assert machine("x86_64", library._NEEDS[V3] | {"avx512_vnni"}, every) == (V3, "")
 
 
 def test_the_environment_names_the_variant(

@@ -21,6 +21,9 @@ GROUP = 32
 """Inputs that share a scale of rounded activations."""
 
 
+_LEAST = 2.0**-100  # 127 / this is finite
+
+
 class BlockKind(NamedTuple):
     """A block format.
 
@@ -76,11 +79,12 @@ def round_rows(x: Tensor) -> Tensor:
     """Rows [.., in] as products with blocks take them: eight bits and a scale for each 32 numbers.
 
     A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
-    rounded to the nearest, ties to even. NaN and infinities make their group NaN.
+    rounded to the nearest, ties to even. NaN and infinities make their group NaN; of a group whose
+    scale could not be inverted, of magnitudes below 1e-30, nothing is left.
     """
     grouped = x.float().reshape(*x.shape[:-1], -1, GROUP)
     most = grouped.abs().amax(-1, keepdim=True)
-    code = torch.round(grouped * torch.where(most > 0, 127.0 / most, 0.0))
+    code = torch.round(grouped * torch.where(most > _LEAST, 127.0 / most, 0.0))
     rounded = torch.where(most.isfinite(), code * (most / 127.0), torch.nan)
     return rounded.flatten(-2).to(x.dtype)
 

@@ -107,7 +107,8 @@ int64_t rows_of(const Matrix& matrix) {
 
 FileRow row_of(const Part& part, int64_t row) {
   const int64_t stored = part.order ? part.order[row] : row;
-  const int64_t groups = part.group ? part.group : 0;
+  const int64_t inputs = part.stride * (part.kind == kInt4 ? 2 : 1);  // of groups
+  const int64_t groups = part.group ? inputs / part.group : 0;
   return {static_cast<Kind>(part.kind), part.data + stored * part.stride,
           part.scales ? part.scales + stored * groups : nullptr};
 }

@@ -13,6 +13,7 @@ typedef uint8_t ByteVec __attribute__((vector_size(kWidth * 4)));
 typedef int16_t ShortVec __attribute__((vector_size(kWidth * 4)));
 
 constexpr int kQuads = kGroup / 4;  // a lane holds four inputs
+constexpr float kLeast = 0x1p-100f;  // 127 / this is finite; as `ops/formats.py` has it
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool kHasVnni = true;
@@ -338,7 +339,7 @@ void Activations::round_group(const float* x, int64_t g) {
     most = max(most, (Vec)((BitVec)v & 0x7fffffffu));
     broken += v * 0.0f;  // NaN, of NaN and of infinity
   }
-  const float largest = max_lane(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  const float largest = max_lane(most), inverse = largest > kLeast ? 127.0f / largest : 0.0f;
   Activation& group = groups_[g];
   int8_t* codes = codes_.data() + g * kGroup;
   for (int half = 0; half < 2; half++) {

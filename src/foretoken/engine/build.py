@@ -45,7 +45,7 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.step_costs import BLOCK_TOKENS, measure, measure_prompts
-from foretoken.engine.threads import StepThreads
+from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, folder_of, load_model, load_tokenizer
 from foretoken.models.checkpoint import check_weights
@@ -99,6 +99,8 @@ def _build(config: EngineConfig) -> Engine:
     gauge = gauge_of(device)
     folder = folder_of(config, config.model, config.revision)
     free = gauge.budget(1).free if gauge else None
+    if device.type == "cpu":  # kernels lay weights out anew while they load them
+        backend.set_num_threads(config.threads or usable_cores())
     with reserving("the weights were loaded", partial(_smaller_weights, folder, free)):
         model = load_model(
             folder, device=device, dtype=config.dtype, backend=backend,

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 32
-"""Inputs that share a scale of rounded activations."""
+GROUP, SUPER = 32, 256
+"""Inputs that share a scale of rounded activations; numbers of the largest blocks."""
 
 
 _LEAST = 2.0**-100  # 127 / this is finite

@@ -147,6 +147,23 @@ def first_rows(weight: Weight, count: int) -> Weight:
     return Dense(plain(weight)[:count])
 
 
+def first_columns(weight: Weight, count: int) -> Weight:
+    """A weight with so many of its inputs, a multiple of its blocks or groups, or all there are."""
+    if count == weight.shape[1]:
+        return weight
+    if isinstance(weight, Blocks):
+        block = BLOCKS[weight.kind]
+        return weight._replace(
+            rows=weight.rows[:, : count // block.size * block.nbytes].contiguous()
+        )
+    if isinstance(weight, Grouped):
+        groups = weight.scale_NG.shape[1]
+        kept = weight.codes.shape[1] * count // weight.shape[1]
+        scale_NG = weight.scale_NG[:, : max(groups * count // weight.shape[1], 1)]
+        return Grouped(weight.codes[:, :kept].contiguous(), scale_NG.contiguous())
+    return Dense(plain(weight)[:, :count].contiguous())
+
+
 def tensors_of(weight: Weight) -> Iterator[Tensor]:
     """The tensors that a weight is made of."""
     for part in parts_of(weight):

@@ -287,18 +287,20 @@ bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t i
   read_codes(row, step, &read);
   const int64_t v = c / kWidth, lane = c % kWidth;
   uint8_t* vectors = codes + v * layout.codes() * kWidth + 4 * lane;
-  const auto cell = [&](int64_t vector) { return vectors + vector * sizeof(ByteVec); };
+  const auto merge = [&](int64_t vector, uint32_t four) {  // codes of four inputs, a byte each
+    uint8_t* cell = vectors + vector * sizeof(ByteVec);
+    four |= load_as<uint32_t>(cell);
+    std::memcpy(cell, &four, sizeof four);
+  };
   for (int64_t j = 0; j < kQuads; j++) {
-    const uint8_t* four = read.code + 4 * j;
-    for (int i = 0; i < 4; i++) {
-      if (layout.bits == 8) {
-        cell(j)[i] = kSignedBytes ? four[i] ^ 128 : four[i];
-        continue;
-      }
-      cell(j % 4)[i] |= (four[i] & 15) << (j < 4 ? 0 : 4);
-      if (layout.bits == 5) cell(4)[i] |= (four[i] >> 4) << j;
-      if (layout.bits == 6) cell(4 + j / 4)[i] |= (four[i] >> 4) << 2 * (j % 4);
+    const auto four = load_as<uint32_t>(read.code + 4 * j);
+    if (layout.bits == 8) {
+      merge(j, kSignedBytes ? four ^ 0x80808080u : four);
+      continue;
     }
+    merge(j % 4, (four & 0x0f0f0f0fu) << (j < 4 ? 0 : 4));
+    if (layout.bits == 5) merge(4, (four >> 4 & 0x01010101u) << j);
+    if (layout.bits == 6) merge(4 + j / 4, (four >> 4 & 0x03030303u) << 2 * (j % 4));
   }
   if (layout.scales == Scales::kWide) {
     std::memcpy(header + 4 * c, row.scales + step / in_block, 4);

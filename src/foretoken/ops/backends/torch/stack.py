@@ -140,7 +140,7 @@ def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Ten
 
 def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
     """[T, C] of the target's hidden states, in the order of layers."""
-    states_TA = torch.cat(list(states), dim=-1)
+    states_TA = torch.cat(list(states), dim=-1).to(rule.feature_norm_C.dtype)
     if (gain_PA := rule.fc_norm_PA) is not None:
         states_TPA = states_TA.view(-1, *gain_PA.shape)
         states_TA = (F.rms_norm(states_TPA, gain_PA.shape[1:], None, eps) * gain_PA).flatten(1)

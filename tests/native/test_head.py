@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.heads import save_head
+from foretoken import LLM, SamplingParams
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.models.eagle3 import load_head, read_head
@@ -28,6 +29,7 @@ from foretoken.ops import (
 from foretoken.ops.backends.native.stack import NativeStack
 from foretoken.ops.stack import Dense, Linear, map_linears
 from foretoken.ops.steps import ForwardBatch
+from tests.models import families
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
@@ -200,3 +202,41 @@ def test_matrices_are_kept_once(tmp_path: Path) -> None:
         assert linear.weight.values.is_meta
     for kept in (layer.mixer_norm_C, layer.feed_norm_C, rule.feature_norm_C, stack.norm_C):
         assert not kept.is_meta
+
+
+MIXED = [
+    pytest.param(
+        size, head_size, dtype,
+        marks=pytest.mark.xfail(
+            strict=True, reason="native heads read float32 alone, and take a target of halves"
+        ) if (size, head_size) == (24, 16) and dtype != "float32" else (),
+    )
+    for size in (16, 24)
+    for head_size in (16, 8)
+    for dtype in ("float32", "bfloat16", "float16")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "head_size", "dtype"), MIXED)
+def test_a_head_reads_its_target_s_states_whichever_of_both_runs_in_kernels(
+    tmp_path: Path, size: int, head_size: int, dtype: str
+) -> None:
+    """Heads of 24 numbers in the target and of 8 in the head are what kernels lack; a stack in
+    kernels gives float32, one in stock operators its weights' dtype."""
+    target = tmp_path / "target"
+    families.save_model(target, "llama", {"head_dim": size, "vocab_size": VOCABULARY})
+    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY, "aux_layers": (0, 1)}
+    head = save_head(tmp_path / "head", **sizes, head_dim=head_size)
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    llm = LLM(str(target), speculation, dtype=dtype, max_num_seqs=2, block_size=BLOCK)
+    runner: Any = llm.engine.runner
+    assert runner.model.runs_in_kernels == (size == 16)
+    prompts: Any = [{"prompt_token_ids": [5, 6, 7] * 3}, {"prompt_token_ids": [9]}]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert [output.error for output in outputs] == [None, None]
+    assert llm.metrics.num_draft_tokens > 0
+    if size == 16:
+        plain = LLM(str(target), dtype=dtype, max_num_seqs=2, block_size=BLOCK)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        wanted = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+        assert [output.outputs[0].token_ids for output in outputs] == wanted

@@ -191,6 +191,13 @@ def test_halves_are_rounded_to_even_and_the_largest_number_stays() -> None:
     assert round_rows(x / 1024).tolist() == (round_rows(x) / 1024).tolist()
 
 
+def test_no_rows_are_no_rows() -> None:
+    """As a pass has them whose logits nobody wants."""
+    assert round_rows(torch.zeros(0, 64)).shape == (0, 64)
+    weight = random_weight("Q4_K", 3, 256, generator())
+    assert multiply(torch.zeros(0, 256), Linear(weight)).shape == (0, 3)
+
+
 def test_zeros_stay_zeros() -> None:
     x = torch.zeros(2, 64)
     x[1, 40] = 3.0

@@ -82,7 +82,7 @@ def round_rows(x: Tensor) -> Tensor:
     rounded to the nearest, ties to even. NaN and infinities make their group NaN; of a group whose
     scale could not be inverted, of magnitudes below 1e-30, nothing is left.
     """
-    grouped = x.float().reshape(*x.shape[:-1], -1, GROUP)
+    grouped = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
     most = grouped.abs().amax(-1, keepdim=True)
     code = torch.round(grouped * torch.where(most > _LEAST, 127.0 / most, 0.0))
     rounded = torch.where(most.isfinite(), code * (most / 127.0), torch.nan)

@@ -10,6 +10,7 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -126,7 +127,8 @@ class StockStack:
 
 def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
     """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
-    token_TC, rule, eps = vectors(stack.embedding, token_T), stack.features, stack.eps
+    token_TC = vectors(stack.embedding, token_T).to(stack.dtype)
+    rule, eps = stack.features, stack.eps
     read_TC = norm(token_TC, stack.layers[0].mixer_norm_C, eps)
     if rule is None:
         return token_TC, read_TC
@@ -138,7 +140,7 @@ def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Ten
 
 def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
     """[T, C] of the target's hidden states, in the order of layers."""
-    states_TA = torch.cat(list(states), dim=-1)
+    states_TA = torch.cat(list(states), dim=-1).to(rule.feature_norm_C.dtype)
     if (gain_PA := rule.fc_norm_PA) is not None:
         states_TPA = states_TA.view(-1, *gain_PA.shape)
         states_TA = (F.rms_norm(states_TPA, gain_PA.shape[1:], None, eps) * gain_PA).flatten(1)
@@ -244,14 +246,16 @@ def pack(stack: Stack) -> Stack:
     """The same as it is multiplied: plain numbers; in oneDNN's layout on a CPU, if it is there and
     pays (decision 004)."""
     check_known(stack)
-    if any(not isinstance(linear.weight, Dense) for _, linear in linears(stack)):
-        return map_linears(stack, _unpacked)
+    kept = [linear.weight for _, linear in linears(stack)]
+    if not all(isinstance(one, Dense) and one.values.dtype is stack.dtype for one in kept):
+        return map_linears(stack, partial(_unpacked, dtype=stack.dtype))
     weights = [plain(linear.weight) for _, linear in linears(stack)]
     return map_linears(stack, packed) if pays(weights) else stack
 
 
-def _unpacked(linear: Linear) -> Linear:
-    parts = tuple(map(decoded, parts_of(linear.weight)))
+def _unpacked(linear: Linear, dtype: torch.dtype) -> Linear:
+    found = map(decoded, parts_of(linear.weight))
+    parts = tuple(part._replace(values=part.values.to(dtype)) for part in found)
     return linear._replace(weight=Joined(parts) if len(parts) > 1 else parts[0])
 
 

@@ -240,7 +240,9 @@ def test_names_of_dtypes(target: Path, given: Any, means: str) -> None:
     llm = LLM(str(target), dtype=given, num_blocks=np.int64(20), seed=None)
     assert (llm.config.dtype, llm.config.num_blocks, llm.config.seed) == (means, 20, 0)
     dtype = torch.float32 if means == "auto" else getattr(torch, means)
-    assert llm.engine.runner.model.dtype is dtype
+    assert llm.engine.runner.model.embedding.values.dtype is dtype
+    stock = LLM(str(target), dtype=given, num_blocks=20, backend="torch")
+    assert stock.engine.runner.model.dtype is dtype
 
 
 class Terminal(io.StringIO):

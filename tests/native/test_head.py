@@ -205,16 +205,11 @@ def test_matrices_are_kept_once(tmp_path: Path) -> None:
 
 
 MIXED = [
-    pytest.param(
-        size, head_size, dtype,
-        marks=pytest.mark.xfail(
-            strict=True, reason="native heads read float32 alone, and take a target of halves"
-        ) if (size, head_size) == (24, 16) and dtype != "float32" else (),
-    )
+    (size, head_size, dtype)
     for size in (16, 24)
     for head_size in (16, 8)
     for dtype in ("float32", "bfloat16", "float16")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("size", "head_size", "dtype"), MIXED)

@@ -24,7 +24,7 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import check_weights, read_json
-from foretoken.models.compressed import Stored, is_compressed, why_not
+from foretoken.models.compressed import Stored, is_compressed
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
 from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
@@ -47,6 +47,7 @@ from foretoken.ops.stack import (
     device_of,
     dtype_of,
     plain,
+    rounds_rows,
 )
 from foretoken.ops.steps import ForwardBatch
 
@@ -63,6 +64,8 @@ _LAYER = "layers.0."
 OUTPUT_LAYER, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
+# Where rows are rounded to eight bits, the last bit of a number may decide between two codes.
+_ROUNDED_TOLERANCE = 0.1
 
 
 def lacks_head(folder: Path, config: Eagle3Config) -> bool:
@@ -84,6 +87,7 @@ def load_head(
     positions: int,
     most_rows: int,
     head: Weight | None = None,
+    dtype: torch.dtype | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
     """Load a head in the backend's own layout, or in stock operators if that does not agree.
@@ -91,6 +95,7 @@ def load_head(
     Args:
         positions: longest context, in tokens.
         most_rows: requests that draft at once.
+        dtype: of the target's hidden states; kernels that read another one are not taken.
         config, embedding, head, dummy_seed: see `read_head`.
 
     Raises:
@@ -102,7 +107,7 @@ def load_head(
     tried = [stock]
     try:
         own = backend.load_stack(stack, max(positions, _LONGEST), most_rows)
-        if type(own) is not type(stock):
+        if type(own) is not type(stock) and dtype in (None, own.dtype):
             tried.append(own)
     except UnfitError as reason:
         _log.info("The EAGLE-3 head runs in stock operators: %s", reason)
@@ -116,7 +121,8 @@ def load_head(
     if not others:
         return stock
     error = _difference(expected, *others)
-    if not error <= (tolerance := TOLERANCE[stack.dtype]):  # NaN too
+    tolerance = _ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
+    if not error <= tolerance:  # NaN too
         _log.warning(
             "The EAGLE-3 head runs in stock operators, slower: that of backend `%s` differs by "
             "%.1e of the largest number (bound %.0e).",
@@ -322,14 +328,8 @@ def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grou
 
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
     """Of the weights, which are plain numbers or stored as compressed-tensors."""
-    given: dict[str, Any] = read_json(folder / "config.json").get("quantization_config") or {}
-    if not is_compressed(given):
-        return check_weights(folder)
-    if (reason := why_not(given)) is not None:
-        raise UnsupportedModelError(
-            f"The EAGLE-3 head in `{folder}` is stored as compressed-tensors, and {reason}."
-        )
-    return check_weights(folder, plain=False)
+    told = read_json(folder / "config.json")
+    return check_weights(folder, plain=not is_compressed(told.get("quantization_config")))
 
 
 def _placed(weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device) -> Tensor | Grouped:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import first_line, parse_config, quiet_transformers, read_json
+from foretoken.models.compressed import is_compressed, why_not
 
 # In EAGLE's own format as EAGLE and SpecForge, vLLM and NeMo write it; then `speculators`.
 _ARCHITECTURES = (
@@ -38,7 +39,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (None, 1),
     "parallel_draft_step": (None, 1),
     "qkv_bias": (None, False),
-    "quantization_config": (None,),
     "use_aux_hidden_state": (None, True),
     "use_input_layernorm_in_first_layer": (None, True),
     "use_last_layernorm": (None, True),
@@ -170,6 +170,13 @@ def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> N
                 raise UnsupportedModelError(
                     f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
                 )
+    given = raw.get("quantization_config") or told.get("quantization_config")
+    if given and (not is_compressed(given) or why_not(given) is not None):
+        reason = why_not(given) if is_compressed(given) else "heads have plain numbers otherwise"
+        raise UnsupportedModelError(
+            f"`{path}` sets `quantization_config` to {given!r}: must be of compressed-tensors, in "
+            f"four or eight bits; {reason}."
+        )
     if told.get("fc_norm") and told.get("norm_before_fc"):
         raise UnsupportedModelError(f"`{path}` sets both `fc_norm` and `norm_before_fc`.")
     if speculators and "norm_before_residual" not in told:

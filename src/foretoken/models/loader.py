@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ from foretoken.models.sizes import (
     parameter_shapes,
     stored_sizes,
 )
-from foretoken.models.stored import StoredWeights
+from foretoken.models.stored import StoredWeights, check_stack
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.stack import LoadedStack, Stack, UnfitError
 
@@ -153,19 +154,30 @@ def _stored_model(
     except UnfitError as reason:
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
     positions = max(max_model_len, config.max_position_embeddings)
-    try:
-        with _one_thread():
-            _check_miniature(model_class, config)
-            check_kernels(stack, backend)
-        network = backend.load_stack(stack, positions, 0)
-    except UnfitError as reason:
-        _log.info("The model runs in stock operators: %s", reason)
-        network = backend.stock_stack(stack)
+    has_kernels = backend.name == "native"
+    check_stack(folder, stack, blocks=not has_kernels)
+    with _one_thread():
+        _check_miniature(model_class, config)
+        is_own = has_kernels and _fits_kernels(stack, backend)
+    if has_kernels and not is_own:
+        check_stack(folder, stack, blocks=True)
+    load = partial(backend.load_stack, positions=positions, most_rows=0)
+    network = load(stack) if is_own else backend.stock_stack(stack)
     weights.release()
     return CausalLM(
         module, network, backend=backend, layer_shapes=stack.layer_shapes,
         max_model_len=max_model_len, view=view, stack=stack,
     )  # fmt: skip
+
+
+def _fits_kernels(stack: Stack, backend: Backend) -> bool:
+    """Whether a backend's own kernels run it, and compute what stock operators do."""
+    try:
+        check_kernels(stack, backend)
+    except UnfitError as reason:
+        _log.info("The model runs in stock operators: %s", reason)
+        return False
+    return True
 
 
 @contextmanager

@@ -17,8 +17,11 @@ from torch import Tensor
 from foretoken.errors import CheckpointError
 from foretoken.models.families import check_biases
 from foretoken.models.sizes import Shape, check_fit
-from foretoken.ops.formats import decode_blocks, decode_groups
-from foretoken.ops.stack import Blocks, Dense, Grouped, Joined, Linear
+from foretoken.ops.formats import decode_blocks, decode_groups, has_finite_scales
+
+from foretoken.ops.stack import (  # isort: skip
+    Blocks, Dense, Grouped, Joined, Linear, Stack, format_of, linears, parts_of,
+)  # fmt: skip
 
 
 class StoredWeights(ABC):
@@ -88,6 +91,29 @@ class StoredWeights(ABC):
             "mismatched": sorted(n for n in wanted.keys() & found.keys() if wanted[n] != found[n]),
         }
         check_fit(self.path, problems)
+
+
+def check_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
+    """Raise `CheckpointError` for a matrix with a number, or a scale, that is not finite.
+
+    Args:
+        blocks: whether to look at the scales of blocks, too: kernels that lay them out anew do so
+            meanwhile. (To look at 4 GB of them takes a second.)
+    """
+    named = [("embedding", Linear(stack.embedding)), *linears(stack)]
+    for number, (name, linear) in enumerate(named):
+        for part in parts_of(linear.weight):
+            if isinstance(part, Blocks):
+                is_finite = (not blocks and number > 0) or has_finite_scales(part.kind, part.rows)
+            else:
+                numbers = part.values if isinstance(part, Dense) else part.scale_NG
+                is_finite = bool(torch.stack(numbers.aminmax()).isfinite().all())
+            if not is_finite:
+                raise CheckpointError(
+                    f"A number of `{name}` in `{path}` (matrix {number} of {len(named)}, stored as "
+                    f"{format_of(part)}) is NaN or infinite: the weights are damaged. Download "
+                    "them again."
+                )
 
 
 def numbers_of(weight: Dense | Blocks | Grouped) -> Tensor:

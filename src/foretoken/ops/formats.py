@@ -46,6 +46,7 @@ BLOCKS = {
     "Q6_K": BlockKind(256, 210),
 }
 """By GGUF's name: the block formats that are served."""
+_WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def decode_blocks(kind: str, rows: Tensor) -> Tensor:
@@ -59,6 +60,15 @@ def decode_blocks(kind: str, rows: Tensor) -> Tensor:
     blocks = rows.reshape(len(rows), -1, nbytes)
     decode = _super_blocks if size == 256 else _blocks
     return decode(kind, blocks).reshape(len(rows), -1)
+
+
+def has_finite_scales(kind: str, rows: Tensor) -> bool:
+    """Whether every scale and minimum of rows of blocks is a finite number."""
+    nbytes = BLOCKS[kind].nbytes
+    blocks = rows.reshape(-1, nbytes)
+    places = [nbytes - 2] if kind == "Q6_K" else [0, 2] if kind in _WITH_MINIMUM else [0]
+    upper = [blocks[:, place + 1] for place in places]  # sign, and all bits of the exponent
+    return not any(bool(((byte & 0x7C) == 0x7C).any()) for byte in upper)
 
 
 def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:

@@ -156,7 +156,6 @@ class Pass {
     int64_t bytes = 0, widest = 0;
     for (const Packed* w : weights) {
       if (bytes >= kMost) break;
-      if (!w->is_plain()) continue;
       weights_.push_back(w);
       bytes += w->bytes();
       widest = std::max(widest, w->inputs);

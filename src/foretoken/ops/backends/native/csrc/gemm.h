@@ -145,10 +145,12 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     float out[kRows][kPanel];
     for (int64_t r = begin; r < end; r += kRows) {
       const int n = static_cast<int>(end - r < kRows ? end - r : kRows);
-      if (is_plain)
+      if (is_plain) {
         multiply(x + r * w.inputs, n, w, p, out[0], fetch);
-      else
-        multiply_panel(*codes, r, n, w.kind, w.panel(p), w.inputs, w.group, out[0]);
+      } else {
+        const bool hints = r == begin && (rows == 1 ? fetches.one : fetches.few) == Fetch::kHint;
+        multiply_panel(*codes, r, n, {w.kind, w.panel(p), w.inputs, w.group, hints}, out[0]);
+      }
       for (int i = 0; i < n; i++) finish(r + i, p, out[i]);
     }
   });
@@ -156,8 +158,8 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
 
 // The fastest fetches, and the best seconds of a pass over the weights by each, for one row and for
 // kRows: either may take 1.3 times as long as the other, by processor, size of the weights and rows
-// (decision 013). Takes up to 40 passes over the plain ones of `weights`, or over their first 256 MiB,
-// fewer where these take long; with the threads now in force.
+// (decision 013). Takes up to 40 passes over `weights`, or over their first 256 MiB, fewer where these
+// take long; with the threads now in force.
 Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]);
 
 }  // namespace foretoken

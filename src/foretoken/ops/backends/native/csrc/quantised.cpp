@@ -12,6 +12,10 @@ namespace {
 typedef uint8_t ByteVec __attribute__((vector_size(kWidth * 4)));
 typedef int16_t ShortVec __attribute__((vector_size(kWidth * 4)));
 
+// Bytes between what is read and what is fetched meanwhile. Five rows of a step are more instructions
+// than processors look ahead over: without, five rows of 144 MB took 11.7 ms, with it 5.2 (one: 4.2).
+constexpr int64_t kAhead = 8192;
+
 constexpr int kQuads = kGroup / 4;  // a lane holds four inputs
 constexpr float kLeast = 0x1p-100f;  // 127 / this is finite; as `ops/formats.py` has it
 
@@ -240,12 +244,12 @@ struct Scaled {
 };
 
 template <Kind K, int R>
-void multiply_rows(const Activations& x, int64_t first, const uint8_t* panel, int64_t inputs,
-                   int64_t group, float* out) {
+void multiply_rows(const Activations& x, int64_t first, const Panel& panel, float* out) {
+  const int64_t inputs = panel.inputs;
   constexpr Layout layout = layout_of(K);
   constexpr int64_t vector = layout.codes() * kWidth;  // bytes of a vector's codes
-  const int64_t steps = inputs / kGroup, in_block = layout.steps(group);
-  const uint8_t *header = panel, *at = panel;
+  const int64_t steps = inputs / kGroup, in_block = layout.steps(panel.group);
+  const uint8_t *header = panel.data, *at = panel.data;
   const int8_t* codes = x.codes(first);
   const Activation* groups = x.groups(first);
   Vec sum[R][kVecs] = {};
@@ -256,6 +260,9 @@ void multiply_rows(const Activations& x, int64_t first, const uint8_t* panel, in
       left = in_block;
     }
     const uint8_t* stored = at + layout.step() * kPanel;
+    constexpr int64_t bytes = (layout.step() + layout.codes()) * kPanel;
+    for (int64_t line = 0; panel.hints && line < bytes; line += 64)
+      __builtin_prefetch(at + kAhead + line);
     // Left to itself GCC joins two steps instead, and keeps the sums in memory (one row: 1.5 times).
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; v++) {
@@ -270,12 +277,12 @@ void multiply_rows(const Activations& x, int64_t first, const uint8_t* panel, in
 }
 
 template <Kind K>
-void multiply_kind(const Activations& x, int64_t first, int64_t count, const uint8_t* panel,
-                   int64_t inputs, int64_t group, float* out) {
-  using Multiply = void (*)(const Activations&, int64_t, const uint8_t*, int64_t, int64_t, float*);
+void multiply_kind(const Activations& x, int64_t first, int64_t count, const Panel& panel,
+                   float* out) {
+  using Multiply = void (*)(const Activations&, int64_t, const Panel&, float*);
   constexpr Multiply by_rows[kRows] = {multiply_rows<K, 1>, multiply_rows<K, 2>, multiply_rows<K, 3>,
                                        multiply_rows<K, 4>, multiply_rows<K, 5>, multiply_rows<K, 6>};
-  by_rows[count - 1](x, first, panel, inputs, group, out);
+  by_rows[count - 1](x, first, panel, out);
 }
 
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
@@ -388,19 +395,19 @@ bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, u
   return finite;
 }
 
-void multiply_panel(const Activations& x, int64_t first, int64_t count, Kind kind,
-                    const uint8_t* panel, int64_t inputs, int64_t group, float* out) {
-  switch (kind) {
-    case kQ8_0: return multiply_kind<kQ8_0>(x, first, count, panel, inputs, group, out);
-    case kQ4_0: return multiply_kind<kQ4_0>(x, first, count, panel, inputs, group, out);
-    case kQ4_1: return multiply_kind<kQ4_1>(x, first, count, panel, inputs, group, out);
-    case kQ5_0: return multiply_kind<kQ5_0>(x, first, count, panel, inputs, group, out);
-    case kQ5_1: return multiply_kind<kQ5_1>(x, first, count, panel, inputs, group, out);
-    case kQ4_K: return multiply_kind<kQ4_K>(x, first, count, panel, inputs, group, out);
-    case kQ5_K: return multiply_kind<kQ5_K>(x, first, count, panel, inputs, group, out);
-    case kQ6_K: return multiply_kind<kQ6_K>(x, first, count, panel, inputs, group, out);
-    case kInt8: return multiply_kind<kInt8>(x, first, count, panel, inputs, group, out);
-    default: return multiply_kind<kInt4>(x, first, count, panel, inputs, group, out);
+void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel,
+                    float* out) {
+  switch (panel.kind) {
+    case kQ8_0: return multiply_kind<kQ8_0>(x, first, count, panel, out);
+    case kQ4_0: return multiply_kind<kQ4_0>(x, first, count, panel, out);
+    case kQ4_1: return multiply_kind<kQ4_1>(x, first, count, panel, out);
+    case kQ5_0: return multiply_kind<kQ5_0>(x, first, count, panel, out);
+    case kQ5_1: return multiply_kind<kQ5_1>(x, first, count, panel, out);
+    case kQ4_K: return multiply_kind<kQ4_K>(x, first, count, panel, out);
+    case kQ5_K: return multiply_kind<kQ5_K>(x, first, count, panel, out);
+    case kQ6_K: return multiply_kind<kQ6_K>(x, first, count, panel, out);
+    case kInt8: return multiply_kind<kInt8>(x, first, count, panel, out);
+    default: return multiply_kind<kInt4>(x, first, count, panel, out);
   }
 }
 

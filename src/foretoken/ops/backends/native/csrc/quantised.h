@@ -42,8 +42,16 @@ int64_t panel_bytes(Kind kind, int64_t inputs, int64_t group, int64_t outputs);
 // not finite.
 bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, uint8_t* panel);
 
+// A panel, and whether the processor is told what to fetch ahead (`Fetch`, gemm.h).
+struct Panel {
+  Kind kind;
+  const uint8_t* data;
+  int64_t inputs, group;
+  bool hints;
+};
+
 // `count` rows (1 to kRows), from `first` on, times a panel, into out[count][outputs of a panel].
-void multiply_panel(const Activations& x, int64_t first, int64_t count, Kind kind,
-                    const uint8_t* panel, int64_t inputs, int64_t group, float* out);
+void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel,
+                    float* out);
 
 }  // namespace foretoken

@@ -4,26 +4,40 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
+#include <cstdint>
 #include <new>
+#include <utility>
 
 namespace foretoken {
 
-Arena::Arena(int64_t wanted) {
-  constexpr size_t huge = size_t{2} << 20;
-  const size_t bytes = (wanted + huge - 1) / huge * huge;
-  memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(huge, bytes)));
-  if (!memory_) throw std::bad_alloc();
+// Pages of the system's own: they are zero, and it makes them when they are first written, by the
+// threads that lay weights out.
+Arena::Arena(int64_t bytes) : size_(bytes + kHuge) {
+  void* mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  mapped_ = static_cast<uint8_t*>(mapped);
+  const auto at = reinterpret_cast<uintptr_t>(mapped);
+  taken_ = static_cast<int64_t>((at + kHuge - 1) / kHuge * kHuge - at);
 #ifdef MADV_HUGEPAGE
-  madvise(memory_.get(), bytes, MADV_HUGEPAGE);  // a wish: where it is refused pages are small
+  madvise(mapped_ + taken_, bytes, MADV_HUGEPAGE);  // a wish: where it is refused pages are small
 #endif
-  std::memset(memory_.get(), 0, bytes);
 }
 
-void Arena::Free::operator()(uint8_t* memory) const { std::free(memory); }
+Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
+
+Arena& Arena::operator=(Arena&& other) noexcept {
+  std::swap(mapped_, other.mapped_);
+  std::swap(size_, other.size_);
+  std::swap(taken_, other.taken_);
+  return *this;
+}
+
+Arena::~Arena() {
+  if (mapped_) munmap(mapped_, size_);
+}
 
 uint8_t* Arena::take(int64_t bytes) {
-  uint8_t* at = memory_.get() + taken_;
+  uint8_t* at = mapped_ + taken_;
   taken_ += padded(bytes);
   return at;
 }

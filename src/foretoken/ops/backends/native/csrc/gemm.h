@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstddef>
-#include <memory>
 #include <vector>
 
 #include "call.h"
@@ -28,15 +27,16 @@ class Arena {
  public:
   Arena() = default;
   explicit Arena(int64_t bytes);
+  Arena(Arena&& other) noexcept;
+  Arena& operator=(Arena&& other) noexcept;
+  ~Arena();
   uint8_t* take(int64_t bytes);  // aligned to a cache line, zero
   static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
  private:
-  struct Free {
-    void operator()(uint8_t* memory) const;
-  };
-  std::unique_ptr<uint8_t, Free> memory_;
-  int64_t taken_ = 0;
+  static constexpr int64_t kHuge = int64_t{2} << 20;
+  uint8_t* mapped_ = nullptr;
+  int64_t size_ = 0, taken_ = 0;
 };
 
 // A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] of plain numbers, else as

@@ -38,7 +38,6 @@ class DrafterSetup:
         vocab_size, max_model_len: the target's.
         tokenizer: the target's (`PreTrainedTokenizerBase`), or None without one.
         embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
-        dtype: of the target's hidden states; None: of its embedding.
         on_host: whether the numbers of a step may be read at once, see `SlotTable`.
     """
 
@@ -52,7 +51,6 @@ class DrafterSetup:
     embedding: Weight | None = None
     head: Weight | None = None
     on_host: bool = True
-    dtype: torch.dtype | None = None
 
     @property
     def block_size(self) -> int:

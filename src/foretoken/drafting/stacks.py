@@ -574,7 +574,7 @@ def _load_head(setup: DrafterSetup) -> LoadedStack:
         folder, config, embedding=embedding, backend=setup.backend, head=setup.head,
         # Blocks may reach further than the longest request.
         positions=setup.max_model_len + setup.block_size, most_rows=setup.config.max_num_seqs,
-        dtype=setup.dtype, dummy_seed=setup.config.seed if is_dummy else None,
+        dummy_seed=setup.config.seed if is_dummy else None,
     )  # fmt: skip
 
 

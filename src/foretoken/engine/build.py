@@ -119,7 +119,7 @@ def _build(config: EngineConfig) -> Engine:
             config=config, speculation=speculation, backend=backend, device=device,
             vocab_size=model.vocab_size, max_model_len=model.max_model_len,
             tokenizer=tokenizer, embedding=model.embedding, head=model.head if view.head else None,
-            on_host=on_host, dtype=model.dtype,
+            on_host=on_host,
         )  # fmt: skip
         with reserving("the drafter was loaded", _SMALLER_DRAFT):
             drafter = drafter_class(setup)

@@ -87,7 +87,6 @@ def load_head(
     positions: int,
     most_rows: int,
     head: Weight | None = None,
-    dtype: torch.dtype | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
     """Load a head in the backend's own layout, or in stock operators if that does not agree.
@@ -95,7 +94,6 @@ def load_head(
     Args:
         positions: longest context, in tokens.
         most_rows: requests that draft at once.
-        dtype: of the target's hidden states; kernels that read another one are not taken.
         config, embedding, head, dummy_seed: see `read_head`.
 
     Raises:
@@ -107,7 +105,7 @@ def load_head(
     tried = [stock]
     try:
         own = backend.load_stack(stack, max(positions, _LONGEST), most_rows)
-        if type(own) is not type(stock) and dtype in (None, own.dtype):
+        if type(own) is not type(stock):
             tried.append(own)
     except UnfitError as reason:
         _log.info("The EAGLE-3 head runs in stock operators: %s", reason)

@@ -248,6 +248,8 @@ class NativeStack:
         known, num_rows, native = self._latest_states
         if features is known and tokens == num_rows:
             return native
+        if features[0].dtype is not torch.float32:  # of a target in stock operators
+            features = [states.float() for states in features]
         check_aux(features, tokens, self._read_numbers)
         states = struct(features)
         native = struct((None,), address(states), 0, len(features), kept=states)

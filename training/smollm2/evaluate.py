@@ -63,7 +63,7 @@ def measure(
     """A row for each law and K; sampled ones run each prompt `samples` times."""
     rows = read_heldout()
     speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": max(drafts)}
-    found = []
+    found = list[dict[str, Any]]()
     with LLM(model, speculation, **engine) as llm:
         tokenizer: Any = llm.tokenizer
         given = [

@@ -85,10 +85,11 @@ class Writer:
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self._llm, self.tokens = llm, 0
-        self.tokenizer: Any = llm.tokenizer
+        tokenizer: Any = llm.tokenizer
+        self.tokenizer = tokenizer
         self._seeds = itertools.count(seed << 32)
         self._end, self._assistant, self._user = (
-            self.tokenizer.encode(text, add_special_tokens=False) for text in (END, ASSISTANT, USER)
+            tokenizer.encode(text, add_special_tokens=False) for text in (END, ASSISTANT, USER)
         )
 
     def _write(

@@ -23,7 +23,7 @@ from training.tiny_python.windows import cycle_start
 
 HELDOUT = Path(__file__).parent / "heldout.jsonl"
 LOOP_TOKENS = 32  # that stay of what repeats itself to the end
-WORDS = 3  # of a shingle
+WORDS = 4  # of a shingle
 HELD_OVERLAP = 0.4
 
 
@@ -33,17 +33,18 @@ def read_heldout(path: Path = HELDOUT) -> list[dict[str, Any]]:
 
 
 class Heldout:
-    """Tells what resembles a held-out prompt."""
+    """Tells what resembles a held-out prompt by runs of words that only one of these has."""
 
     def __init__(self, asked: Iterable[str]) -> None:
-        self._known = {piece for text in asked for piece in self._pieces(text)}
+        times = Counter(piece for text in asked for piece in self._pieces(text))
+        self._known = {piece for piece, count in times.items() if count == 1}
 
     @staticmethod
     def _pieces(text: str) -> set[int]:
         return shingles(text.lower().split(), WORDS)
 
     def resembles(self, asked: str) -> bool:
-        """Whether so many of its runs of words occur in held-out prompts."""
+        """Whether too many of its runs of words are such."""
         return overlap(self._pieces(asked), self._known) > HELD_OVERLAP
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ from training.tiny_python.windows import cycle_start
 HELDOUT = Path(__file__).parent / "heldout.jsonl"
 LOOP_TOKENS = 32  # that stay of what repeats itself to the end
 WORDS = 4  # of a shingle
-HELD_OVERLAP = 0.4
+HELD_OVERLAP = 0.3
 
 
 def read_heldout(path: Path = HELDOUT) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ class Heldout:
 
     @staticmethod
     def _pieces(text: str) -> set[int]:
-        return shingles(text.lower().split(), WORDS)
+        return shingles(re.findall(r"\w+", text.lower()), WORDS)
 
     def resembles(self, asked: str) -> bool:
         """Whether too many of its runs of words are such."""

@@ -26,13 +26,15 @@ class HeadConfig(eagle3.HeadConfig):
     """As for the embedded head, and how many ids are drafted; `prompt`, `rounds`, `sample_rows` and
     `real_share` play no part: the texts are there."""
 
-    rows: int = 48
+    rows: int = 32
     length: int = 773  # 768 positions to draft from
-    intermediate: int = 1024
+    intermediate: int = 1280
     heads: int = 9
     kv_heads: int = 3
-    aux_layers: tuple[int, ...] = (2, 15, 28)
-    drafted: int = 6144
+    aux_layers: tuple[int, ...] = (6, 18, 29)
+    drafted: int = 5632
+    lr: float = 4e-3
+    kl_share: float = 0.5
     muon_share: float = 0.4
     trial_steps: int = 0
     seed: int = 30

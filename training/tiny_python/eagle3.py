@@ -93,11 +93,17 @@ def unpack(path: Path) -> torch.Tensor:
 
 
 def build_trainer(
-    config: HeadConfig, module: LlamaForCausalLM, sample_BT: torch.Tensor, steps: int, folder: Path
+    config: HeadConfig,
+    module: LlamaForCausalLM,
+    sample_BT: torch.Tensor,
+    steps: int,
+    folder: Path,
+    target_ids: torch.Tensor | None = None,
 ) -> Trainer:
-    """A fresh head; its `config.json` is in `folder` then."""
+    """A fresh head, which drafts these ids or all; its `config.json` is in `folder` then."""
     described = describe_head(
         module.config,
+        draft_vocab_size=None if target_ids is None else len(target_ids),
         intermediate_size=config.intermediate,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
@@ -117,7 +123,9 @@ def build_trainer(
         config.muon_share,
     )  # fmt: skip
     read = read_eagle3_config(folder)
-    return Trainer(read, target, recipe, sample_BT, tied=config.tied, fuse=fuse)
+    return Trainer(
+        read, target, recipe, sample_BT, target_ids=target_ids, tied=config.tied, fuse=fuse
+    )
 
 
 @torch.no_grad()
@@ -164,6 +172,10 @@ def accepted(trainer: Trainer, held_NL: torch.Tensor, rows: int) -> dict[str, fl
 class Run:
     """One run: texts, trials, the head itself; writes into `out` as it goes."""
 
+    model = "tiny-python"
+    target_ids: torch.Tensor | None = None
+    """What the head drafts; None: all ids."""
+
     def __init__(
         self,
         config: HeadConfig,
@@ -195,7 +207,8 @@ class Run:
         """Of a head that is in `head`: a fresh one, or one that begins as the one at the start."""
         config = self.config
         sample_BT = self.held_NL[: config.rows].long()
-        trainer = build_trainer(config, self.module, sample_BT, steps, self.out / "head")
+        folder = self.out / "head"
+        trainer = build_trainer(config, self.module, sample_BT, steps, folder, self.target_ids)
         if self.start is not None:
             begin_from(trainer, config, self.start)
         return trainer
@@ -244,12 +257,12 @@ class Run:
             if trainer.step % (20 * every) == 0 or is_last:
                 measured = accepted(trainer, self.held_NL, self.config.rows)
                 self.note(f"accepted at step {trainer.step}", measured)
-                save_weights(folder, trainer.weights, None)
+                save_weights(folder, trainer.weights, trainer.target_ids)
             if is_last:
                 break
         self.note("history", trainer.history)
         decided = {**asdict(self.config), "muon_share": trainer.recipe.muon_share}
-        facts: dict[str, Any] = {"model": "tiny-python", **decided, "steps": trainer.step}
+        facts: dict[str, Any] = {"model": self.model, **decided, "steps": trainer.step}
         facts["accepted"] = measured
         write_card(folder, facts, trainer.history)
 

@@ -63,7 +63,7 @@ from foretoken.ops import (  # isort: skip
     RoundStack, Rows, Rule, Stack,
 )  # fmt: skip
 
-BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3"}
+BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3", "smollm2-135m": "smollm2-135m-eagle3"}
 _ALL = 2**62  # a limit that no request reaches
 _FIRST = 2  # known tokens that a round in lock-step computes
 

@@ -33,7 +33,7 @@ from foretoken.models.gguf.split import parts_of
 
 _log = logging.getLogger(__name__)
 
-BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3")
+BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3", "smollm2-135m-eagle3")
 """Checkpoints that come with the package, under `foretoken/assets`."""
 
 

@@ -169,7 +169,9 @@ def rows_of_threads(
             agree: Agreement = speed_gguf.agreement
         else:
             cases, agree = pair_cases(threads, prompts, options, timer, opened)
-        for temperature in TEMPERATURES[:1] if library else TEMPERATURES:
+        for temperature in TEMPERATURES:
+            if library and temperature:  # the loop over llama.cpp's library is greedy
+                cases = [case for case in cases if case.labels["engine"] == "foretoken"]
             speeds, tokens = measure(cases, prompts, temperature, options.repeats, timer)
             same = {} if temperature else agree(tokens)
             labels = {"threads": threads, "temperature": temperature}
@@ -228,15 +230,20 @@ def main() -> None:
     use_cores(options.cores)
     library = llama_library.load(options.llama_library) if options.model else None
     if library:
-        prompts = speed_gguf.prompts(library, options.model, options.prompts)
+        prompts = speed_gguf.prompts(options.model, options.prompts)
     else:
         tokenizer = load_tokenizer(TARGET)
         prompts = [list(tokenizer.encode(item.prompt)) for item in heldout(options.prompts)]
     rows, goals, timer = [], [], QuietTimer()
     for threads in options.threads:
-        measured, reached = rows_of_threads(threads, prompts, options, timer, library)
-        rows += measured
-        goals += reached
+        if library:
+            rows += speed_gguf.starts(library, options.model, threads, options.repeats)
+        if not options.only_starts:
+            measured, reached = rows_of_threads(threads, prompts, options, timer, library)
+            rows += measured
+            goals += reached
+    if library and not options.only_starts:
+        rows += speed_gguf.acceptance(options.model, 2 * options.prompts, max(options.threads))
     record(
         "speed",
         options,

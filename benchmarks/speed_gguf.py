@@ -8,18 +8,25 @@ equal is reported, and too few means that one of them computes another model.
 from __future__ import annotations
 
 import argparse
+import re
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks import llama_library
-from benchmarks.speed_cases import NGRAM_KS, Case, Ids, our_case, timed
-from foretoken import LLM
-from foretoken.lab.workloads import heldout
+from benchmarks.speed_cases import Case, Ids, our_case, timed
+from foretoken import LLM, SamplingParams
+from foretoken.lab.results import Row, Spread, Value
+from foretoken.lab.workloads import HeldOutChat, heldout, heldout_chats
+from foretoken.models import load_tokenizer
+from foretoken.models.chat import ChatTemplate
+from foretoken.outputs import RequestMetrics
 
-LOOKUPS = ((1, 3), (2, 3), (2, 5), (2, 8), (3, 5))  # known tokens, and how many are drafted
-TEXT_DRAFTERS = {"ngram": "n-gram", "suffix": "suffix"}  # ours that need no second model
-CONTEXT = 2048
+LOOKUPS = ((1, 3), (2, 3), (2, 5))  # known tokens, and how many are drafted
+NGRAM_KS, HEAD_KS = (3, 5), (2, 3, 4, 5)
+HEADS = {"SmolLM2-135M-Instruct": "smollm2-135m-eagle3"}  # by what file names begin with
+CONTEXT, LONG, SHORT, DECODED = 2048, 512, 48, 64  # tokens
 NOTE = (
     "llama.cpp: a library of this process through ctypes, one llama_decode per step and argmax in "
     "NumPy (some 20 us), its own pool of threads asleep while others work; flash attention auto, "
@@ -31,6 +38,9 @@ NOTE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="in place of the pair")
+    parser.add_argument(
+        "--only-starts", action="store_true", help="loading, a prompt and plain decoding alone"
+    )
     parser.add_argument(
         "--llama-library", type=Path, metavar="FOLDER", help="llama.cpp's shared libraries"
     )
@@ -47,13 +57,25 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     for path in (options.model, options.llama_library):
         if not path.exists():
             parser.error(f"{path} does not exist")
-    options.machine = "_".join(filter(None, (options.model.stem, options.machine)))
+    name = re.sub("[^a-z0-9]+", "_", options.model.stem.lower())
+    options.machine = "_".join(filter(None, (name, options.machine)))
 
 
-def prompts(library: llama_library.Library, model: Path, count: int) -> list[Ids]:
-    """The held-out prompts, in the ids of the file's own vocabulary."""
-    with llama_library.opened(library, model, threads=1, length=64) as opened:
-        return [opened.tokenize(item.prompt) for item in heldout(count)]
+def prompts(model: Path, count: int) -> list[Ids]:
+    """Held-out chats by the file's template, of each kind in turn; without one Python files."""
+    tokenizer = load_tokenizer(model)
+    if not getattr(tokenizer, "chat_template", None):
+        return [list(tokenizer.encode(item.prompt)) for item in heldout(count)]
+    template = ChatTemplate(tokenizer)
+    return [template.render(item.messages)[1] for item in in_turn(heldout_chats())[:count]]
+
+
+def in_turn(items: list[HeldOutChat]) -> list[HeldOutChat]:
+    """Chats with one of each kind after the other."""
+    kinds: dict[str, list[HeldOutChat]] = {}
+    for item in items:
+        kinds.setdefault(item.kind, []).append(item)
+    return [item for each in zip(*kinds.values(), strict=False) for item in each]
 
 
 def cases(
@@ -66,23 +88,146 @@ def cases(
     ]
 
 
-def ours(model: Path, max_tokens: int, threads: int, opened: ExitStack) -> list[Case]:
-    def load(speculation: dict[str, Any] | None) -> LLM:
-        llm = LLM(
-            str(model),
-            speculation,
-            max_num_seqs=1,
-            max_model_len=CONTEXT,
-            enable_prefix_caching=False,
-            threads=threads,
-        )
-        return opened.enter_context(llm)
+def head_of(model: Path) -> str | None:
+    """The head that comes with the package for a model, if there is one."""
+    return next((head for name, head in HEADS.items() if model.stem.startswith(name)), None)
 
-    found = [our_case("plain", load(None), "plain", 0, max_tokens)]
-    for method, title in TEXT_DRAFTERS.items():
-        llm = load({"method": method, "num_speculative_tokens": max(NGRAM_KS)})
-        found += [our_case(f"{title}, K={k}", llm, method, k, max_tokens) for k in NGRAM_KS]
+
+def load(model: Path, speculation: dict[str, Any] | None, threads: int) -> LLM:
+    return LLM(
+        str(model),
+        speculation,
+        max_num_seqs=1,
+        max_model_len=CONTEXT,
+        enable_prefix_caching=False,
+        threads=threads,
+    )
+
+
+def ours(model: Path, max_tokens: int, threads: int, opened: ExitStack) -> list[Case]:
+    def case(name: str, k: int, method: str, llm: LLM) -> Case:
+        return our_case(name, llm, method, k, max_tokens)
+
+    def engine(**speculation: Any) -> LLM:
+        return opened.enter_context(load(model, speculation or None, threads))
+
+    found = [case("plain", 0, "plain", engine())]
+    ngram = engine(method="ngram", num_speculative_tokens=max(NGRAM_KS))
+    found += [case(f"n-gram, K={k}", k, "ngram", ngram) for k in NGRAM_KS]
+    if (name := head_of(model)) is not None:
+        head = engine(method="eagle3", model=name, num_speculative_tokens=max(HEAD_KS))
+        found += [case(f"EAGLE-3 head, K={k}", k, "eagle3", head) for k in HEAD_KS]
+        auto = engine(method="eagle3", model=name, num_speculative_tokens="auto")
+        found.append(auto_case("EAGLE-3 head, K=auto", auto, max_tokens))
     return found
+
+
+def auto_case(name: str, llm: LLM, max_tokens: int) -> Case:
+    """The engine chooses K as it goes."""
+
+    def complete(ids: Ids, temperature: float, seed: int) -> Ids:
+        params = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed
+        )
+        return llm.generate(ids, params)[0].outputs[0].token_ids
+
+    return Case(name, {"engine": "foretoken", "method": "auto", "k": "auto"}, timed(complete))
+
+
+def acceptance(model: Path, count: int, threads: int) -> list[Row]:
+    """Accepted drafts + 1 per verification on held-out chats, by kind, ended as in use."""
+    if (name := head_of(model)) is None:
+        return []
+    rows, template = [], None
+    for k in HEAD_KS:
+        speculation = {"method": "eagle3", "model": name, "num_speculative_tokens": k}
+        with load(model, speculation, threads) as llm:
+            template = template or ChatTemplate(llm.tokenizer)
+            for temperature in (0.0, 0.8):
+                for kind in ("chat", "code"):
+                    asked = [c for c in heldout_chats() if c.kind == kind][:count]
+                    ids = [template.render(c.messages)[1] for c in asked]
+                    params = [
+                        SamplingParams(temperature=temperature, max_tokens=256, seed=seed)
+                        for seed in range(len(ids))
+                    ]
+                    total = RequestMetrics()
+                    for output in llm.generate(ids, params):
+                        total.add(output.metrics)
+                    labels = {"k": k, "temperature": temperature, "kind": kind}
+                    values: dict[str, Value] = {
+                        "mean_acceptance_length": total.mean_acceptance_length or 0.0,
+                        "verifications": total.num_steps,
+                    }
+                    rows.append(
+                        Row(f"acceptance, K={k}, {kind}, T={temperature:g}", labels, values)
+                    )
+    return rows
+
+
+def starts(library: llama_library.Library, model: Path, threads: int, repeats: int) -> list[Row]:
+    """In turns, and without drafts: seconds to load, of a prompt of 512 tokens, of a token."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for repeat in range(repeats + 1):
+        for engine, measured in (
+            ("foretoken", our_start(model, threads)),
+            ("llama.cpp", their_start(library, model, threads)),
+        ):
+            for what, found in measured.items():
+                if repeat:  # the first warms up
+                    seconds.setdefault((engine, what), []).append(found)
+    return [
+        Row(
+            f"{engine}, {what}, {threads} thread{'s' if threads > 1 else ''}",
+            {"engine": engine, "method": what, "threads": threads},
+            {"seconds": Spread.of(found, "s")},
+        )
+        for (engine, what), found in seconds.items()
+    ]
+
+
+def long_prompt(start: int) -> Ids:
+    return [(7919 * i) % 40_000 + 100 for i in range(start, start + LONG)]
+
+
+def our_start(model: Path, threads: int) -> dict[str, float]:
+    start = time.perf_counter()
+    with load(model, None, threads) as llm:
+        loaded = time.perf_counter() - start
+
+        def seconds(ids: Ids, count: int) -> float:
+            begun = time.perf_counter()
+            llm.generate(ids, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+            return time.perf_counter() - begun
+
+        ids = long_prompt(0)
+        seconds(ids[:SHORT], 8)
+        decoding = seconds(ids[:SHORT], DECODED + 1) - seconds(ids[:SHORT], 1)
+        return {
+            "load": loaded,
+            "prompt of 512": min(seconds(long_prompt(turn), 1) for turn in range(2)),
+            "token": decoding / DECODED,
+        }
+
+
+def their_start(library: llama_library.Library, model: Path, threads: int) -> dict[str, float]:
+    start = time.perf_counter()
+    with llama_library.opened(library, model, threads, CONTEXT) as other:
+        loaded = time.perf_counter() - start
+        ids, prompts = long_prompt(0), []
+        llama_library.complete(other, ids[:SHORT], 8)
+        decoded = llama_library.complete(other, ids[:SHORT], DECODED + 1)
+        for turn in range(2):
+            other.forget()
+            start = time.perf_counter()
+            other.step(long_prompt(turn))
+            prompts.append(time.perf_counter() - start)
+        other.rest()
+        return {
+            "load": loaded,
+            "prompt of 512": min(prompts),
+            "token": decoded.decode_seconds / DECODED,
+        }
 
 
 def theirs(

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from foretoken.lab.workloads import heldout_chats
 from training.tiny_python.neardup import overlap, shingles
 from training.tiny_python.windows import cycle_start
 
-HELDOUT = Path(__file__).parent / "heldout.jsonl"
 LOOP_TOKENS = 32  # that stay of what repeats itself to the end
 WORDS = 4  # of a shingle
 HELD_OVERLAP = 0.3
 
 
-def read_heldout(path: Path = HELDOUT) -> list[dict[str, Any]]:
-    """The held-out prompts: `id`, `kind` (`chat` or `code`), `messages`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_heldout() -> list[dict[str, Any]]:
+    """The held-out chats that come with the package."""
+    return [asdict(chat) for chat in heldout_chats()]
 
 
 class Heldout:

@@ -245,10 +245,11 @@ def main() -> None:
     if library and not options.only_starts:
         rows += speed_gguf.acceptance(options.model, 2 * options.prompts, max(options.threads))
     record(
-        "speed",
+        "gguf" if library else "speed",
         options,
         {
             "target": options.model.name if library else TARGET,
+            "bytes": options.model.stat().st_size if library else None,
             "draft": None if library else DRAFT,
             "batch": 1,
             "prompts": options.prompts,

@@ -1,4 +1,4 @@
-"""Tables of gguf_*.json: a real model's file beside llama.cpp, and random weights of others' shapes."""
+"""Tables of gguf_*.json: a real model, and random weights of other shapes, beside llama.cpp."""
 
 from __future__ import annotations
 

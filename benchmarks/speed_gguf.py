@@ -23,8 +23,8 @@ from foretoken.models import load_tokenizer
 from foretoken.models.chat import ChatTemplate
 from foretoken.outputs import RequestMetrics
 
-LOOKUPS = ((1, 3), (2, 3), (2, 5))  # known tokens, and how many are drafted
-NGRAM_KS, HEAD_KS = (3, 5), (2, 3, 4, 5)
+LOOKUPS = ((1, 3), (2, 5))  # known tokens, and how many are drafted
+NGRAM_KS, HEAD_KS = (4,), (2, 3, 4)
 HEADS = {"SmolLM2-135M-Instruct": "smollm2-135m-eagle3"}  # by what file names begin with
 CONTEXT, LONG, SHORT, DECODED = 2048, 512, 48, 64  # tokens
 NOTE = (

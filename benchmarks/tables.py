@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.drafter_tables import auto, cpu_bf16, drafters
+from benchmarks.gguf_tables import gguf_shapes, real_acceptance, real_model
 from benchmarks.gpu_tables import gpu, gpu_goals
 from benchmarks.lab_tables import audit_gallery, audit_verdicts, bought
-from benchmarks.gguf_tables import gguf_shapes, real_acceptance, real_model
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.plan_tables import embedded_plan, plan, plan_beside_bench, published

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
+MAX_TREE = 48 * 2**20  # bytes of what a clone checks out
 MAX_SUPPORT_LINES = 2100  # of tests/support in all
 # Functions whose parameters are a published contract: the limit they have is the limit they keep.
 WIDE_CONTRACTS = {
@@ -45,6 +47,16 @@ def test_length_of_native_sources() -> None:
 def test_length_of_what_tests_share() -> None:
     files = {path: path.read_text(encoding="utf-8") for path in SUPPORT.rglob("*.py")}
     assert 0 < sum(text.count("\n") for text in files.values()) <= MAX_SUPPORT_LINES
+
+
+def test_size_of_the_tree() -> None:
+    """A clone carries it for ever: models that are stored in fewer bits, not more of them."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+    assert total <= MAX_TREE, f"{total / 2**20:.1f} MiB"
 
 
 def test_no_test_helper_is_dead() -> None:

@@ -20,8 +20,7 @@ from rich.text import Text
 
 from foretoken.config import check_int
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.lab.audit.engine import EngineAudit
-from foretoken.lab.audit.reference import Reference
+from foretoken.lab.audit.engine import EngineAudit, reference_of
 from foretoken.lab.audit.verdict import audit
 from foretoken.lab.workloads import heldout, heldout_chats
 from foretoken.models.chat import ChatTemplate
@@ -121,9 +120,9 @@ class Demo:
         method = speculation.method if speculation else None
         drafter = _DRAFTERS.get(str(method), f"The drafter `{method}`")
         self.console.print(
-            f"Foretoken {done} {config.model}, which has not seen them. {drafter} proposes up to "
-            f"{drafts} tokens, the target checks them in one pass, and the text is distributed "
-            "exactly as it would be without drafts."
+            f"Foretoken {done} {config.model}. {drafter} proposes up to {drafts} tokens, the "
+            "target checks them in one pass, and the text is distributed exactly as it would be "
+            "without drafts."
         )
         for kind, meaning in MEANING.items():
             line = Text("  ").append(kind, STYLES[kind]).append(" " * (11 - len(kind)))
@@ -211,7 +210,7 @@ class Demo:
         """The likeliest tokens at T=0, the target's distribution at T>0, and what is excluded."""
         self._title("Is it lossless?")
         config = self.llm.config
-        reference = Reference(config.model, config.revision)
+        reference = reference_of(self.llm)
         asked = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
         self._say(asked.greedy()[1])
         subject = asked.subject(config.model)._replace(exact=None)

@@ -1,10 +1,7 @@
 """Weights of compressed-tensors: small integers with scales, in safetensors.
 
-Belongs here: which of its schemes are served, and their tensors as weights. Does not: products
-(`ops/`), all other quantised checkpoints, which Transformers' quantisers load.
-
-Served are integers of four or eight bits, symmetric, with one scale per tensor, channel or group,
-packed (`pack-quantized`) or not (`int-quantized`).
+Belongs here: their tensors as weights. Does not: which schemes these are (`compressed_scheme.py`),
+products (`ops/`).
 """
 
 from __future__ import annotations
@@ -16,45 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import reading
+from foretoken.models.sizes import check_leftovers
 from foretoken.models.stored import StoredWeights
 from foretoken.ops.stack import Blocks, Dense, Grouped
 
-_FORMATS = ("pack-quantized", "int-quantized")
-_STRATEGIES = ("tensor", "channel", "group")
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
 _BITS = 32  # of what codes are packed into
-
-
-def is_compressed(given: Mapping[str, Any] | None) -> bool:
-    """Whether a `quantization_config` is of this kind."""
-    return bool(given) and (given or {}).get("quant_method") == "compressed-tensors"
-
-
-def why_not(given: Mapping[str, Any]) -> str | None:
-    """What of a `quantization_config` is not served here; None: nothing."""
-    if (name := given.get("format")) not in _FORMATS:
-        return f"its format is `{name}`, not one of {', '.join(_FORMATS)}"
-    if given.get("kv_cache_scheme"):
-        return "its keys and values are quantised, too"
-    if given.get("sparsity_config"):
-        return "its weights are sparse, too"
-    for group in (given.get("config_groups") or {}).values():
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
-            return f"weights are {weights.get('type')}{weights.get('num_bits')}, not int4 or int8"
-        if not weights.get("symmetric", True):
-            return "weights have zero points (`symmetric` is false)"
-        if (strategy := weights.get("strategy")) not in _STRATEGIES:
-            return f"scales are by `{strategy}`, not by one of {', '.join(_STRATEGIES)}"
-        if weights.get("actorder") in ("group", True):
-            return "groups are of inputs in another order (`actorder`)"
-        if inputs and not inputs.get("dynamic"):
-            return "inputs have scales of their own (`input_activations` is not dynamic)"
-        if group.get("output_activations"):
-            return "outputs are quantised, too"
-    return None
 
 
 class CompressedWeights(StoredWeights):
@@ -72,7 +38,12 @@ class CompressedWeights(StoredWeights):
         self, folder: Path, headers: Mapping[Path, Mapping[str, Any]], module: Any
     ) -> None:
         self._stored = Stored(headers)
-        super().__init__(folder, self._stored.parameters())
+        names = self._stored.parameters()
+        known = {name for name, _ in module.named_parameters()}
+        is_tied = "lm_head.weight" not in known
+        others = names - known - ({"lm_head.weight"} if is_tied else set())  # a copy
+        check_leftovers(module, others, folder)
+        super().__init__(folder, names & known)
         shapes = {name: tuple(self._stored.shape(name)) for name in self.names}
         self.check_shapes(module, shapes)
 
@@ -105,7 +76,7 @@ class Stored:
         """Of a parameter."""
         if name in self._shapes:
             return list(self._shapes[name])
-        return [int(size) for size in self.tensor(name + _SHAPE).tolist()]
+        return [int(size) for size in self.tensor(name + _SHAPE).flatten().tolist()]
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as it is stored."""
@@ -118,29 +89,27 @@ class Stored:
             return tensor
 
     def weight(self, name: str) -> Dense | Grouped:
-        """A matrix.
+        """A matrix, or a vector.
 
         Raises:
             CheckpointError: its parts do not fit each other, or a scale is not finite.
-            UnsupportedModelError: it is stored in another way.
         """
         if name in self._paths and name + _SCALE not in self._paths:
-            return Dense(self.tensor(name))
-        out, inputs = self.shape(name)
-        scale_NG = self.tensor(name + _SCALE).float().reshape(-1, self._groups(name))
-        scale_NG = scale_NG.expand(out, -1).contiguous()
+            values = self.tensor(name)
+            if values.dim() == 2 and not values.is_floating_point():
+                raise CheckpointError(f"`{name}` is stored as {values.dtype}, without scales.")
+            return Dense(values)
+        shape, scale = self.shape(name), self.tensor(name + _SCALE)
+        if len(shape) != 2 or min(shape) < 1:
+            raise CheckpointError(f"`{name}` has the shape {shape}: must be a matrix.")
+        out, inputs = shape
         if name in self._paths:
             codes = self.tensor(name)
             if codes.dtype is not torch.int8:
-                raise UnsupportedModelError(f"`{name}` is stored as {codes.dtype}, not as int8.")
+                raise CheckpointError(f"`{name}` is stored as {codes.dtype}: must be int8.")
         else:
             codes = _unpacked(name, self.tensor(name + _PACKED), out, inputs)
-        if inputs % scale_NG.shape[1] or not bool(scale_NG.isfinite().all()):
-            raise CheckpointError(
-                f"`{name}{_SCALE}` has {scale_NG.shape[1]} scales for {inputs} numbers of a row, "
-                "or they are not all finite: the weights are damaged."
-            )
-        return Grouped(codes, scale_NG)
+        return Grouped(codes, _scales(name, scale, out, inputs))
 
     def _is_part(self, name: str) -> bool:
         for suffix in (_SCALE, _SHAPE):
@@ -149,10 +118,19 @@ class Stored:
                 return True
         return False
 
-    def _groups(self, name: str) -> int:
-        """Scales of a row."""
-        shape = self._shapes[name + _SCALE]
-        return int(shape[1]) if len(shape) == 2 else 1
+
+def _scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
+    """Of each row's groups, float32 [out, groups]: stored for a tensor, for rows, or for groups."""
+    wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
+    if wide.dim() == 1:
+        wide = wide[:, None]
+    fits = wide.dim() == 2 and len(wide) in (1, out) and wide.shape[1] >= 1
+    if not fits or inputs % wide.shape[1] or not bool(wide.isfinite().all()):
+        raise CheckpointError(
+            f"`{name}{_SCALE}` is {[*scale.shape]} for a matrix of {[out, inputs]}, or not all "
+            "finite: must be a number for all, for each row, or for equal groups of each row."
+        )
+    return wide.expand(out, -1).contiguous()
 
 
 def _unpacked(name: str, packed: Tensor, out: int, inputs: int) -> Tensor:
@@ -160,15 +138,12 @@ def _unpacked(name: str, packed: Tensor, out: int, inputs: int) -> Tensor:
 
     A word of 32 bits holds them lowest bits first, each with half of its range added.
     """
-    bits = _BITS * packed.shape[1] // inputs if inputs else 0
-    if packed.dtype is not torch.int32 or packed.shape != (out, -(-inputs * bits // _BITS)):
+    bits = _BITS * packed.shape[-1] // inputs if packed.dim() == 2 else 0
+    fits = packed.shape == (out, -(-inputs * bits // _BITS)) and inputs * bits % 8 == 0
+    if packed.dtype is not torch.int32 or bits not in (4, 8) or not fits:
         raise CheckpointError(
             f"`{name}{_PACKED}` is {packed.dtype} {[*packed.shape]}, which is not a matrix of "
             f"{[out, inputs]} in four or eight bits."
         )
     stored = packed.contiguous().view(torch.uint8)[:, : inputs * bits // 8].contiguous()
-    if bits == 4:
-        return stored
-    if bits == 8:
-        return (stored ^ 128).view(torch.int8)
-    raise CheckpointError(f"`{name}{_PACKED}` packs {bits} bits a number: must be 4 or 8.")
+    return stored if bits == 4 else (stored ^ 128).view(torch.int8)

@@ -24,7 +24,8 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import check_weights, read_json
-from foretoken.models.compressed import Stored, is_compressed
+from foretoken.models.compressed import Stored
+from foretoken.models.compressed_scheme import is_compressed
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
 from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
@@ -181,7 +182,9 @@ def read_head(
     own = tensors.pop(_EMBEDDING, None)
     if isinstance(own, Grouped):
         own = numbers_of(own)
-    is_copy = isinstance(embedding, Dense) and own is not None and torch.equal(own, *embedding[:1])
+    is_copy = (
+        isinstance(embedding, Dense) and own is not None and torch.equal(own, embedding.values)
+    )
     vectors = embedding if own is None or is_copy else Dense(own)
     is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
     to_target = None if is_identity else target_ids.to(device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import first_line, parse_config, quiet_transformers, read_json
-from foretoken.models.compressed import is_compressed, why_not
+from foretoken.models.compressed_scheme import is_compressed, why_not
 
 # In EAGLE's own format as EAGLE and SpecForge, vLLM and NeMo write it; then `speculators`.
 _ARCHITECTURES = (
@@ -171,11 +171,11 @@ def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> N
                     f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
                 )
     given = raw.get("quantization_config") or told.get("quantization_config")
-    if given and (not is_compressed(given) or why_not(given) is not None):
-        reason = why_not(given) if is_compressed(given) else "heads have plain numbers otherwise"
+    reason = why_not(given) if is_compressed(given) else "it is of another kind"
+    if given and reason is not None:
         raise UnsupportedModelError(
-            f"`{path}` sets `quantization_config` to {given!r}: must be of compressed-tensors, in "
-            f"four or eight bits; {reason}."
+            f"`{path}` sets `quantization_config` to {given!r}: must be compressed-tensors of int4 "
+            f"or int8, and {reason}."
         )
     if told.get("fc_norm") and told.get("norm_before_fc"):
         raise UnsupportedModelError(f"`{path}` sets both `fc_norm` and `norm_before_fc`.")

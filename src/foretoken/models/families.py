@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.checkpoint import has_file, reading
+from foretoken.models.compressed_scheme import is_compressed, why_not
 from foretoken.models.sizes import check_leftovers
 from foretoken.ops.pinned import fill
 
@@ -70,6 +71,25 @@ def check_family(module: Any) -> Family:
     if module.lm_head.bias is not None:
         raise UnfitError("the output layer has a bias")
     return FAMILIES[config.model_type]
+
+
+def stays_compressed(config: Any) -> bool:
+    """Whether a checkpoint's int4 or int8 of compressed-tensors are read as they are.
+
+    Other schemes, and other families, load through Transformers' quantiser.
+    """
+    given = getattr(config, "quantization_config", None)
+    if config.model_type not in FAMILIES or not is_compressed(given) or why_not(given):
+        return False
+    kinds = [parameters.get("rope_type", "default") for parameters in rope_parameters(config)]
+    is_silu = config.hidden_act in ("silu", "swish")
+    return is_silu and all(kind in _FIXED_ROPE for kind in kinds)
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """What a configuration says of RoPE."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [given] if isinstance(given, dict) else []
 
 
 def windows(config: Any, count: int) -> list[int | None]:

@@ -28,8 +28,7 @@ from foretoken.models.attention import (
 )
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
-from foretoken.models.compressed import is_compressed, why_not
-from foretoken.models.families import FAMILIES
+from foretoken.models.families import stays_compressed
 from foretoken.ops import AttentionBatch
 from foretoken.ops.stack import ForwardOutput, dtype_of
 from foretoken.ops.steps import ForwardBatch
@@ -108,12 +107,7 @@ def check_quantisation(config: Any) -> bool:
     given = given or getattr(config.get_text_config(), "quantization_config", None)
     if not given:
         return False
-    if is_compressed(given) and config.model_type in FAMILIES:
-        if (reason := why_not(given)) is not None:
-            raise UnsupportedModelError(
-                f"Its weights are stored as compressed-tensors, and {reason}. Use a checkpoint in "
-                "bfloat16, float16 or float32, or in GGUF."
-            )
+    if stays_compressed(config):
         return True
     from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -7,6 +7,7 @@ weights would take several times the memory of theirs. Does not: the self-check 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -14,20 +15,20 @@ import torch
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
-from foretoken.models.guards import BLOCK, MOST_POSITIONS, NUM_BLOCKS, scheduled
+from foretoken.models.guards import BLOCK, MOST_POSITIONS, NUM_BLOCKS, TOLERANCE, scheduled
 from foretoken.ops import Backend
 from foretoken.ops.formats import SUPER
 
 from foretoken.ops.stack import (  # isort: skip
-    Gated, Joined, Layer, Linear, Stack, first_columns, first_rows, format_of,
-    parts_of,
+    Gated, Grouped, Joined, Layer, Linear, Stack, Weight, first_columns, first_rows, format_of,
+    parts_of, rounds_rows,
 )  # fmt: skip
 
-# Of a row's logits, the root of the mean squared difference, relative to their spread; the median
-# row counts. Both sides round rows to eight bits; where a number lies between two codes, the last
-# bit of the sum before it decides, which comes to 0.01 to 0.05. Codes or scales in a wrong place
-# give 0.3 and more.
-TOLERANCE = 0.1
+# Of a row's logits, the root of the mean squared difference, relative to their spread, in the 85th
+# percentile of rows. Both sides round rows to eight bits; where a number lies between two codes,
+# the last bit of the sum before it decides, which comes to 0.01 to 0.05. Codes or scales in a
+# wrong place give 0.3 and more.
+ROUNDED_TOLERANCE = 0.1
 _TOKENS = 512
 
 
@@ -53,25 +54,27 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
         logits.append(torch.cat(scheduled(run, small.vocab_size, small.device)).float())
     own_NV, stock_NV = logits
     error_N = (own_NV - stock_NV).square().mean(-1).sqrt() / stock_NV.std(-1)
-    error = error_N.quantile(0.5).item()
-    if not error <= TOLERANCE:  # NaN too
-        formats = sorted({name for layer in stack.layers for name in _formats(layer)})
+    rounds = rounds_rows(small)
+    error = error_N.quantile(0.85 if rounds else 1.0).item()
+    tolerance = ROUNDED_TOLERANCE if rounds else TOLERANCE[torch.float32]
+    if not error <= tolerance:  # NaN too
+        formats = sorted({name for layer in stack.layers for name, _ in _formats(layer)})
         raise UnsupportedModelError(
             f"With weights stored as {', '.join(formats)}, the kernels of backend `{backend.name}` "
             f"give logits that differ from those of stock operators by {error:.1e} of their spread "
-            f'(bound {TOLERANCE:.1e}). `backend="torch"` runs it in stock operators.'
+            f'(bound {tolerance:.1e}). `backend="torch"` runs it in stock operators.'
         )
     return error
 
 
 def _piece(stack: Stack) -> Stack:
     layers = {_formats(layer): layer for layer in stack.layers}
-    size = min(SUPER, stack.hidden_size)
+    size = _border(stack.hidden_size, layers)
     count = min(_TOKENS, stack.vocab_size)
     head = _cut(stack.head, count, size)
     return replace(
         stack,
-        embedding=first_rows(first_columns(stack.embedding, size), count),
+        embedding=first_columns(first_rows(stack.embedding, count), size),
         layers=tuple(_layer(layer, size) for layer in layers.values()),
         norm_C=stack.norm_C[:size].contiguous(),
         head=head,
@@ -86,7 +89,8 @@ def _layer(layer: Layer, size: int) -> Layer:
         (n for n in range(1, mixer.kv_heads) if n * per_head * mixer.head_size % SUPER == 0),
         mixer.kv_heads,
     )
-    heads, wide = kv_heads * per_head, min(SUPER, feed.down.weight.shape[1])
+    heads = kv_heads * per_head
+    wide = _border(feed.down.weight.shape[1], [_formats(layer)])
     q, kv = heads * mixer.head_size, kv_heads * mixer.head_size
     small = mixer._replace(
         qkv=_cut_several(mixer.qkv, (q, kv, kv), size), o=_cut(mixer.o, size, q),
@@ -99,13 +103,13 @@ def _layer(layer: Layer, size: int) -> Layer:
 
 def _cut(linear: Linear, out: int, inputs: int) -> Linear:
     bias = None if linear.bias is None else linear.bias[:out].contiguous()
-    return Linear(first_rows(first_columns(linear.weight, inputs), out), bias)
+    return Linear(first_columns(first_rows(linear.weight, out), inputs), bias)
 
 
 def _cut_several(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
     """Of layers that are joined the first rows of each."""
     cut = [
-        first_rows(first_columns(part, inputs), out)
+        first_columns(first_rows(part, out), inputs)
         for part, out in zip(parts_of(linear.weight), outs, strict=True)
     ]
     bias = None
@@ -115,7 +119,19 @@ def _cut_several(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
     return Linear(Joined(tuple(part for one in cut for part in parts_of(one))), bias, outs)
 
 
-def _formats(layer: Layer) -> tuple[str, ...]:
+def _formats(layer: Layer) -> tuple[tuple[str, int], ...]:
+    """Of each matrix its format, and numbers of a group where a row has several; else 0."""
     mixer, feed = layer.mixer, layer.feed
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
-    return tuple(format_of(part) for one in linears for part in parts_of(one.weight))
+    return tuple((format_of(p), _group(p)) for one in linears for p in parts_of(one.weight))
+
+
+def _group(weight: Weight) -> int:
+    groups = weight.scale_NG.shape[1] if isinstance(weight, Grouped) else 1
+    return weight.shape[1] // groups if groups > 1 else 0
+
+
+def _border(inputs: int, formats: Iterable[tuple[tuple[str, int], ...]]) -> int:
+    """How many of the inputs are taken: as many as the largest block has, where groups end."""
+    ends = all(SUPER % group == 0 for names in formats for _, group in names if group)
+    return SUPER if ends and inputs >= SUPER else inputs

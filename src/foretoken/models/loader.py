@@ -7,9 +7,9 @@ the checks themselves (`checkpoint.py`, `guards.py`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from foretoken.models.checkpoint import (
     quiet_transformers,
     read_config,
 )
-from foretoken.models.compressed import CompressedWeights, is_compressed
+from foretoken.models.compressed import CompressedWeights
 from foretoken.models.families import (
     FAMILIES,
     Get,
@@ -37,6 +37,7 @@ from foretoken.models.families import (
     fill_stack,
     miniature_of,
     read_stack,
+    stays_compressed,
     take_generation_config,
     twin_of,
 )
@@ -58,7 +59,7 @@ from foretoken.models.sizes import (
 )
 from foretoken.models.stored import StoredWeights, check_stack
 from foretoken.ops import Backend, get_backend
-from foretoken.ops.stack import LoadedStack, Stack, UnfitError
+from foretoken.ops.stack import LoadedStack, RoundStack, Stack, UnfitError, linears
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +123,7 @@ def load_model(
 
 def has_own_format(folder: Path, config: Any) -> bool:
     """Whether weights are read in the format of their file: GGUF's, or compressed-tensors'."""
-    given = getattr(config, "quantization_config", None)
-    return is_gguf(folder) or (is_compressed(given) and config.model_type in FAMILIES)
+    return is_gguf(folder) or stays_compressed(config)
 
 
 def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
@@ -153,16 +153,12 @@ def _stored_model(
         stack = fill_stack(module, weights)
     except UnfitError as reason:
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
-    positions = max(max_model_len, config.max_position_embeddings)
-    has_kernels = backend.name == "native"
-    check_stack(folder, stack, blocks=not has_kernels)
+    check_stack(folder, stack, blocks=backend.name != "native")
+    network = _laid_out(stack, backend, folder, max(max_model_len, config.max_position_embeddings))
     with _one_thread():
         _check_miniature(model_class, config)
-        is_own = has_kernels and _fits_kernels(stack, backend)
-    if has_kernels and not is_own:
-        check_stack(folder, stack, blocks=True)
-    load = partial(backend.load_stack, positions=positions, most_rows=0)
-    network = load(stack) if is_own else backend.stock_stack(stack)
+        if isinstance(network, RoundStack):
+            check_kernels(stack, backend)
     weights.release()
     return CausalLM(
         module, network, backend=backend, layer_shapes=stack.layer_shapes,
@@ -170,14 +166,23 @@ def _stored_model(
     )  # fmt: skip
 
 
-def _fits_kernels(stack: Stack, backend: Backend) -> bool:
-    """Whether a backend's own kernels run it, and compute what stock operators do."""
+def _laid_out(stack: Stack, backend: Backend, folder: Path, positions: int) -> LoadedStack:
+    """Quantised weights in a backend's layout, or as float32 in stock operators."""
     try:
-        check_kernels(stack, backend)
+        return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
-        _log.info("The model runs in stock operators: %s", reason)
-        return False
-    return True
+        numbers = [math.prod(linear.weight.shape) for _, linear in linears(stack)]
+        _log.warning(
+            "The model runs in stock operators, slower, and takes %.1f GiB, as its weights are "
+            "turned into float32: %s.",
+            4 * sum(numbers) / 2**30,
+            reason,
+        )
+    except CheckpointError:
+        check_stack(folder, stack, blocks=True)  # says which
+        raise
+    check_stack(folder, stack, blocks=True)
+    return backend.stock_stack(stack)
 
 
 @contextmanager
@@ -368,6 +373,9 @@ def _config_and_class(
         model_class = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
         guards.check_multimodal(config)
     guards.check_class(model_class, config)
+    if is_dummy and is_gguf(folder):
+        bound = "`auto` for a GGUF file: random weights would be of another kind"
+        raise ConfigError("load_format", "dummy", bound)
     if not guards.check_quantisation(config):
         for path, header in headers.items():
             check_plain(path, header)
@@ -406,7 +414,10 @@ def _dequantised(
     config, model_class, _, _ = described
     twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
     weights = _stored(described, folder, twin)
-    stack = read_stack(twin, weights.numbers)
+    try:
+        stack = read_stack(twin, weights.numbers)
+    except UnfitError as reason:
+        raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
     weights.release()
     return twin, stack
 

@@ -163,6 +163,7 @@ def _local_folder(text: str) -> Path | None:
 def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> Path:
     """A GGUF file of a repository in the local cache, with its parts, downloaded if missing."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     try:
         file = wanted.file
@@ -179,6 +180,9 @@ def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> P
         )
     except CheckpointError:
         raise
+    except HFValidationError as error:
+        remedy = "Give the path of a GGUF file, or `owner/repository/file.gguf`."
+        raise _nowhere(f"{wanted.repository}/{wanted.file or wanted.tag}", remedy) from error
     except Exception as error:
         raise CheckpointError(_explain(error, wanted.repository, revision, local_only)) from error
     paths = [Path(snapshot) / name for name in files]

@@ -11,7 +11,7 @@ from typing import Any
 
 from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.errors import ConfigError, RequestError
-from foretoken.lab.audit.engine import EngineAudit, draft_reference
+from foretoken.lab.audit.engine import EngineAudit, draft_reference, reference_of
 from foretoken.lab.audit.evidence import CONFIDENCE, Evidence, Source
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.options import AuditOptions
@@ -196,7 +196,7 @@ class Plan:
                 from foretoken.llm import LLM
 
                 llm = stack.enter_context(LLM(**self.engine))
-                reference = Reference(llm.config.model, llm.config.revision)
+                reference = reference_of(llm)
                 drafted = draft_reference(llm, reference)
             audit = EngineAudit(llm, self.params, reference, self.options.seed, drafted, self.alpha)
             speculation = llm.config.speculative_config

@@ -289,10 +289,9 @@ class EngineAudit:
 
     def _ulp(self) -> float:
         """Relative spacing of the engine's numbers, or of the codes that products round to."""
-        model = self.llm.engine.runner.model
-        if not isinstance(model.network, ModuleNetwork) and rounds_rows(model.network.stack):
+        if rounds(self.llm):
             return 1 / 127
-        return float(torch.finfo(model.dtype).eps)
+        return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
 
     def _coupled(self) -> tuple[str | None, str]:
         params = replace(self.params, rejection_sample_method="coupled", trace=False)
@@ -447,6 +446,17 @@ def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any
             else:
                 chance.append(float(p_V[draft.token_id]) if draft.q is None else draft.threshold)
     return np.array(seen), np.array(chance)
+
+
+def rounds(llm: LLM) -> bool:
+    """Whether the target's products round what they read, since its weights are quantised."""
+    network = llm.engine.runner.model.network
+    return not isinstance(network, ModuleNetwork) and rounds_rows(network.stack)
+
+
+def reference_of(llm: LLM) -> Reference:
+    """The engine's target at hand."""
+    return Reference(llm.config.model, llm.config.revision, rounds=rounds(llm))
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from foretoken.errors import RequestError
 from foretoken.models.loader import load_plain
 from foretoken.models.locate import resolve_checkpoint
+from foretoken.ops.formats import round_rows
 from foretoken.sampling.params import SamplingParams
 
 Ids = Sequence[int]
@@ -41,12 +42,19 @@ class Text(NamedTuple):
 class Reference:
     """Probabilities of a checkpoint, float32 on the CPU.
 
+    Args:
+        rounds: linear layers round what they read to eight bits, as the engine's do where weights
+            are quantised: that is part of such a model.
+
     Raises:
         CheckpointError, UnsupportedModelError: see `load_plain`.
     """
 
-    def __init__(self, model: str, revision: str | None = None) -> None:
+    def __init__(self, model: str, revision: str | None = None, *, rounds: bool = False) -> None:
         self.module: Any = load_plain(resolve_checkpoint(model, revision=revision))
+        for layer in self.module.modules() if rounds else ():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_pre_hook(lambda _, inputs: (round_rows(inputs[0]),))
         ends = self.module.generation_config.eos_token_id
         self.stop_ids = [*ends] if isinstance(ends, list) else [ends]
         self.vocabulary: int = self.module.config.get_text_config().vocab_size

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from foretoken.errors import CheckpointError
 from foretoken.models.gguf.split import parts_of
 
-_REPOSITORY = r"(?P<repository>[\w.-]+/[\w.-]+)"
+_REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
 _FILE = re.compile(rf"{_REPOSITORY}/(?P<file>[^:]+\.gguf)", re.IGNORECASE)
 _TAG = re.compile(rf"{_REPOSITORY}:(?P<tag>[\w.-]+)")
 _OF_SET = re.compile(r"-\d{5}-of-\d{5}$")

@@ -16,7 +16,8 @@ from typing import Any
 from foretoken.config import HOST_CACHE_GIB, EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models import folder_of
-from foretoken.models.checkpoint import check_weights
+from foretoken.models.checkpoint import check_weights, read_config
+from foretoken.models.compressed_scheme import is_compressed
 from foretoken.models.gguf.reader import is_gguf
 from foretoken.models.gguf.split import read_gguf
 from foretoken.models.locate import BUILT_IN
@@ -100,11 +101,21 @@ def _weights(config: EngineConfig, on_gpu: bool) -> int:
     for name, revision in [(config.model, config.revision), *_drafts(config)]:
         with suppress(CheckpointError, OSError):  # replicas download it
             folder = folder_of(config, name, revision, weights=False)
-            if is_gguf(folder):
-                total += read_gguf(folder).nbytes
-                continue
-            total += size * stored_sizes(check_weights(folder, plain=False).values()).numbers
+            total += (
+                _stored(folder)
+                or size * stored_sizes(check_weights(folder, plain=False).values()).numbers
+            )
     return total
+
+
+def _stored(folder: Path) -> int:
+    """Bytes of weights that stay in their file's format, as native kernels have them; 0: others."""
+    if is_gguf(folder):
+        return read_gguf(folder).nbytes
+    given = read_config(folder)
+    if not is_compressed(given.get("quantization_config")):
+        return 0
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _drafts(config: EngineConfig) -> list[tuple[str, str | None]]:

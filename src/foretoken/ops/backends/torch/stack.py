@@ -205,6 +205,8 @@ def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
     """Rows of an embedding, [T, C]."""
     if isinstance(embedding, Dense):
         return embedding.values[token_T]
+    if isinstance(embedding, Grouped):
+        return decode_groups(embedding.codes[token_T], embedding.scale_NG[token_T])
     if not isinstance(embedding, Blocks):
         raise UnfitError(f"an embedding is stored as {format_of(embedding)}")
     row_T = token_T if embedding.order_N is None else embedding.order_N[token_T]

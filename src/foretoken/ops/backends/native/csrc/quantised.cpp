@@ -330,10 +330,9 @@ bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t i
 void Activations::round(const float* x, int64_t rows, int64_t inputs) {
   inputs_ = inputs;
   const int64_t groups = inputs / kGroup;
-  if (static_cast<int64_t>(codes_.size()) < rows * inputs) {
-    codes_.resize(rows * inputs);
-    groups_.resize(rows * groups);
-  }
+  // Apart: a call may have failed between them.
+  if (static_cast<int64_t>(codes_.size()) < rows * inputs) codes_.resize(rows * inputs);
+  if (static_cast<int64_t>(groups_.size()) < rows * groups) groups_.resize(rows * groups);
   parallel_for(rows, rows * inputs > 20000, [&](int64_t row) {
     for (int64_t g = row * groups; g < (row + 1) * groups; g++) round_group(x, g);
   });
@@ -351,6 +350,11 @@ void Activations::round_group(const float* x, int64_t g) {
   const float largest = max_lane(most), inverse = largest > kLeast ? 127.0f / largest : 0.0f;
   Activation& group = groups_[g];
   int8_t* codes = codes_.data() + g * kGroup;
+  if (const float nothing = sum_lanes(broken); nothing != 0.0f) {  // NaN: integers have none
+    std::memset(codes, 0, kGroup);
+    group = {nothing, nothing, {0, 0}};
+    return;
+  }
   for (int half = 0; half < 2; half++) {
     IntVec sum = {};
     for (int at = half * kGroup / 2; at < (half + 1) * kGroup / 2; at += kWidth) {
@@ -366,7 +370,7 @@ void Activations::round_group(const float* x, int64_t g) {
     group.sum[half] = 0;
     for (const int32_t lane : lanes) group.sum[half] += lane;
   }
-  group.scale = largest / 127.0f + sum_lanes(broken);
+  group.scale = largest / 127.0f;
   group.total = group.scale * static_cast<float>(group.sum[0] + group.sum[1]);
 }
 

@@ -245,7 +245,7 @@ def test_a_vector_that_is_not_finite_is_a_damaged_file(
 ) -> None:
     model = Written(tmp_path, "qwen2", "Q8_0")
     change_first(model.file, name, 0xFF)
-    with pytest.raises(CheckpointError, match="(norm.weight|q_proj.bias)` in `.*` is not finite"):
+    with pytest.raises(CheckpointError, match=r"(norm.weight|q_proj.bias)` in `.*` is not finite"):
         load_model(model.file, device="cpu", backend=backend)
 
 

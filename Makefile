@@ -84,7 +84,7 @@ $(SMOLLM2): constraints-dev.txt | $(BIN)/python
 	@touch $@
 
 chat: $(CORE) $(NATIVE) $(SMOLLM2)
-	@$(BIN)/foretoken chat --model smollm2-135m $(ARGS)
+	@$(BIN)/foretoken chat --model smollm2-135m --temperature 0.2 --top-p 0.9 $(ARGS)
 
 serve: $(SERVE) $(NATIVE)
 	@$(BIN)/foretoken serve tiny-python $(ARGS)

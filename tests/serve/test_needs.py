@@ -1,4 +1,4 @@
-"""Memory that replicas of quantised models are given: the bytes of their files, as they are kept."""
+"""Memory that a replica of a quantised model is given: the bytes of its file, as they are kept."""
 
 from __future__ import annotations
 

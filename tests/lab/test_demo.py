@@ -77,7 +77,7 @@ def test_a_model_of_chats_answers_questions() -> None:
     assert re.findall(r"(\d) of 2: (\w+)-\d+, temperature", said) == [("1", "chat"), ("2", "code")]
     for kinds in re.findall(r"16 tokens in \d+ passes of the target: (.*)", result.output):
         assert sum(int(n) for n in re.findall(r"\d+", kinds)) == 16
-    assert re.search(r"Temperature 0: 64 of 64 tokens are the target's likeliest", said)
+    assert re.search(r"Temperature 0: \d+ of 64 tokens are the target's .* 0 bugs", said)
     assert re.search(r"not refuted: no difference in \d+ draws", said)
 
 

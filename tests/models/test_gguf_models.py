@@ -210,7 +210,7 @@ def test_rows_are_read_again_after_their_memory_was_given_back(
     """Of the embedding, from the file; whenever that was."""
     model, text, given_back = written("llama, tied", mix), text_of(30), list[GgufWeights]()
     release = GgufWeights.release
-    monkeypatch.setattr(GgufWeights, "release", given_back.append)
+    monkeypatch.setattr(GgufWeights, "release", lambda weights: given_back.append(weights))
     kept = load(model.file, backend)
     wanted = logits_of(kept, text)
     (weights,) = given_back

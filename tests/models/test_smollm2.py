@@ -97,17 +97,18 @@ def test_target_and_head_run_in_native_kernels(llm: LLM) -> None:
 
 @needs_package
 @needs_kernels
-@pytest.mark.parametrize("kind", ["chat", "code"])
+@pytest.mark.parametrize(("kind", "length"), [("chat", 1.4), ("code", 2.0)])
 def test_a_held_out_chat_is_the_plain_one_and_drafts_are_accepted(
-    llm: LLM, plain: LLM, kind: str
+    llm: LLM, plain: LLM, kind: str, length: float
 ) -> None:
+    """Of all chats a verification gives 2.3 tokens, of those about code 3.1."""
     messages = chat_of(kind).messages
     (wanted,), (found,) = plain.chat(messages, GREEDY), llm.chat(messages, GREEDY)
     assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert len(found.outputs[0].token_ids) == TOKENS
-    assert found.metrics.num_drafts < TOKENS / 2
-    assert found.metrics.num_accepted_tokens > 1.4 * found.metrics.num_drafts
-    assert wanted.metrics.num_drafts == 0
+    assert found.metrics.mean_acceptance_length > length
+    assert found.metrics.num_steps < TOKENS / length
+    assert wanted.metrics.num_steps == TOKENS
 
 
 @needs_package
@@ -131,8 +132,9 @@ def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
 
 @needs_package
 @needs_kernels
-def test_it_knows_the_capital_of_france(llm: LLM) -> None:
-    message = {"role": "user", "content": "What is the capital of France?"}
+def test_it_knows_the_capital_of_germany(llm: LLM) -> None:
+    """Of France's it is less sure: at once after the question two tokens are nearly as likely."""
+    message = {"role": "user", "content": "What is the capital of Germany?"}
     (output,) = llm.chat([message], GREEDY)
-    assert "Paris" in output.outputs[0].text
+    assert output.outputs[0].text == "The capital of Germany is Berlin."
     assert output.outputs[0].finish_reason == "stop"

@@ -271,6 +271,8 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "shape of three numbers": (with_part(SHAPE, lambda s: torch.cat([s, s[:1]])), ""),
     "shape of no numbers": (with_part(SHAPE, lambda s: s[:0]), ""),
     "shape turned": (with_part(SHAPE, lambda s: s.flip(0)), ""),
+    "shape of fractions": (with_part(SHAPE, lambda s: s * 1.5), SHAPE),
+    "shape NaN": (with_part(SHAPE, lambda s: s * torch.nan), SHAPE),
     "shape negative": (with_part(SHAPE, lambda s: -s), ""),
     "numbers and codes": (with_plain, ""),
 }

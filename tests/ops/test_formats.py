@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.ops import formats
 from foretoken.ops.backends.torch.stack import decoded, multiply, vectors
 from foretoken.ops.formats import BLOCKS, GROUP, decode_blocks, decode_groups, round_rows
-from foretoken.ops.stack import Blocks, Dense, Grouped, Joined, Linear, UnfitError, first_rows
+from foretoken.ops.stack import Blocks, Dense, Grouped, Joined, Linear, first_rows
 from tests.ops.weights import GROUPS, MINIMUM_AT, SCALE_AT, numbers_of, random_weight
 
 NAN, INF = math.nan, math.inf
@@ -145,10 +145,11 @@ def test_groups_of_a_case_worked_out_by_hand() -> None:
     assert decode_groups(codes, scale_NG).tolist() == [[-64, 63.5, 2, -2]]
 
 
-def test_an_embedding_of_groups_is_unfit() -> None:
+def test_an_embedding_of_groups_is_read_by_its_rows() -> None:
     weight = random_weight("int8 by 32", 4, 64, generator())
-    with pytest.raises(UnfitError, match="an embedding is stored as int8"):
-        vectors(weight, torch.tensor([1]))
+    assert isinstance(weight, Grouped)
+    token_T = torch.tensor([3, 0, 3])
+    assert torch.equal(vectors(weight, token_T), decode_groups(*weight)[token_T])
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, *GROUPS, "float32"])

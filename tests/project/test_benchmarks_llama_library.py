@@ -89,8 +89,8 @@ def test_options_that_do_not_go_together_are_refused(
         return options
 
     assert parsed([]).machine == ""
-    assert parsed([*model, *library]).machine == "small.Q8_0"
-    assert parsed([*model, *library, "--machine", "xeon"]).machine == "small.Q8_0_xeon"
+    assert parsed([*model, *library]).machine == "small_q8_0"
+    assert parsed([*model, *library, "--machine", "xeon"]).machine == "small_q8_0_xeon"
     for words, message in (
         (model, "go together"),
         ([*model, *library, "--llama-cpp", "x"], "for the embedded pair"),

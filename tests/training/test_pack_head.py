@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.heads import save_head
+from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import check_weights
 from foretoken.models.compressed import Stored
 from foretoken.models.compressed_scheme import is_compressed, why_not
@@ -18,6 +20,7 @@ from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.models.stored import numbers_of
 from foretoken.ops.stack import Dense, Grouped, linears, parts_of
+from tests.models.compressed_models import change_tensors
 from training import pack_head
 
 GROUP = pack_head.GROUP
@@ -115,3 +118,36 @@ def test_a_head_goes_through_the_command(
         found = torch.cat([numbers_of(part) for part in parts_of(other.weight)])
         assert (found - wanted).norm() <= (0.12 if bits == 4 else 0.01) * wanted.norm(), name
     assert sum(t.dim() == 2 for t in tensors.values()) == 9
+
+
+DAMAGES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    ("_scale", lambda scale: scale[:-1]),
+    ("_scale", lambda scale: scale * torch.nan),
+    ("_packed", lambda words: words[:, :-1]),
+    ("_packed", Tensor.flatten),
+    ("_packed", Tensor.long),
+    ("_shape", lambda shape: shape[:1]),
+    ("_shape", lambda shape: shape * 1.5),
+]
+
+
+@pytest.mark.parametrize(("part", "change"), DAMAGES)
+def test_a_damaged_head_is_refused_by_name(
+    tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    name = "midlayer.mlp.up_proj.weight"
+    tensors = save_mapped(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"quantization_config": pack_head.scheme(4)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = pack_head.pack(tensors, 4)
+    embedding = Dense(torch.zeros(VOCABULARY, HIDDEN))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    read_head(tmp_path, read_eagle3_config(tmp_path), embedding)
+
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[name + part] = change(tensors[name + part]).contiguous()
+
+    change_tensors(tmp_path, damage)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read_head(tmp_path, read_eagle3_config(tmp_path), embedding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import signal
+from importlib.util import find_spec
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,8 @@ from foretoken.cli import app
 from foretoken.lab import demo
 from foretoken.lab.audit import engine
 from foretoken.lab.demo import STYLES, Demo
+from foretoken.models.locate import PACKAGED
+from tests.support.kernels import needs_kernels
 
 
 @pytest.fixture
@@ -59,6 +62,23 @@ def test_colours_tell_where_tokens_come_from(pair: LLM, monkeypatch: pytest.Monk
 def test_styles_differ_without_colour() -> None:
     marks = [style.split()[1:] for kind, style in STYLES.items() if kind != "accepted"]
     assert len({tuple(mark) for mark in marks}) == len(marks)
+
+
+@pytest.mark.skipif(find_spec(PACKAGED["smollm2-135m"].module) is None, reason="needs its package")
+@pytest.mark.usefixtures("short")
+@needs_kernels
+def test_a_model_of_chats_answers_questions() -> None:
+    """With the head of its own, and no reading of code."""
+    args = ["demo", "--model", "smollm2-135m", "--prompts", "2", "--max-tokens", "16"]
+    result = CliRunner().invoke(app.app, [*args, "--samples", "32"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "Foretoken answers questions by smollm2-135m. A head on its hidden states" in said
+    assert re.findall(r"(\d) of 2: (\w+)-\d+, temperature", said) == [("1", "chat"), ("2", "code")]
+    for kinds in re.findall(r"16 tokens in \d+ passes of the target: (.*)", result.output):
+        assert sum(int(n) for n in re.findall(r"\d+", kinds)) == 16
+    assert re.search(r"Temperature 0: \d+ of 64 tokens are the target's .* 0 bugs", said)
+    assert re.search(r"not refuted: no difference in \d+ draws", said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

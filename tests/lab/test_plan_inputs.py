@@ -13,10 +13,11 @@ import pytest
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.lab.plan.options import PlanOptions
-from foretoken.lab.plan.profile import Acceptance, Profile, Shape, estimate
+from foretoken.lab.plan.profile import Acceptance, Profile, Shape, config_of, estimate
 from foretoken.lab.plan.simulate import Outlook
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES
+from tests.models.gguf_models import Written
 from tests.project.source import ROOT
 
 pytestmark = pytest.mark.usefixtures("known_memory")
@@ -140,6 +141,18 @@ def test_shapes_read_what_a_gpu_was_measured_to_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_local_experts": 8}')
     with pytest.raises(UnsupportedModelError, match="mixture"):
         Shape.read(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_shape_of_a_gguf_file_is_its_checkpoint_s(tmp_path: Path, family: str) -> None:
+    model = Written(tmp_path, family, "Q8_0")
+    assert Shape.read(model.file) == Shape.read(model.folder)
+    found, wanted = config_of(model.file), config_of(model.folder)
+    for name in ("hidden_size", "num_hidden_layers", "max_position_embeddings", "vocab_size"):
+        assert found[name] == wanted[name], name
+    options = EngineConfig(str(model.file), None, max_num_seqs=4)
+    profile = estimate(options, 1e12, 1e12, 128)
+    assert profile.limits.max_model_len == wanted["max_position_embeddings"]
 
 
 @pytest.mark.parametrize(

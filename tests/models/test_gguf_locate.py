@@ -63,8 +63,9 @@ def test_names_on_the_hub() -> None:
     assert hub_file("a/b/c.gguf") == HubFile("a/b", file="c.gguf")
     assert hub_file("a/b/c/d.GGUF") == HubFile("a/b", file="c/d.GGUF")
     assert hub_file("a/b:Q4_K_M") == HubFile("a/b", tag="Q4_K_M")
-    for name in ("a/b", "b:Q4_K_M", "c.gguf", "b/c.gguf", "a/b:", "/a/b/c.gguf", "a/b/c:d.gguf"):
-        assert hub_file(name) is None
+    local = ("/a/b/c.gguf", "./a/b.gguf", "../a/b.gguf", "a/../b.gguf", "~/a/b.gguf", "./a/b:Q4_0")
+    for name in ("a/b", "b:Q4_K_M", "c.gguf", "b/c.gguf", "a/b:", "a/b/c:d.gguf", *local):
+        assert hub_file(name) is None, name
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken import LLM, SamplingParams
 from foretoken.cache.kv_pool import KVPool
-from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.gguf.names import parameter_name, row_order
+from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.loader import load_plain
 from foretoken.ops import formats
 from foretoken.ops.stack import Blocks, Dense, Stack, parts_of
@@ -199,6 +200,31 @@ def test_weights_stay_in_the_file_s_formats(written: Any, tmp_path: Path, mix: s
     before = kept[0].clone()
     change_first(path, "token_embd.weight", 0x11)
     assert not torch.equal(kept[0], before), "it is the file's own memory"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mix", ["F16", "Q8_0", "K mix"])
+def test_rows_are_read_again_after_their_memory_was_given_back(
+    written: Any, monkeypatch: pytest.MonkeyPatch, mix: str, backend: str
+) -> None:
+    """Of the embedding, from the file; whenever that was."""
+    model, text, given_back = written("llama, tied", mix), text_of(30), list[GgufWeights]()
+    release = GgufWeights.release
+    monkeypatch.setattr(GgufWeights, "release", lambda weights: given_back.append(weights))
+    kept = load(model.file, backend)
+    wanted = logits_of(kept, text)
+    (weights,) = given_back
+    assert torch.equal(logits_of(kept, text), wanted)
+    release(weights)
+    assert torch.equal(logits_of(kept, text), wanted)
+    monkeypatch.undo()
+    assert torch.equal(logits_of(load(model.file, backend), text), wanted)
+
+
+@pytest.mark.parametrize("mix", ["F32", "K mix"])
+def test_random_weights_are_no_file_s(written: Any, mix: str) -> None:
+    with pytest.raises(ConfigError, match=r"`load_format` is 'dummy': must be .*for a GGUF file"):
+        LLM(str(written("llama", mix).file), load_format="dummy")
 
 
 @pytest.mark.parametrize("mix", ["F32", "Q8_0", "K mix"])

@@ -76,7 +76,10 @@ class Stored:
         """Of a parameter."""
         if name in self._shapes:
             return list(self._shapes[name])
-        return [int(size) for size in self.tensor(name + _SHAPE).flatten().tolist()]
+        sizes = self.tensor(name + _SHAPE)
+        if sizes.is_floating_point():
+            raise CheckpointError(f"`{name}{_SHAPE}` is {sizes.dtype}: must be whole numbers.")
+        return [int(size) for size in sizes.flatten().tolist()]
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as it is stored."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import reading
+from foretoken.models.compressed_scheme import group_sizes
 from foretoken.models.sizes import check_leftovers
 from foretoken.models.stored import StoredWeights
 from foretoken.ops.stack import Blocks, Dense, Grouped
@@ -46,10 +47,20 @@ class CompressedWeights(StoredWeights):
         super().__init__(folder, names & known)
         shapes = {name: tuple(self._stored.shape(name)) for name in self.names}
         self.check_shapes(module, shapes)
+        self._groups = group_sizes(module.config.quantization_config)
 
     def weight(self, name: str) -> Dense | Blocks | Grouped:
         """See `StoredWeights`."""
-        return self._stored.weight(name)
+        weight = self._stored.weight(name)
+        if isinstance(weight, Grouped):
+            bits, groups = 4 if weight.codes.dtype is torch.uint8 else 8, weight.scale_NG.shape[1]
+            found = bits, weight.shape[1] // groups if groups > 1 else 0
+            if found not in self._groups and (bits, weight.shape[1]) not in self._groups:
+                raise CheckpointError(
+                    f"`{name}` is stored in {bits} bits with {groups} scales a row, which is not "
+                    "what `config_groups` of `config.json` says: the weights are damaged."
+                )
+        return weight
 
     def vector(self, name: str) -> Tensor:
         """See `StoredWeights`."""

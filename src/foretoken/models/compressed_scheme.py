@@ -66,3 +66,17 @@ def _why_not_inputs(inputs: Any) -> str | None:
     if not (is_eight and told.get("dynamic") and told.get("symmetric", True)):
         return "inputs are not rounded to eight bits as they come (`input_activations`)"
     return None
+
+
+def group_sizes(given: Any) -> set[tuple[int, int]]:
+    """What weights may be stored in: bits, and numbers of a group, 0 where a row has one scale.
+
+    Args:
+        given: a `quantization_config` of which `why_not` finds nothing.
+    """
+    told = given if isinstance(given, Mapping) else given.to_dict()
+    schemes = [group["weights"] for group in told["config_groups"].values()]
+    return {
+        (int(w["num_bits"]), int(w.get("group_size") or 0) if w["strategy"] == "group" else 0)
+        for w in schemes
+    }

@@ -354,6 +354,7 @@ _SCHEDULE = (
     ((0, 16, 1, 3), (1, 4, 1, 3), (2, 13, 1, 3)),  # verify with wrong drafts
     ((2, 14, 5, 0), (0, 17, 5, 0), (1, 5, 5, 0)),  # rolled back, verify with right drafts
     ((1, 10, 1, 0), (2, 19, 1, 0)),  # decode
+    ((1, 11, 1, 0),),  # of one request
 )
 
 

@@ -28,7 +28,7 @@ from foretoken.lab.audit.reference import Reference, Text, check_known, edited, 
 from foretoken.lab.audit.subjects import Checks, Subject, checked
 from foretoken.lab.workloads import heldout
 from foretoken.models.causal_lm import ModuleNetwork
-from foretoken.ops.stack import rounds_rows
+from foretoken.ops.stack import Dense, rounds_rows
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -456,7 +456,13 @@ def rounds(llm: LLM) -> bool:
 
 def reference_of(llm: LLM) -> Reference:
     """The engine's target at hand."""
-    return Reference(llm.config.model, llm.config.revision, rounds=rounds(llm))
+    network = llm.engine.runner.model.network
+    has_plain_head = not isinstance(network, ModuleNetwork) and (
+        isinstance(head := network.stack.head.weight, Dense) and not head.rounds
+    )
+    return Reference(
+        llm.config.model, llm.config.revision, rounds=rounds(llm), plain_head=has_plain_head
+    )
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:

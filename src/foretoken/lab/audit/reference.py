@@ -45,15 +45,24 @@ class Reference:
     Args:
         rounds: linear layers round what they read to eight bits, as the engine's do where weights
             are quantised: that is part of such a model.
+        plain_head: but not the output layer.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `load_plain`.
     """
 
-    def __init__(self, model: str, revision: str | None = None, *, rounds: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        revision: str | None = None,
+        *,
+        rounds: bool = False,
+        plain_head: bool = False,
+    ) -> None:
         self.module: Any = load_plain(resolve_checkpoint(model, revision=revision))
+        spared = self.module.get_output_embeddings() if plain_head else None
         for layer in self.module.modules() if rounds else ():
-            if isinstance(layer, torch.nn.Linear):
+            if isinstance(layer, torch.nn.Linear) and layer is not spared:
                 layer.register_forward_pre_hook(lambda _, inputs: (round_rows(inputs[0]),))
         ends = self.module.generation_config.eos_token_id
         self.stop_ids = [*ends] if isinstance(ends, list) else [ends]

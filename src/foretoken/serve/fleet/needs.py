@@ -20,7 +20,7 @@ from foretoken.models.checkpoint import check_weights, read_config
 from foretoken.models.compressed_scheme import is_compressed
 from foretoken.models.gguf.reader import is_gguf
 from foretoken.models.gguf.split import read_gguf
-from foretoken.models.locate import BUILT_IN
+from foretoken.models.locate import BUILT_IN, PACKAGED
 from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
 
@@ -201,7 +201,7 @@ def _with_paths(drafter: Mapping[str, Any]) -> dict[str, Any]:
 def _absolute(name: str) -> str:
     """A name that is one of the package or the hub stays as it is."""
     path = Path(name)
-    return str(path.resolve()) if name not in BUILT_IN and path.exists() else name
+    return str(path.resolve()) if name not in {*BUILT_IN, *PACKAGED} and path.exists() else name
 
 
 def equal_part(cores: float, replicas: int) -> float:

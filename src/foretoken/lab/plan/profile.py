@@ -12,6 +12,7 @@ reached.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -272,6 +273,28 @@ def config_of(folder: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{folder}: config.json cannot be read: {error}.") from None
 
 
+def _bytes_of_a_weight(path: Path) -> float:
+    """Of a GGUF file, all its formats together."""
+    from foretoken.models.gguf.split import read_gguf
+
+    file = read_gguf(path)
+    return file.nbytes / sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+
+
+def _limits(config: EngineConfig, folder: Path, block: int, kept: int, length: int) -> EngineLimits:
+    """What a scheduler has: as many blocks as `max_num_seqs` requests take, unless it is said."""
+    limit = config.max_model_len or config_of(folder).get("max_position_embeddings", 4096)
+    check_int("max_model_len", limit, 1)
+    blocks = config.num_blocks or config.max_num_seqs * (-(-length // block) + 1)
+    if config.kv_cache_gib is not None and config.num_blocks is None:
+        blocks = int(config.kv_cache_gib * 2**30 / (block * kept))
+        check_int("blocks of `kv_cache_gib`", blocks, 1, remedy="Raise it.")
+    return EngineLimits(
+        config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks,
+        config.max_step_seconds,
+    )  # fmt: skip
+
+
 def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) -> Profile:
     """The profile of an engine of these options.
 
@@ -295,25 +318,18 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         draft = Shape.read(find(speculation.model), is_head=speculation.method == "eagle3")
 
     dtype = config_of(folder).get("dtype") if config.dtype == "auto" else config.dtype
-    size = _BYTES.get(str(dtype), 2)
+    size = kv_size = float(_BYTES.get(str(dtype), 2))
+    if folder.is_file():  # GGUF, as it is on a CPU
+        size, kv_size = _bytes_of_a_weight(folder), float(_BYTES["float32"])
 
     def seconds(shape: Shape, rows: int) -> float:
         return max(size * shape.weights / bandwidth, 2 * shape.weights * rows / flops)
 
     most, batches = config.num_drafts, sorted({*_CHUNKS, config.max_num_seqs})
     batches = [b for b in batches if b <= config.max_num_seqs]
-    drafts, kept = list(range(most + 1)), size * (target.kept + draft.kept)
-    limit = config.max_model_len or config_of(folder).get("max_position_embeddings", 4096)
-    check_int("max_model_len", limit, 1)
+    drafts, kept = list(range(most + 1)), int(kv_size * (target.kept + draft.kept))
     block = config.block_size or BLOCK_SIZES["cuda"]
-    blocks = config.num_blocks or config.max_num_seqs * (-(-length // block) + 1)
-    if config.kv_cache_gib is not None and config.num_blocks is None:
-        blocks = int(config.kv_cache_gib * 2**30 / (block * kept))
-        check_int("blocks of `kv_cache_gib`", blocks, 1, remedy="Raise it.")
-    limits = EngineLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks,
-        config.max_step_seconds,
-    )  # fmt: skip
+    limits = _limits(config, folder, block, kept, length)
     return Profile(
         model=config.model,
         method=str(speculation.method) if speculation else "plain",
@@ -322,14 +338,17 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         batches=batches,
         rest=[[seconds(target, b * (1 + k)) for k in drafts] for b in batches],
         draft=[[k * seconds(draft, b) for k in drafts] for b in batches],
-        context=[size * (target.kept + k * draft.kept) / bandwidth for k in drafts],
+        context=[kv_size * (target.kept + k * draft.kept) / bandwidth for k in drafts],
         missed=2 * draft.weights / flops,
         prompts=PromptCosts(_CHUNKS, [seconds(target, n) for n in _CHUNKS]),
         limits=limits,
         runs_ahead=True,
         lockstep=True,
         block_bytes=block * kept,
-        memory={"weights": size * target.weights, "weights of the draft": size * draft.weights},
+        memory={
+            "weights": int(size * target.weights),
+            "weights of the draft": int(size * draft.weights),
+        },
         made={"hardware": {"bytes_per_s": bandwidth, "flops": flops}},
     )
 

@@ -90,6 +90,8 @@ def real_acceptance(folder: Path) -> str:
     """Acceptance of its head on held-out chats."""
     results = read(folder / f"{REAL}q4_1.json")
     found = [row for row in results.rows if "mean_acceptance_length" in row.values]
+    if not found:
+        raise FileNotFoundError(f"{results.name}.json has no acceptance")
     ks = sorted({int(str(row.labels["k"])) for row in found})
     rows = []
     for temperature in (0.0, 0.8):

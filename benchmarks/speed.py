@@ -98,7 +98,7 @@ def fastest(speeds: dict[str, list[float]], prefix: str) -> str:
     return max(names, key=lambda name: statistics.median(speeds[name]))
 
 
-def goal_notes(rows: list[Row]) -> list[str]:
+def goal_notes(rows: list[Row], *, is_gguf: bool) -> list[str]:
     """How far plain and the best speculative case of one temperature and threads are from goals."""
     ours = [r for r in rows if r.labels["engine"] == "foretoken"]
     plain = next(r for r in ours if r.labels["method"] == "plain")
@@ -111,6 +111,12 @@ def goal_notes(rows: list[Row]) -> list[str]:
         (plain, "llama.cpp", "llama_cpp", 1.1),
         (best, "best drafted llama.cpp", "best_llama_cpp_drafted", 1.5),
     ]
+    if is_gguf:
+        goals = [
+            (plain, "llama.cpp", "llama_cpp", 1.1),
+            (best, "plain", "plain", 1.2),
+            (best, "best drafted llama.cpp", "best_llama_cpp_drafted", 1.1),
+        ]
     return [
         goal(f"{row.case}: to {what}", row, f"ratio_to_{value}", bound)
         for row, what, value, bound in goals
@@ -179,7 +185,7 @@ def rows_of_threads(
             for line in fresh:
                 print(f"{line.case:<46} {line.values['tokens_per_second'].median:7.0f} tokens/s")
             rows += fresh
-            notes += goal_notes(fresh)
+            notes += goal_notes(fresh, is_gguf=library is not None)
     timer.processes = []
     return rows, notes
 

@@ -98,7 +98,7 @@ def fastest(speeds: dict[str, list[float]], prefix: str) -> str:
     return max(names, key=lambda name: statistics.median(speeds[name]))
 
 
-def goal_notes(rows: list[Row], *, is_gguf: bool) -> list[str]:
+def goal_notes(rows: list[Row], *, is_gguf: bool = False) -> list[str]:
     """How far plain and the best speculative case of one temperature and threads are from goals."""
     ours = [r for r in rows if r.labels["engine"] == "foretoken"]
     plain = next(r for r in ours if r.labels["method"] == "plain")

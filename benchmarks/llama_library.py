@@ -126,10 +126,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (c_void_p,)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
-    "llama_tokenize": (
-        c_int32,
-        (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool),
-    ),
     "llama_init_from_model": (c_void_p, (c_void_p, ContextParams)),
     "llama_free": (None, (c_void_p,)),
     "llama_attach_threadpool": (None, (c_void_p, c_void_p, c_void_p)),
@@ -260,13 +256,6 @@ class Model:
         """Put the pool's threads to sleep: for some 100 ms they would spin while others work."""
         self.library.pool_pause(self.pool)
 
-    def tokenize(self, text: str) -> Ids:
-        llama, data = self.library.llama, text.encode()
-        room = (c_int32 * (len(data) + 8))()
-        vocab = llama.llama_model_get_vocab(self.model)
-        count = llama.llama_tokenize(vocab, data, len(data), room, len(room), True, True)
-        return list(room[:count])
-
     def forget(self, length: int = 0) -> None:
         """Keep the first `length` positions only."""
         llama = self.library.llama
@@ -295,17 +284,8 @@ class Model:
         return found
 
 
-def seconds_to_load(library: Library, path: Path, threads: int) -> float:
-    """Until a first token could be computed: the model and its context."""
-    start = time.perf_counter()
-    with opened(library, path, threads):
-        return time.perf_counter() - start
-
-
 @contextmanager
-def opened(
-    library: Library, path: Path, threads: int, length: int = 2048, repack: bool = True
-) -> Iterator[Model]:
+def opened(library: Library, path: Path, threads: int, length: int = 2048) -> Iterator[Model]:
     """A model with a context of `length` positions; both end with the block.
 
     Raises:
@@ -313,7 +293,7 @@ def opened(
     """
     llama = library.llama
     asked = llama.llama_model_default_params()
-    asked.n_gpu_layers, asked.use_extra_bufts = 0, repack
+    asked.n_gpu_layers, asked.use_extra_bufts = 0, True
     model = llama.llama_model_load_from_file(str(path).encode(), asked)
     if not model:
         raise RuntimeError(f"llama.cpp did not load {path.name}: {library.log[-3:]}")

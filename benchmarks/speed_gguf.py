@@ -18,7 +18,7 @@ from benchmarks import llama_library
 from benchmarks.speed_cases import Case, Ids, our_case, timed
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
-from foretoken.lab.workloads import HeldOutChat, heldout, heldout_chats
+from foretoken.lab.workloads import heldout, heldout_chats
 from foretoken.models import load_tokenizer
 from foretoken.models.chat import ChatTemplate
 from foretoken.outputs import RequestMetrics
@@ -67,21 +67,13 @@ def prompts(model: Path, count: int) -> list[Ids]:
     if not getattr(tokenizer, "chat_template", None):
         return [list(tokenizer.encode(item.prompt)) for item in heldout(count)]
     template = ChatTemplate(tokenizer)
-    return [template.render(item.messages)[1] for item in in_turn(heldout_chats())[:count]]
-
-
-def in_turn(items: list[HeldOutChat]) -> list[HeldOutChat]:
-    """Chats with one of each kind after the other."""
-    kinds: dict[str, list[HeldOutChat]] = {}
-    for item in items:
-        kinds.setdefault(item.kind, []).append(item)
-    return [item for each in zip(*kinds.values(), strict=False) for item in each]
+    return [template.render(item.messages)[1] for item in heldout_chats()[:count]]
 
 
 def cases(
     options: argparse.Namespace, library: llama_library.Library, threads: int, opened: ExitStack
 ) -> list[Case]:
-    """Ours and llama.cpp's: plain, and what drafts without a second model."""
+    """Ours and llama.cpp's, plain and speculative."""
     return [
         *ours(options.model, options.max_tokens, threads, opened),
         *theirs(library, options.model, options.max_tokens, threads, opened),

@@ -71,14 +71,15 @@ def _code() -> list[Shown]:
 
 
 def _questions(template: ChatTemplate) -> list[Shown]:
-    """Questions and tasks, a question of each kind in turn."""
-    kinds: dict[str, list[Shown]] = {}
-    for item in heldout_chats():
-        text = item.messages[-1]["content"]
-        prompt = {"prompt_token_ids": template.render(item.messages)[1]}
-        shown = Shown(item.id, prompt, f"{text}\n\n")
-        kinds.setdefault(item.kind, []).append(shown)
-    return [shown for each in zip(*kinds.values(), strict=False) for shown in each]
+    """Questions and tasks."""
+    return [
+        Shown(
+            item.id,
+            {"prompt_token_ids": template.render(item.messages)[1]},
+            f"{item.messages[-1]['content']}\n\n",
+        )
+        for item in heldout_chats()
+    ]
 
 
 class Demo:

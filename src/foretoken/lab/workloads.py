@@ -34,7 +34,7 @@ class HeldOutChat:
 
 
 def heldout_chats() -> list[HeldOutChat]:
-    """Conversations that SmolLM2's head was not trained on, in file order."""
+    """Conversations that SmolLM2's head was not trained on, of each kind in turn."""
     file = files("foretoken") / "assets" / "smollm2-135m-eagle3" / "heldout.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")
     return [HeldOutChat(**json.loads(line)) for line in lines if line]

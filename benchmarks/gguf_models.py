@@ -26,6 +26,7 @@ FILE_TYPES = {
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
     "Q4_1": LlamaFileType.MOSTLY_Q4_1,
     "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
+    "BF16": LlamaFileType.MOSTLY_BF16,
 }
 CONVERTIBLE = ("Q8_0", "Q4_0", "Q4_1")  # what the package can quantise to
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # GGUF's token types
@@ -46,6 +47,11 @@ class Shape:
     context: int = 40_960
 
 
+RECIPES = {  # of random weights: the usual type, and that of what gets more bits
+    "Q8_0": (Type.Q8_0, Type.Q8_0),
+    "Q4_K_M": (Type.Q4_K, Type.Q6_K),
+    "BF16": (Type.BF16, Type.BF16),
+}
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8),
     "qwen3-1.7b": Shape(2048, 28, 6144, 16, 8),
@@ -74,8 +80,8 @@ def more_bits(layer: int, layers: int) -> bool:
 
 
 def tensors(shape: Shape, kind: str) -> Iterator[Tensor]:
-    """Every tensor of a file of a kind ("Q8_0", "Q4_K_M")."""
-    usual, better = (Type.Q4_K, Type.Q6_K) if kind == "Q4_K_M" else (Type.Q8_0, Type.Q8_0)
+    """Every tensor of a file of one of the `RECIPES`."""
+    usual, better = RECIPES[kind]
     width, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     # The tied head reads a normed vector: its products have this spread.
     head_std = LOGIT_STD / shape.hidden**0.5
@@ -132,6 +138,12 @@ def q6_k(blocks: np.ndarray, std: float) -> None:
     blocks[:, 208:] = half(std / (97.3 * 18.5))  # of such scales, of -32 to 31
 
 
+def bf16(blocks: np.ndarray, std: float) -> None:
+    """Whole numbers from -128 to 127, scaled."""
+    numbers = blocks[:, :1].view(np.int8) * np.float32(std / 73.9)
+    blocks.view(np.uint16)[:] = numbers.view(np.uint32) >> 16
+
+
 def half(number: float) -> np.ndarray:
     """The bytes of a number in half precision."""
     return np.array([number], dtype=np.float16).view(np.uint8)
@@ -141,6 +153,7 @@ FILL: dict[Type, Callable[[np.ndarray, float], None]] = {
     Type.Q8_0: q8_0,
     Type.Q4_K: q4_k,
     Type.Q6_K: q6_k,
+    Type.BF16: bf16,
 }
 
 
@@ -242,7 +255,9 @@ def main() -> None:
     parser.add_argument("--convert", type=Path, nargs="*", default=[], metavar="FILE.gguf")
     parser.add_argument("--type", choices=CONVERTIBLE, default="Q8_0", help="to convert to")
     parser.add_argument("--random", nargs="*", default=[], choices=SHAPES, metavar="SHAPE")
-    parser.add_argument("--kinds", nargs="+", default=["Q4_K_M", "Q8_0"], help="of random weights")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=RECIPES, default=["Q4_K_M", "Q8_0"], help="of random weights"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for source in options.convert:

@@ -122,6 +122,7 @@ def gguf_shapes(folder: Path) -> str:
                 start(results, e, "prompt of 512", threads) for e in ("foretoken", "llama.cpp")
             ]
             load = start(results, "foretoken", "load", threads)
+            verify = start(results, "foretoken", "pass of 5 rows", threads)
             read_rate = size / 1e9 / ours if ours else 0.0
             of_memory = f"{read_rate:.1f}" + (
                 f" ({read_rate / float(bandwidth):.0%})" if bandwidth else ""
@@ -132,6 +133,7 @@ def gguf_shapes(folder: Path) -> str:
                     str(threads),
                     beside(rate(ours), rate(theirs), 1),
                     of_memory,
+                    f"{verify / ours:.2f}" if verify and ours else "",
                     beside(*(rate(s, LONG) for s in prompt)),
                     f"{load:.1f}" if load else "",
                 ]
@@ -143,6 +145,7 @@ def gguf_shapes(folder: Path) -> str:
         "threads",
         "decoding, tokens/s: Foretoken / llama.cpp",
         "GB/s read (of memory's)",
+        "pass of 5 rows / of 1",
         f"prompt of {LONG}, tokens/s: Foretoken / llama.cpp",
         "loading, s",
     ]

@@ -27,6 +27,7 @@ LOOKUPS = ((1, 3), (2, 5))  # known tokens, and how many are drafted
 NGRAM_KS, HEAD_KS = (4,), (2, 3, 4)
 HEADS = {"SmolLM2-135M-Instruct": "smollm2-135m-eagle3"}  # by what file names begin with
 CONTEXT, LONG, SHORT, DECODED = 2048, 512, 48, 64  # tokens
+ROWS, PASSES = 5, 12  # of a verification that is timed, and how many
 NOTE = (
     "llama.cpp: a library of this process through ctypes, one llama_decode per step and argmax in "
     "NumPy (some 20 us), its own pool of threads asleep while others work; flash attention auto, "
@@ -39,7 +40,9 @@ NOTE = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="in place of the pair")
     parser.add_argument(
-        "--only-starts", action="store_true", help="loading, a prompt and plain decoding alone"
+        "--only-starts",
+        action="store_true",
+        help="no answers: loading, a prompt, decoding and verifying",
     )
     parser.add_argument(
         "--llama-library", type=Path, metavar="FOLDER", help="llama.cpp's shared libraries"
@@ -158,7 +161,8 @@ def acceptance(model: Path, count: int, threads: int) -> list[Row]:
 
 
 def starts(library: llama_library.Library, model: Path, threads: int, repeats: int) -> list[Row]:
-    """In turns, and without drafts: seconds to load, of a prompt of 512 tokens, of a token."""
+    """In turns: seconds to load, of a prompt of 512 tokens, of a token; ours also of a pass that
+    verifies drafts."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for repeat in range(repeats + 1):
         for engine, measured in (
@@ -199,7 +203,33 @@ def our_start(model: Path, threads: int) -> dict[str, float]:
             "load": loaded,
             "prompt of 512": min(seconds(long_prompt(turn), 1) for turn in range(2)),
             "token": decoding / DECODED,
-        }
+        } | verification(model, ids[:SHORT], threads)
+
+
+def verification(model: Path, ids: Ids, threads: int) -> dict[str, float]:
+    """Seconds of a pass that verifies `ROWS` - 1 drafts, all of them right and drafted for nothing.
+
+    Raises:
+        RuntimeError: a draft was wrong, so that passes had other numbers of rows.
+    """
+    speculation = {"method": "prediction", "num_speculative_tokens": ROWS - 1}
+    with load(model, speculation, threads) as llm:
+
+        def complete(count: int, prediction: Ids | None) -> tuple[Ids, int, float]:
+            params = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, prediction=prediction
+            )
+            begun = time.perf_counter()
+            output = llm.generate(ids, params)[0]
+            seconds = time.perf_counter() - begun
+            return output.outputs[0].token_ids, output.metrics.num_steps, seconds
+
+        expected, _, _ = complete(1 + ROWS * PASSES, None)
+        _, _, first = complete(1, None)
+        found, steps, seconds = complete(1 + ROWS * PASSES, expected)
+    if found != expected or steps != 1 + PASSES:
+        raise RuntimeError(f"{steps} passes verified what {1 + PASSES} should")
+    return {f"pass of {ROWS} rows": (seconds - first) / PASSES}
 
 
 def their_start(library: llama_library.Library, model: Path, threads: int) -> dict[str, float]:

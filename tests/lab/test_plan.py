@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.plan_tables import PUBLISHED, published_outlook
+from benchmarks.tables.plans import PUBLISHED, published_outlook
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
 from foretoken.engine.pace import PromptCosts

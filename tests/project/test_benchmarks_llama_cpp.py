@@ -19,7 +19,7 @@ from benchmarks import gguf_export, llama_cpp
 from benchmarks.common import DRAFT, QuietTimer
 from benchmarks.speed import check_weights, goal_notes, row
 from benchmarks.speed_cases import Case
-from benchmarks.tables import TABLES
+from benchmarks.tables.documents import TABLES
 from foretoken.errors import ConfigError
 from foretoken.lab.results import Row, collect, write
 from foretoken.models import load_tokenizer, resolve_checkpoint

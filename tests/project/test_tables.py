@@ -8,20 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.common import goal
-from benchmarks.gpu_tables import gpu_goals
-from benchmarks.ops_tables import ops_figures
-from benchmarks.tables import (
-    CURVES,
-    FIGURES,
-    NOT_MEASURED,
-    TABLES,
-    curve_figures,
-    documents,
-    goal_parts,
-    goals,
-    outputs,
-    regenerate,
-)
+from benchmarks.tables.curves import CURVES, curve_figures
+from benchmarks.tables.documents import FIGURES, TABLES, documents, outputs, regenerate
+from benchmarks.tables.goals import NOT_MEASURED, goal_parts, goals
+from benchmarks.tables.gpu import gpu_goals, ops_figures
 from foretoken.lab.results import Row, Spread, collect, read, write
 from tests.project.source import ROOT
 

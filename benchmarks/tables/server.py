@@ -1,56 +1,126 @@
-"""Tables of docs/server.md: what the server costs, and what it bore."""
+"""Tables of docs/server.md and docs/scale.md: what the server costs and bore, and its replicas."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.markup import markdown, number, percent, spread, where
+from benchmarks.tables.driver import (
+    Table,
+    case,
+    find,
+    markdown,
+    number,
+    of,
+    percent,
+    spread,
+    where,
+)
 from foretoken.lab.results import Label, Results, Row, read
 
+ROUTERS = {
+    "prefix": "by prefix (`PrefixRouter`)",
+    "ray_prefix": "by prefix (Ray's `PrefixCacheAffinityRouter`)",
+    "shorter_queue": "the shorter queue of two (Ray's default)",
+}
+WAYS = {"grpc": "gRPC, as here", "store": "Ray's object store, its default"}
 
-def server_costs(folder: Path) -> str:
-    """A row per number of streams and length of answers; the line through the lengths below."""
-    results = read(folder / "serve.json")
-    header = ["at once", "server's CPU per chunk, µs", "of a reader without HTTP, µs"]
-    header += [
-        "per request, µs",
-        "chunks per stream",
-        "added to the first token, ms",
-        "share of the throughput",
-    ]
-    rows = [
-        [
-            row.case,
-            spread(row, "server_cpu_us_per_chunk", 0),
-            spread(row, "direct_cpu_us_per_delta", 0),
-            number(row, "server_cpu_us_per_request", 0),
-            number(row, "chunks_per_stream", 1),
-            spread(row, "added_ttft_ms", 1),
-            percent(row, "share_of_throughput"),
-        ]
-        for row in results.rows
-        if "added_ttft_ms" in row.values
-    ]
+
+def _least_costs(results: Results) -> str:
+    """The line through the lengths of answers, and what no server goes below."""
     line = next(row for row in results.rows if "fixed_us_per_request" in row.values)
     fixed, each = (number(line, name, 0) for name in line.values)
     least = next(row for row in results.rows if "least_us_per_chunk" in row.values)
     pace, bare = number(least, "ms_between_chunks", 1), spread(least, "least_us_per_chunk", 0)
-    told = (
+    return (
         f"\nThe goal is 150 µs a chunk. At one stream a line through the lengths: {fixed} µs a "
         f"request, {each} µs a chunk. At its pace, a chunk each {pace} ms, a thread that wakes the "
         f"loop, which writes a chunk and does nothing else, takes {bare} µs.\n"
     )
-    return markdown(header, rows) + told + where(results)
 
 
-def server_stalls(folder: Path) -> str:
-    """Gaps of running streams next to a long prompt, and when that has its first token."""
-    results = read(folder / "stalls.json")
-    names = ("usual_gap", "longest_gap", "longest_gap_behind", "first_token", "first_token_alone")
-    header = ["seconds", "usual gap", "longest until its first token", "longest behind it"]
-    header += ["its first token", "without streams"]
-    rows = [[row.case, *(spread(row, name, 3) for name in names)] for row in results.rows]
-    return markdown(header, rows) + where(results)
+server_costs = Table(
+    "serve",
+    {
+        "at once": case,
+        "server's CPU per chunk, µs": of(spread, "server_cpu_us_per_chunk", 0),
+        "of a reader without HTTP, µs": of(spread, "direct_cpu_us_per_delta", 0),
+        "per request, µs": of(number, "server_cpu_us_per_request", 0),
+        "chunks per stream": of(number, "chunks_per_stream", 1),
+        "added to the first token, ms": of(spread, "added_ttft_ms", 1),
+        "share of the throughput": of(percent, "share_of_throughput"),
+    },
+    shown=lambda row: "added_ttft_ms" in row.values,
+    after=_least_costs,
+)
+server_stalls = Table(
+    "stalls",
+    {
+        "seconds": case,
+        "usual gap": of(spread, "usual_gap", 3),
+        "longest until its first token": of(spread, "longest_gap", 3),
+        "longest behind it": of(spread, "longest_gap_behind", 3),
+        "its first token": of(spread, "first_token", 3),
+        "without streams": of(spread, "first_token_alone", 3),
+    },
+)
+replicas_messages = Table(
+    "replicas",
+    {
+        "a message from a replica to the front": lambda row: WAYS[str(row.labels["way"])],
+        "ms on its way": of(number, "delay_ms"),
+        "ms of CPU time, both ends": of(number, "cpu_ms"),
+    },
+    shown=lambda row: row.labels["kind"] == "messages",
+)
+replicas_prefixes = Table(
+    "replicas",
+    {
+        "router": lambda row: ROUTERS[str(row.labels["router"])],
+        "prompt tokens found in a cache": of(percent, "hit_rate"),
+        "seconds in all": of(number, "seconds", 1),
+    },
+    shown=lambda row: row.labels["kind"] == "sharing",
+)
+fleet_plan = Table(
+    "fleet_plan",
+    {
+        "": case,
+        "requests/s: predicted": of(number, "predicted", 1),
+        "measured": of(number, "measured", 1),
+        "error": lambda row: f"{row.values['error']:+.0%}",
+    },
+)
+
+
+def replicas_death(folder: Path) -> str:
+    """One line for each thing that must hold when a replica is killed."""
+    results = read(folder / "replicas.json")
+    (row,) = find(results, kind="death")
+    refused, broken = (number(row, name, 0) for name in ("refused", "broken"))
+    failed = "failed: by 503 with a reason, by an error at the end of their stream"
+    told = [
+        ["requests of four kinds, 16 at a time", number(row, "requests", 0)],
+        ["answered", number(row, "answered", 0)],
+        [failed, f"{refused}, {broken}"],
+        ["lost, computed twice", f"{number(row, 'lost', 0)}, {number(row, 'computed_twice', 0)}"],
+        ["seconds until the last of them had failed", number(row, "seconds_to_fail")],
+        ["seconds until the replica was back", number(row, "seconds_until_back", 1)],
+    ]
+    return markdown(["one of two replicas is killed", ""], told) + where(results)
+
+
+def replicas_hop(folder: Path) -> str:
+    """What a front and its messages add to one stream."""
+    results = read(folder / "replicas.json")
+    (row,) = find(results, kind="hop")
+    told = {
+        "first token": "first_token_ms",
+        "a chunk": "chunk_ms",
+        "last of 64 tokens": "last_token_ms",
+        "the last of 64 tokens, one engine alone": "alone_last_ms",
+    }
+    lines = [[what, spread(row, name, 1)] for what, name in told.items()]
+    return markdown(["later than from one engine alone", "ms"], lines) + where(results)
 
 
 def server_bears(folder: Path) -> str:

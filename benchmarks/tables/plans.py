@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.markup import markdown, number
+from benchmarks.tables.driver import markdown, number
 from foretoken.engine.pace import PromptCosts
 from foretoken.lab.plan.command import figures, sentences
 from foretoken.lab.plan.command import tables as plan_tables

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.tables`."""
+
+from benchmarks.tables.documents import main
+
+main()

@@ -120,15 +120,15 @@ law: $(DEV) $(NATIVE) $(SMOLLM2)
 
 soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m soak $(ARGS)
-	@$(BIN)/python -m benchmarks.soak --minutes 30 --output benchmarks/results
-	@$(BIN)/python -m benchmarks.soak_serve --minutes 30
-	@$(BIN)/python -m benchmarks.hostile
+	@$(BIN)/python -m tests.long.soak --minutes 30 --output benchmarks/results
+	@$(BIN)/python -m tests.long.soak_serve --minutes 30
+	@$(BIN)/python -m tests.long.hostile
 
 test-trial: $(DEV) $(NATIVE) $(SMOLLM2)
 	@$(PYTEST) -m trial $(ARGS)
 
 trial: test-trial
-	@$(BIN)/python -m benchmarks.trial
+	@$(BIN)/python -m tests.long.trial
 
 bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.acceptance

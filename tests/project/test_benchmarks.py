@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import auto, near_ties, soak_serve
+from benchmarks import auto, near_ties
 from benchmarks.auto import Speeds, ratios_to_best, rows_of
 from benchmarks.curves import fit
 from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
@@ -17,11 +17,12 @@ from benchmarks.opponents import torch_threads
 from benchmarks.prefix import Prompts
 from benchmarks.profile import DecodeSteps
 from benchmarks.reproducibility import compare, seeded
-from benchmarks.soak import PROMISED, Memory, failures
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread
 from foretoken.lab.workloads import heldout
 from foretoken.ops import unavailable
+from tests.long import soak_serve
+from tests.long.soak import PROMISED, Memory, failures
 
 BLOCK = 16
 

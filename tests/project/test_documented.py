@@ -15,13 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import documented
-from benchmarks.documented import PARSED, SLOW, Documented, blocks, commands, documents, prepare
 from foretoken import LLM, SamplingParams
 from foretoken.cli.app import app
 from foretoken.config import EngineConfig
 from foretoken.lab.audit.command import Plan
 from foretoken.lab.laws.chain import Setting
+from tests.long import documented
+from tests.long.documented import PARSED, SLOW, Documented, blocks, commands, documents, prepare
 from tests.project.source import ROOT
 
 COMMANDS = commands()

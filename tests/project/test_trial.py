@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import documented, trial, trial_child
-from benchmarks.trial import Child, collapse
-from benchmarks.trial_child import SHORT
 from foretoken.engine.worker import Turns
 from foretoken.ops import unavailable
+from tests.long import documented, trial, trial_child
+from tests.long.trial import Child, collapse
+from tests.long.trial_child import SHORT
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.documented import Documented, commands
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
+from tests.long.documented import Documented, commands
 from tests.serve.running import post, running
 from tests.serve.test_tools import AREA
 from tests.support.asynchronous import PATIENCE

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.hostile import Attack, attack, attacks, generated, status_of, table
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
+from tests.long.hostile import Attack, attack, attacks, generated, status_of, table
 from tests.serve.running import Running, post, running
 from tests.support.asynchronous import idle
 

@@ -1,6 +1,6 @@
 """Hostile requests to a server: what it answers, and what is left of them.
 
-    python -m benchmarks.hostile
+    python -m tests.long.hostile
 
 Two sources. A table made by hand: wrong types, huge numbers, NaN, lone surrogates, texts of 10 MB,
 deep JSON, heads without end, slow bodies, sockets that close halfway. And `schemathesis`, which
@@ -246,7 +246,7 @@ def main() -> int:
     }
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
     notes = [f"By status, 0 where the server hung up: {statuses}."]
-    record("hostile", options, {"model": TARGET}, [Row("hostile", {}, values)], notes)
+    record("hostile", options, {"model": TARGET}, [Row("hostile", {}, values)], notes, "tests.long")
     print(values)
     return int(failed > 0 or num_held > 0 or code != 0)
 

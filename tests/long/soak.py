@@ -7,8 +7,8 @@ are counted. Logits of one row differ by rounding with the device and with what 
 batch, so that a token may part at a near-tie, and nowhere else (`near_ties.py`); in the native
 decoder they do not, and none may part.
 
-    python -m benchmarks.soak --minutes 30                    # make soak
-    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 15 --limit 560
+    python -m tests.long.soak --minutes 30                    # make soak
+    python -m tests.long.soak --device cuda --minutes 8 --requests 20000 --alone 15 --limit 560
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def main() -> int:
     print(json.dumps(found), *wrong[:5], sep="\n", flush=True)
     if args.output is not None:
         row = Row(f"soak on {args.device}", {"device": args.device, "method": args.method}, found)
-        command = f"python -m benchmarks.soak {' '.join(sys.argv[1:])}"
+        command = f"python -m tests.long.soak {' '.join(sys.argv[1:])}"
         kind = llm.engine.runner.slots.device.type
         write(collect(f"soak_{kind}", command, options, [row]), args.output)
     failed = failures(found, args)

@@ -1,6 +1,6 @@
 """The heaviest requests that a server's limits admit, and what others notice of each.
 
-    python -m benchmarks.heavy
+    python -m tests.long.heavy
 
 While one such request is answered, another client asks for `/health` again and again, and a third
 reads a stream. A step of the engine holds up every stream, whoever asked for it: steps are kept
@@ -267,7 +267,7 @@ def main() -> int:
              least=False),
     ]  # fmt: skip
     shapes = {"model": TARGET, "max_num_batched_tokens": STEP}
-    record("heavy", options, shapes, rows, notes)
+    record("heavy", options, shapes, rows, notes, "tests.long")
     print(*notes, sep="\n")
     return int(values["held_afterwards"] > 0 or values["exit_code"] != 0)
 

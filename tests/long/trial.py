@@ -1,7 +1,7 @@
 """Rough use, on every CPU backend: threads, signals, a busy machine, forks; then every command that
 the documents show. Exits with 1 if any of it goes wrong.
 
-Each case runs in processes of its own (`benchmarks/trial_child.py`), so that one which crashes or
+Each case runs in processes of its own (`tests/long/trial_child.py`), so that one which crashes or
 hangs is a failure of its row and not of the run. What is timed is recorded, and judged only where
 it means that something hangs or collapses: a signal that takes more than 5 s, or default threads
 that make less than a third of the tokens of one thread.
@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from benchmarks import documented
 from benchmarks.common import DRAFT, ROOT, TARGET, parse, progress, record
 from foretoken.lab.results import Row, Spread, Value
+from tests.long import documented
 
 BACKENDS = ("native", "torch")
 # How the call is made and the signal that it gets.
@@ -46,7 +46,7 @@ class Child:
     """A case in a process of its own, which is killed when it is silent for too long."""
 
     def __init__(self, case: str, backend: str, *numbers: float, patience: float = PATIENCE):
-        command = [sys.executable, "-m", "benchmarks.trial_child", case, backend]
+        command = [sys.executable, "-m", "tests.long.trial_child", case, backend]
         self.patience = patience
         self.process = subprocess.Popen(
             [*command, *map(str, numbers)],
@@ -179,7 +179,7 @@ def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures
 
 
 def documents() -> tuple[Row, Failures]:
-    """What README.md and docs/ tell users to type (`benchmarks/documented.py`)."""
+    """What README.md and docs/ tell users to type (`tests/long/documented.py`)."""
     start = time.perf_counter()
     count, failures = documented.run_all()
     values: dict[str, Value] = {"commands": count, "minutes": (time.perf_counter() - start) / 60}
@@ -260,6 +260,7 @@ def main() -> int:
             "tokens of one thread; other differences are recorded and not judged.",
             *(f"FAILED: {failure}" for failure in failures[:20]),
         ],
+        "tests.long",
     )
     return 1 if failures else 0
 

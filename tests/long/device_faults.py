@@ -5,7 +5,7 @@ there after two minutes has failed. Injected into a step of the embedded pair's 
 assertion on the device, an access outside of memory, and an allocation that cannot succeed; one
 token's vector is NaN; the GPU is hidden, or may not be filled.
 
-    python -m benchmarks.device_faults --output benchmarks/results
+    python -m tests.long.device_faults --output benchmarks/results
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ CASES: dict[str, Callable[[], dict[str, bool]]] = {
 def run(name: str) -> Row:
     """A case in a process of its own; a check that is not there any more has failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if "no GPU" in name else {}
-    command = [sys.executable, "-m", "benchmarks.device_faults", "--case", name]
+    command = [sys.executable, "-m", "tests.long.device_faults", "--case", name]
     started = time.perf_counter()
     try:
         done = subprocess.run(
@@ -241,7 +241,7 @@ def main() -> int:
     for row in rows:
         print(row.case, row.values)
     if args.output is not None:
-        command = f"python -m benchmarks.device_faults {' '.join(sys.argv[1:])}"
+        command = f"python -m tests.long.device_faults {' '.join(sys.argv[1:])}"
         write(collect("gpu_faults", command, {**OPTIONS, "step": STEP}, rows), args.output)
     return int(not all(value for row in rows for value in row.values.values()))
 

@@ -1,6 +1,6 @@
 """A server for as long as asked: memory, acceptance and blocks stay what they were.
 
-    python -m benchmarks.soak_serve --minutes 30               # make soak
+    python -m tests.long.soak_serve --minutes 30               # make soak
 
 One deck of requests is played again and again, each round in another order, some at once: every
 API, streamed and whole, sampled under every rule, with schemas, forced calls, predictions, several
@@ -240,7 +240,9 @@ def main() -> int:
              "second's; the first one warms up."]  # fmt: skip
     shapes = {"target": TARGET, "draft": DRAFT, "at_once": options.at_once,
               "requests_per_round": len(player.cards), **SPECULATION}  # fmt: skip
-    record("soak_serve", options, shapes, [Row("soak of the server", {}, values)], notes)
+    record(
+        "soak_serve", options, shapes, [Row("soak of the server", {}, values)], notes, "tests.long"
+    )
     failed = failures(values)
     print(values, *failed, sep="\n")
     return int(bool(failed))

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.run.backends import Module, Ours, rates
-from benchmarks.run.cases import Case, Goal, chosen, cpu_cases, gpu_cases
-from benchmarks.run.inputs import Pools, make, rows_of
-from benchmarks.run.timing import enough, in_turns
 from torch import Tensor
 
 from benchmarks.ops import baseline, report, run, timing
 from benchmarks.ops import inputs as ops_inputs
+from benchmarks.ops.backends import Module, Ours, rates
+from benchmarks.ops.cases import Case, Goal, chosen, cpu_cases, gpu_cases
+from benchmarks.ops.inputs import Pools, make, rows_of
+from benchmarks.ops.timing import enough, in_turns
 from foretoken.lab.results import Spread, read
 from foretoken.ops import (
     DraftCache,

@@ -1,16 +1,17 @@
 """Attention of few queries: they meet pieces of their context, which a second kernel merges.
 
 The rows of a request's new tokens, times the G heads of a K/V head, form one operand: K and V are
-read once for a tile of them. Each of GROUPS warps has its own keys and its own softmax; they meet
-at the end of a piece. With one group, all warps share keys, and each has rows of its own.
+read once for a tile of them. Each of GROUPS warps has its own keys and its own softmax; the warps'
+results are added at the end of a piece. With one group, all warps share keys, and each has rows of
+its own.
 
-What a row comes to depends on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and
-on nothing else: tiles lie at fixed positions, those that it does not see change no bit, and rows
-of a product do not touch each other, however many a tile has.
+A row's bits depend on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on
+nothing else: tiles lie at fixed positions, tiles that a row does not see change none of its bits,
+and rows of a product do not mix, however many a tile has.
 
 A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of
-instructions that wait for each other decides. So whole tiles have no masks, addresses are constants
-wherever the shape allows it, and warps meet by exchanging vectors.
+dependent instructions decides. So whole tiles have no masks, addresses are constants wherever the
+shape allows it, and warps exchange whole vectors.
 
 Letters: R rows of a tile, W warps (GROUPS for each of SETS of rows), Q rows of a warp, k keys of a
 warp, D sizes.
@@ -24,18 +25,22 @@ import triton.language as tl
 from foretoken.ops.backends.triton.attention.plan import load_item, load_merge_row
 
 from foretoken.ops.backends.triton.attention.records import (  # isort: skip
-    Cache, HeadInputs, Partials, Rows, Scores, Work,
+    Cache, HeadInputs, Partials, Scores, TokenRows, Work,
 )  # fmt: skip
 from foretoken.ops.backends.triton.attention.rows import (  # isort: skip
-    UNSEEN, load_angles, load_heads, score, settled, turned_heads,
+    UNSEEN, load_angles, load_heads, normalized, rotated_heads, score, value_head,
 )  # fmt: skip
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
-def _for_warps(x, GROUPS: tl.constexpr, SETS: tl.constexpr, Q: tl.constexpr, D: tl.constexpr):
+def _for_warps(x, TILE: tl.constexpr):
     """Rows [R, D] as each warp has them, [W, Q, D]; as they are, where warps share all keys."""
-    if SETS * GROUPS > 1:
+    if TILE.W > 1:
+        SETS: tl.constexpr = TILE.SETS
+        GROUPS: tl.constexpr = TILE.GROUPS
+        Q: tl.constexpr = TILE.Q
+        D: tl.constexpr = x.shape[1]
         x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
         x = x.reshape(SETS * GROUPS, Q, D)
     return x
@@ -53,12 +58,12 @@ def _spread(x, R: tl.constexpr):
 
 
 @triton.jit
-def _lanes(GROUPS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys of a tile, [GROUPS, k]; [k] of one group."""
-    if GROUPS == 1:
-        return tl.arange(0, KEYS)
+def _lanes(TILE: tl.constexpr):
+    """The keys of a tile, [GROUPS, k]; [k] if there is one group."""
+    if TILE.GROUPS == 1:
+        return tl.arange(0, TILE.KEYS)
     else:
-        return tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+        return tl.arange(0, TILE.GROUPS)[:, None] * TILE.KEYS + tl.arange(0, TILE.KEYS)[None, :]
 
 
 @triton.jit
@@ -71,39 +76,40 @@ def _for_sets(x, SETS: tl.constexpr):
 
 
 @triton.jit
-def _blocks(table, first, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr):
+def _blocks(table, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
     """In which blocks the tile at `first` lies: one, or [GROUPS, 1] if a warp's keys are in one
-    block, or [GROUPS, k]; [k] of one group."""
-    if PAGE % (GROUPS * KEYS) == 0:
+    block, or [GROUPS, k]; [k] if there is one group."""
+    if PAGE % TILE.TOKENS == 0:
         at = first
-    elif GROUPS == 1:
-        at = first + tl.arange(0, KEYS)
+    elif TILE.GROUPS == 1:
+        at = first + tl.arange(0, TILE.KEYS)
     else:
-        APART: tl.constexpr = 1 if PAGE % KEYS == 0 else KEYS
-        at = first + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, APART)[None, :]
+        APART: tl.constexpr = 1 if PAGE % TILE.KEYS == 0 else TILE.KEYS
+        group = tl.arange(0, TILE.GROUPS)[:, None]
+        at = first + group * TILE.KEYS + tl.arange(0, APART)[None, :]
     return tl.load(table + at // PAGE, mask=at < end, other=0)
 
 
 @triton.jit
 def _load_tile(
-    pool, block, first, end, h, MASKED: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr,
+    pool, block, first, end, h, MASKED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values from position `first` on, [GROUPS, k, WIDTH], or [k, WIDTH] of one group; 0
-    from `end` on, if MASKED."""
-    TILE: tl.constexpr = GROUPS * KEYS
-    lane = _lanes(GROUPS, KEYS)
+    """Keys or values from position `first` on, [GROUPS, k, WIDTH], or [k, WIDTH] if there is one
+    group; 0 from `end` on, if MASKED."""
+    PAGE: tl.constexpr = SHAPE.PAGE
+    lane = _lanes(TILE)
     d = tl.arange(0, WIDTH)
     # Where tiles and pages share a border, an address is one of few and a constant: half of the
     # instructions of a tile were for addresses.
-    block = block.to(tl.int64) * (PAGE * H_KV) + h
-    if PAGE % TILE == 0:
-        p, at = pool + (block + first % PAGE * H_KV) * D, lane
+    block = block.to(tl.int64) * (PAGE * SHAPE.H_KV) + h
+    if PAGE % TILE.TOKENS == 0:
+        p, at = pool + (block + first % PAGE * SHAPE.H_KV) * D, lane
     else:
         p, at = pool + tl.expand_dims(block, -1) * D, (first + lane) % PAGE
-        if TILE % PAGE == 0:
+        if TILE.TOKENS % PAGE == 0:
             at = lane % PAGE
-    p += tl.expand_dims(at.to(tl.int64), -1) * (H_KV * D) + d
+    p += tl.expand_dims(at.to(tl.int64), -1) * (SHAPE.H_KV * D) + d
     if MASKED:
         x = tl.load(p, mask=tl.expand_dims(first + lane < end, -1) & (d < D), other=0.0)
     elif D != WIDTH:
@@ -114,17 +120,14 @@ def _load_tile(
 
 
 @triton.jit
-def _prefetch_item(
-    table, item, cache: Cache, h, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    PAGE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+def _prefetch_item(table, item, cache: Cache, h, SHAPE: tl.constexpr, AHEAD: tl.constexpr):
     """Prefetch the first AHEAD of an item's keys and values into the L2, except new ones."""
     at = item.begin + tl.arange(0, AHEAD)
     old = at < tl.minimum(item.end, item.start)
-    block = tl.load(table + at // PAGE, mask=old, other=0)
-    place = (block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h
-    _prefetch(cache.key + place * D, old, D)
-    _prefetch(cache.value + place * D_V, old, D_V)
+    block = tl.load(table + at // SHAPE.PAGE, mask=old, other=0)
+    place = (block.to(tl.int64) * SHAPE.PAGE + at % SHAPE.PAGE) * SHAPE.H_KV + h
+    _prefetch(cache.key + place * SHAPE.D, old, SHAPE.D)
+    _prefetch(cache.value + place * SHAPE.D_V, old, SHAPE.D_V)
 
 
 @triton.jit
@@ -141,141 +144,143 @@ def _prefetch(p, wanted, D: tl.constexpr):
 
 @triton.jit
 def _write_new(
-    table, rows: Rows, heads: HeadInputs, cache: Cache, item, h,
-    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
+    table, rows: TokenRows, heads: HeadInputs, cache: Cache, item, h,
+    SHAPE: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of the new tokens that lie in a piece."""
     new = tl.arange(0, NEW)
     at = item.start + new
     here = (at >= item.begin) & (at < item.end)
     row_p = rows.query + (item.first + new).to(tl.int64) * rows.stride
-    angles = load_angles(heads, at, here, WIDTH, ROTARY)
-    key = turned_heads(row_p + (H + h) * D, angles, here, heads.k_norm_D, heads, D, WIDTH, ROTARY)
-    value = load_heads(row_p + (H + H_KV) * D + h * D_V, here, D_V, WIDTH_V)
-    block = tl.load(table + at // PAGE, mask=here, other=0)
-    place = ((block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h)[:, None]
-    d, d_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
-    to = cache.key + place * D + d
-    tl.store(to, key.to(value.dtype), mask=here[:, None] & (d < D))
-    tl.store(cache.value + place * D_V + d_v, value, mask=here[:, None] & (d_v < D_V))
+    angles = load_angles(heads, at, here, SHAPE, ROTARY)
+    key_p = row_p + (SHAPE.H + h) * SHAPE.D
+    key = rotated_heads(key_p, angles, here, heads.k_norm_D, heads, SHAPE, ROTARY)
+    value = load_heads(value_head(row_p, h, SHAPE), here, SHAPE.D_V, SHAPE.WIDTH_V)
+    block = tl.load(table + at // SHAPE.PAGE, mask=here, other=0)
+    place = block.to(tl.int64) * SHAPE.PAGE + at % SHAPE.PAGE
+    place = (place * SHAPE.H_KV + h)[:, None]
+    d, d_v = tl.arange(0, SHAPE.WIDTH), tl.arange(0, SHAPE.WIDTH_V)
+    inside, inside_v = here[:, None] & (d < SHAPE.D), here[:, None] & (d_v < SHAPE.D_V)
+    tl.store(cache.key + place * SHAPE.D + d, key.to(value.dtype), mask=inside)
+    tl.store(cache.value + place * SHAPE.D_V + d_v, value, mask=inside_v)
 
 
 @triton.jit
 def _pass_over(
     top, total, acc, begin, end, query, position, table, cache: Cache, scores: Scores, h,
-    MASKED: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    GROUPS: tl.constexpr, KEYS: tl.constexpr, SETS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The softmaxes of all warps, taken on over the keys begin..end - 1.
+    """Continue the softmaxes of all warps over the keys begin..end - 1.
 
     MASKED: some rows do not see all of these keys, or the last tile is not full.
     """
-    W: tl.constexpr = GROUPS * SETS
-    TILE: tl.constexpr = GROUPS * KEYS
+    SETS: tl.constexpr = TILE.SETS
+    GROUPS: tl.constexpr = TILE.GROUPS
+    KEYS: tl.constexpr = TILE.KEYS
+    PAGE: tl.constexpr = SHAPE.PAGE
+    W: tl.constexpr = SETS * GROUPS
+    TOKENS: tl.constexpr = GROUPS * KEYS
     KEY_AXIS: tl.constexpr = 2 if W > 1 else 1
-    block = _blocks(table, begin, end, PAGE, GROUPS, KEYS)
-    for first in tl.range(begin, end, TILE, num_stages=STAGES):
+    block = _blocks(table, begin, end, PAGE, TILE)
+    for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
         key = _load_tile(
-            cache.key, block, first, end, h, MASKED, H_KV, D, WIDTH, PAGE, GROUPS, KEYS
+            cache.key, block, first, end, h, MASKED, SHAPE.D, SHAPE.WIDTH, SHAPE, TILE
         )  # fmt: skip
         value = _load_tile(
-            cache.value, block, first, end, h, MASKED, H_KV, D_V, WIDTH_V, PAGE, GROUPS, KEYS
+            cache.value, block, first, end, h, MASKED, SHAPE.D_V, SHAPE.WIDTH_V, SHAPE, TILE
         )  # fmt: skip
-        block = _blocks(table, first + TILE, end, PAGE, GROUPS, KEYS)
+        block = _blocks(table, first + TOKENS, end, PAGE, TILE)
         key, value = _for_sets(key, SETS), _for_sets(value, SETS)
         key = tl.trans(key, (0, 2, 1)) if W > 1 else tl.trans(key)
-        s = tl.dot(query, key, input_precision=PRECISION)
+        s = tl.dot(query, key, input_precision=SHAPE.PRECISION)
         s = score(s, scores)
-        if MASKED or WINDOW:
-            at = first + tl.expand_dims(_lanes(GROUPS, KEYS), 0)
+        if MASKED or SHAPE.WINDOW:
+            at = first + tl.expand_dims(_lanes(TILE), 0)
             if W > 1:
                 at = tl.broadcast_to(at, (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
             seen = at <= position
-            if WINDOW:
-                seen &= at > position - WINDOW
+            if SHAPE.WINDOW:
+                seen &= at > position - SHAPE.WINDOW
             s = tl.where(seen, s, UNSEEN)
         higher = tl.maximum(top, tl.max(s, KEY_AXIS))
         weight = tl.exp2(s - tl.expand_dims(higher, -1))
         old = tl.exp2(top - higher)
         total = total * old + tl.sum(weight, KEY_AXIS)
         acc = acc * tl.expand_dims(old, -1)
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=SHAPE.PRECISION)
         top = higher
     return top, total, acc
 
 
 @triton.jit
-def _sum_groups(x, R: tl.constexpr, SETS: tl.constexpr, GROUPS: tl.constexpr):
+def _sum_groups(x, TILE: tl.constexpr):
     """[W, Q, D] -> [R, D], the sum over the groups of each set, neighbours first.
 
     By halves, each an exchange of whole vectors: `tl.sum` over warps takes three times as many
-    instructions, and its order is its own.
+    instructions, and its order is not fixed by us.
     """
     D: tl.constexpr = x.shape[2]
-    x = tl.permute(x.reshape(SETS, GROUPS, R // SETS, D), (0, 2, 3, 1)).reshape(R, D, GROUPS)
+    x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.Q, D)
+    x = tl.permute(x, (0, 2, 3, 1)).reshape(TILE.R, D, TILE.GROUPS)
     for _ in tl.static_range(4):
         if x.shape[2] > 1:
-            even, odd = tl.split(x.reshape(R, D, x.shape[2] // 2, 2))
+            even, odd = tl.split(x.reshape(TILE.R, D, x.shape[2] // 2, 2))
             x = even + odd
-    return x.reshape(R, D)
+    return x.reshape(TILE.R, D)
 
 
 @triton.jit
 def _store(
     top, total, acc, item, t, head, live, scores: Scores, partials: Partials, out,
-    H: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, R: tl.constexpr,
-    SETS: tl.constexpr, GROUPS: tl.constexpr,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Let the warps of each set meet, and store what their rows came to."""
+    """Add up the results of each set's warps, and store the result of each row."""
+    SETS: tl.constexpr = TILE.SETS
+    GROUPS: tl.constexpr = TILE.GROUPS
+    Q: tl.constexpr = TILE.Q
     W: tl.constexpr = SETS * GROUPS
-    Q: tl.constexpr = R // SETS
     highest = top
     if W > 1:
         highest = tl.max(top.reshape(SETS, GROUPS, Q), 1)
         share = tl.broadcast_to(highest[:, None, :], (SETS, GROUPS, Q)).reshape(W, Q)
         share = tl.exp2(top - share)
-        total = _sum_groups((total * share)[:, :, None], R, SETS, GROUPS).reshape(R)
-        acc = _sum_groups(acc * share[:, :, None], R, SETS, GROUPS)
-        highest = highest.reshape(R)
-    d_v = tl.arange(0, WIDTH_V)
-    inside = live[:, None] & (d_v < D_V)
+        total = _sum_groups((total * share)[:, :, None], TILE).reshape(TILE.R)
+        acc = _sum_groups(acc * share[:, :, None], TILE)
+        highest = highest.reshape(TILE.R)
+    d_v = tl.arange(0, SHAPE.WIDTH_V)
+    inside = live[:, None] & (d_v < SHAPE.D_V)
     if item.piece < 0:
-        result = settled(highest, total, acc, head, live, scores)
-        to = out + ((item.first + t).to(tl.int64) * H + head)[:, None] * D_V + d_v
-        tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+        result = normalized(highest, total, acc, head, live, scores)
+        place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * SHAPE.D_V
+        tl.store(out + place + d_v, result.to(out.dtype.element_ty), mask=inside)
     else:
-        place = ((item.slot + t).to(tl.int64) * H + head) * partials.pieces + item.piece
-        tl.store(partials.acc_FHN + place[:, None] * D_V + d_v, acc, mask=inside)
+        place = ((item.slot + t).to(tl.int64) * SHAPE.H + head) * partials.pieces + item.piece
+        tl.store(partials.acc_FHN + place[:, None] * SHAPE.D_V + d_v, acc, mask=inside)
         tl.store(partials.top_FHN + place, highest, mask=live)
         tl.store(partials.sum_FHN + place, total, mask=live)
 
 
 @triton.jit
 def decode_kernel(
-    rows: Rows, heads: HeadInputs, cache: Cache, work: Work, partials: Partials, scores: Scores,
-    out, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, R: tl.constexpr, LIVE: tl.constexpr, SETS: tl.constexpr,
-    GROUPS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, partials: Partials,
+    scores: Scores, out, SHAPE: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
+    STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i) takes K/V head h of item i, then of one in each further round of programs.
 
     ROTARY: 0 if `rows` attend as they are and their K/V is in the cache; else rows are of qkv.
     (Triton 3.6 cannot ask whether `heads` is None, if a field of it is None.)
-    LIVE: rows of a tile that any step of this shape fills, a power of 2.
     NEW: new tokens of a request at most, a power of 2.
     AHEAD: tokens of an item that are prefetched into the L2 while the kernel before is running.
     """
     let_next_start(OVERLAP)
     rows, cache, partials = rows, cache, partials  # see `triton/records.py`
-    G: tl.constexpr = H // H_KV
-    Q: tl.constexpr = R // SETS
-    W: tl.constexpr = GROUPS * SETS
-    TILE: tl.constexpr = GROUPS * KEYS
+    G: tl.constexpr = SHAPE.G
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
+    R: tl.constexpr = TILE.R
+    LIVE: tl.constexpr = TILE.LIVE
+    Q: tl.constexpr = TILE.Q
+    W: tl.constexpr = TILE.W
     h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     items = tl.load(work.totals)
     item = load_item(work.few_I, i)
@@ -287,21 +292,18 @@ def decode_kernel(
         live = t < item.count
         position = item.start + t
         if AHEAD and OVERLAP:
-            _prefetch_item(table, item, cache, h, H_KV, D, D_V, PAGE, AHEAD)
+            _prefetch_item(table, item, cache, h, SHAPE, AHEAD)
         row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
         if ROTARY:
-            angles = load_angles(heads, position, live, WIDTH, ROTARY)
+            angles = load_angles(heads, position, live, SHAPE, ROTARY)
             wait_for_writes(OVERLAP)
             if item.end > item.start:
-                _write_new(
-                    table, rows, heads, cache, item, h,
-                    H, H_KV, D, D_V, WIDTH, WIDTH_V, ROTARY, PAGE, NEW,
-                )  # fmt: skip
-            query = turned_heads(row_p, angles, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
+                _write_new(table, rows, heads, cache, item, h, SHAPE, ROTARY, NEW)
+            query = rotated_heads(row_p, angles, live, heads.q_norm_D, heads, SHAPE, ROTARY)
             query = query.to(out.dtype.element_ty)
         else:
             wait_for_writes(OVERLAP)
-            query = load_heads(row_p, live, D, WIDTH)
+            query = load_heads(row_p, live, SHAPE.D, SHAPE.WIDTH)
         if LIVE < R:
             query = _spread(query, R)
             lane = tl.arange(0, R)
@@ -309,8 +311,8 @@ def decode_kernel(
             t, head = r // G, h * G + r % G
             live = (t < item.count) & (lane % (R // LIVE) == 0)
             position = item.start + t
-        query = _for_warps(query, GROUPS, SETS, Q, WIDTH)
-        position = _for_warps(position[:, None], GROUPS, SETS, Q, 1)
+        query = _for_warps(query, TILE)
+        position = _for_warps(position[:, None], TILE)
         if W > 1:
             top = tl.full((W, Q), UNSEEN, tl.float32)
             acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
@@ -318,27 +320,24 @@ def decode_kernel(
             top = tl.full((R,), UNSEEN, tl.float32)
             acc = tl.zeros((R, WIDTH_V), tl.float32)
         total = tl.zeros_like(top)
-        # Tiles below `whole` need no mask: no row is before any of their keys.
-        whole = tl.minimum(item.end, item.start) // TILE * TILE
+        # Tiles below `whole` need no mask: each row sees all of their keys.
+        whole = tl.minimum(item.end, item.start) // TILE.TOKENS * TILE.TOKENS
         whole = tl.maximum(item.begin, whole)
         top, total, acc = _pass_over(
-            top, total, acc, item.begin, whole, query, position, table, cache, scores, h, False,
-            H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW, GROUPS, KEYS, SETS, STAGES, PRECISION,
+            top, total, acc, item.begin, whole, query, position, table, cache, scores, h,
+            False, SHAPE, TILE, STAGES,
         )  # fmt: skip
         if ROTARY:
             tl.debug_barrier()  # lanes read what others wrote
         top, total, acc = _pass_over(
-            top, total, acc, whole, item.end, query, position, table, cache, scores, h, True,
-            H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW, GROUPS, KEYS, SETS, 1, PRECISION,
+            top, total, acc, whole, item.end, query, position, table, cache, scores, h,
+            True, SHAPE, TILE, 1,
         )  # fmt: skip
-        _store(
-            top, total, acc, item, t, head, live, scores, partials, out,
-            H, D_V, WIDTH_V, R, SETS, GROUPS,
-        )  # fmt: skip
-        # The first items are the longest: who has one of them takes the last of the next round.
+        _store(top, total, acc, item, t, head, live, scores, partials, out, SHAPE, TILE)
+        # The first items are the longest: a program with one of them takes a late item next.
         i = tl.where(i < programs, 2 * programs - 1 - i, i + programs)
         item = load_item(work.few_I, tl.minimum(i, items - 1))
-    wait_for_writes(OVERLAP)  # also those that have no item
+    wait_for_writes(OVERLAP)  # also programs without an item
 
 
 @triton.jit
@@ -349,7 +348,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Program (j, f) merges pieces of HEADS heads of rows f, f + programs, ..., in their order.
 
-    PIECES: that are loaded at once.
+    PIECES: how many are loaded at once.
     """
     let_next_start(OVERLAP)
     partials = partials  # see `triton/records.py`
@@ -376,7 +375,7 @@ def merge_kernel(
                 total = total * old + tl.sum(sums * share, 1)
                 acc = acc * old[:, None] + tl.sum(accs * share[:, :, None], 1)
                 top = higher
-            result = settled(top, total, acc, h, h < H, scores)
+            result = normalized(top, total, acc, h, h < H, scores)
             to = out + (row.row.to(tl.int64) * H + h)[:, None] * D_V + d_v
             tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
         f += tl.num_programs(1)

@@ -1,12 +1,12 @@
 """Compiled kernels: called with little of the host's time, and compiled ahead in parallel.
 
 Triton binds a kernel's arguments anew at each launch: 33 to 70 us of the host's time for records of
-tensors. Here what a kernel was compiled for is found by a key of its arguments, and the compiled
-kernel is called as Triton's own launcher would (3.6 and 3.7), but without hooks.
+tensors. Here a key of the arguments finds the compiled kernel, which is called as Triton's own
+launcher would (3.6 and 3.7), but without hooks.
 
-Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock, so that
-two threads saved 8 % and processes are what helps. They are forked, fill Triton's cache on disk and
-end; they never touch the GPU. What that cache holds already costs no process.
+Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock: two
+threads saved 8 %, so processes compile. They are forked, fill Triton's cache on disk and end; they
+never touch the GPU. A kernel that is in that cache already needs no process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from foretoken.ops.types import AttentionBatch
 
 _log = logging.getLogger(__name__)
 
-_DEADLINE = 120.0  # seconds for all processes together; what is not compiled then, is at its launch
+_DEADLINE = 120.0  # seconds for all processes together; later kernels are compiled when launched
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -45,13 +45,13 @@ _Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 _packers: dict[tuple[Any, ...], list[_Packer]] = {}
-"""By kernel, device and what is given by name: for arguments nested in one way each."""
+"""By kernel, device and arguments given by name: a packer for each way arguments are nested."""
 
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
-"""Compiled kernels, by a packer and what it finds."""
+"""Compiled kernels, by a packer and the kinds of arguments that it returns."""
 
 _kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
-"""What stands for what one finds in a shared argument: hashed once for several launches."""
+"""One object for the kinds in a shared argument: these are hashed once for several launches."""
 
 _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
@@ -75,11 +75,11 @@ class Shared:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
-    """What `kernel[grid](*given, **named)` does, faster from the second time on.
+    """Do what `kernel[grid](*given, **named)` does, faster from the second time on.
 
     Args:
         given: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow. No bools; what is an integer once is one always.
+            them; constants may follow. No bools; an integer argument must be one in every launch.
         named: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
@@ -116,11 +116,11 @@ def _plain(given: tuple[Any, ...]) -> tuple[Any, ...]:
 def _pack(
     packers: list[_Packer], given: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
-    """The packer that fits, a new one if none does, and what it returns."""
+    """The packer that fits, a new one if none does, and the pair that it returns."""
     for pack in packers:
         try:
             return pack, *pack(given)
-        except (AttributeError, TypeError, ValueError):  # these are nested in another way
+        except (AttributeError, TypeError, ValueError):  # these arguments are nested differently
             continue
     pack = _packer(given, kernel)
     packers.append(pack)
@@ -128,12 +128,12 @@ def _pack(
 
 
 def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
-    """A function that packs arguments nested as these are, and raises an error at others.
+    """A function that packs arguments nested as these are, and raises an error for others.
 
-    It returns them with tensors replaced by their addresses, and what a kernel is compiled for:
-    constants, dtypes, which integers are 1, multiples of 16 or beyond 32 bits (of those in
-    `do_not_specialize` only the last), and, unless all addresses are multiples of 16, which are.
-    Written out, since a loop over 40 arguments takes 3 times as long.
+    It returns them with tensors replaced by their addresses, and their kinds, which are what a
+    kernel is compiled for: constants, dtypes, which integers are 1, multiples of 16 or beyond 32
+    bits (of those in `do_not_specialize` only the last), and, unless all addresses are multiples of
+    16, which ones are. It is generated code: a loop over 40 arguments takes 3 times as long.
     """
     params = [] if kernel is None else kernel.params
     number = next((p.num for p in params if p.is_constexpr), len(given))
@@ -175,11 +175,12 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
 
 
 def compile_ahead(run: Callable[[], object], processes: int | None = None) -> None:
-    """Call `run`, which launches nothing then, and compile all that it would have launched.
+    """Call `run` without launching its kernels, and compile all of them.
 
-    In this thread, that is. Results are memory as it was: `zero_if_noted` makes those of an op safe
-    to go on with. What PyTorch's operators write then lands anywhere in the K/V pools and slots:
-    call it before serving. Under Triton's interpreter nothing is compiled.
+    This concerns launches of this thread alone. Results are uninitialised memory, except that
+    `zero_if_noted` sets those of an op to 0, so that `run` can continue. PyTorch's operators do run
+    and may write anywhere in the K/V pools and slots: call this before serving. Under Triton's
+    interpreter nothing is compiled.
 
     Args:
         processes: None: one per CPU that this process may use, up to 16.
@@ -198,9 +199,9 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
 def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
     missing = _not_on_disk(jobs)
     count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
-    if count > 1 and not multiprocessing.current_process().daemon:  # which may have no children
+    if count > 1 and not multiprocessing.current_process().daemon:  # a daemon may have no children
         _compile_in_processes(missing, count)
-    # What a process failed at is compiled here: an error is raised.
+    # Kernels that a process could not compile are compiled here, and raise their errors.
     compiled = [_warm_up(job) for job in jobs]
     device = driver.active.get_current_device()
     with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
@@ -213,11 +214,11 @@ def _warm_up(job: _Launch) -> Any:
 
 
 class _NotOnDisk(Exception):
-    """Instead of compiling a kernel."""
+    """Raised instead of compiling a kernel."""
 
 
 def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
-    """Those that Triton's cache on disk lacks; the others are loaded from it."""
+    """The jobs that Triton's cache on disk lacks; the others are loaded from it."""
     thread, missing = threading.get_ident(), []
 
     class Cache(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -238,7 +239,7 @@ def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
 
 
 def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
-    """The op; inside `compile_ahead` its results, tensors of its own, are 0 and no garbage."""
+    """The op; inside `compile_ahead` its results are set to 0. They must be tensors of its own."""
 
     @wraps(op)
     def safe(*given: P.args, **named: P.kwargs) -> Out:
@@ -274,7 +275,7 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
         for i in range(count)
     ]
     with warnings.catch_warnings():
-        # Threads of this process may hold locks; those are none that a compiler takes.
+        # Threads of this process may hold locks, but none that a compiler takes.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         try:
             for worker in workers:
@@ -291,7 +292,7 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
 
 def _compile(jobs: list[_Launch], stub: Any) -> None:
     driver.set_active(stub)  # CUDA cannot be used in a forked process,
-    gc.disable()  # nor what holds some of its memory be freed
+    gc.disable()  # nor can objects that hold GPU memory be freed in it
     for job in jobs:
-        with suppress(Exception):  # raised again where the parent compiles it
+        with suppress(Exception):  # raised again when the parent compiles the kernel
             _warm_up(job)

@@ -1,15 +1,15 @@
-"""The pass over p and q together, and the draw of what `decide.py` planned; or all of it, of few.
+"""The pass over p and q together, and the draws that `decide.py` left; for few requests all of it.
 
 `residual_kernel`: many programs sum a request's residual, each some blocks of a row, and count
 themselves; the last to arrive finishes the request: the block rule, and the draw. That saves a
-fourth launch. A request that has nothing to sum is drawn by its first program.
+fourth launch. If a request has nothing to sum, its first program draws.
 
-`settle_kernel`: each program comes to the request's decision by itself and draws the best token of
-its block, and the last one to arrive compares: one launch less, and no draw at the end. With many
-requests, deciding so often is wasted work (decision 010). BLOCK needs the masses of all rows first.
-All programs of a request must come to one decision, though some are ahead of others. So until all
-have arrived, a program changes nothing that decisions read: what it stores there (`Scratch.lse_N`)
-is the number that was there before.
+`settle_kernel`: each program makes the request's decision by itself and draws the best token of its
+block, and the last one to arrive compares: one launch less, and no draw at the end. With many
+requests, deciding so often is wasted work (decision 010). It does not do BLOCK, which needs the
+masses of all rows first. All programs of a request must reach the same decision, though some are
+ahead of others. So until all have arrived, a program changes nothing that decisions read: what it
+stores there (`Scratch.lse_N`) is the number that was there before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import triton.language as tl
 from foretoken.ops.backends.triton import rules
 
 from foretoken.ops.backends.triton.decide import (  # isort: skip
-    ALL_ROWS, DONE, DRAW, ONE_ROW, Request, RequestPlan, accept_uniforms, all_finite, decision,
-    draw_at_once, is_finite, load_masses, load_planned, log2_of, plan_of, read_request, shifted,
+    ALL_ROWS, DONE, DRAW, ONE_ROW, Request, RequestAgenda, accept_uniforms, agenda_of, all_finite,
+    decision, draw_at_once, is_finite, load_line, load_masses, log2_of, read_request, shifted,
     store_accepted, store_token, value_at,
 )  # fmt: skip
 from foretoken.ops.backends.triton.draw import (  # isort: skip
@@ -30,7 +30,7 @@ from foretoken.ops.backends.triton.draw import (  # isort: skip
 from foretoken.ops.backends.triton.noise import (  # isort: skip
     RESIDUAL_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, noise_span,
 )  # fmt: skip
-from foretoken.ops.backends.triton.records import Batch, Candidates, Drafts, Plan
+from foretoken.ops.backends.triton.records import Agenda, Batch, Candidates, Drafts
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, REQUESTS_AT_ONCE, Settings, load_span, log2_sum, read_settings, wait_for_writes,
@@ -42,18 +42,18 @@ FEW = tl.constexpr(4)  # most requests of `settle_kernel`, a power of 2
 
 @triton.jit
 def residual_kernel(
-    batch: Batch, drafts: Drafts, outcome: Verdict, plan: Plan, parts, lines, KP: tl.constexpr,
+    batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda, parts, lines, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, line of its plan, PER blocks of the row that is planned there).
+    """Programs: (request, line of its agenda, PER blocks of that line's row).
 
     DRAW: the first program draws at once. ONE_ROW: the programs of line 0 sum its row, and the
-    last to arrive draws. ALL_ROWS: row i of the request is at line i. The last program of all that
-    sum rows 1..K-1 applies the rule. If that accepts a draft, row 0 is not needed, and the same
-    program draws. If it accepts none, the last to arrive at row 0 draws: one of those that sum it,
-    or the one that applied the rule.
+    last to arrive draws. ALL_ROWS: line i is row i of the request. The last program of all that sum
+    rows 1..K-1 applies the rule. If that accepts a draft, row 0 is not needed, and the same program
+    draws. If it accepts none, the last to arrive at row 0 draws: a program that sums row 0, or the
+    one that applied the rule.
 
-    parts: programs per row. lines: of a request's plan, that programs look at.
+    parts: programs per row. lines: how many lines of an agenda have programs.
 
     Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Row 0
     of all requests runs last: under BLOCK its mass is unused once a draft has been accepted.
@@ -62,33 +62,34 @@ def residual_kernel(
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     requests = tl.num_programs(0) // (parts * lines)
-    line, b = item // requests, item % requests
+    number, b = item // requests, item % requests
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), batch.rows.V)
     wait_for_writes(OVERLAP)
-    plan_b = plan_of(plan, b, drafts.K)
-    pending = tl.load(plan_b.pending, cache_modifier=".cg")
-    planned = load_planned(plan_b, line, True)
+    agenda_b = agenda_of(agenda, b, drafts.K)
+    pending = tl.load(agenda_b.pending, cache_modifier=".cg")
+    line = load_line(agenda_b, number, True)
     accepted = tl.load(outcome.n_accept_B + b).to(tl.int32)
     # For one row the programs of line 0 suffice; for a draw alone, one program.
-    if (pending == DONE) | ((pending != ALL_ROWS) & (line > 0)) | ((pending == DRAW) & (part > 0)):
+    idle = (pending == DONE) | ((pending != ALL_ROWS) & (number > 0))
+    if idle | ((pending == DRAW) & (part > 0)):
         return
     i = tl.arange(0, KP)
-    # So many programs are to count themselves in `arrived`; the last of them goes on.
-    arrived, expected, others = plan_b.arrived, tl.full((), 0, tl.int32) + parts, 0
+    # `expected` programs count themselves in `arrived`; the last of them continues.
+    arrived, expected, others = agenda_b.arrived, tl.full((), 0, tl.int32) + parts, 0
     if pending == ALL_ROWS:
-        summed = (load_planned(plan_b, i, i < lines).row >= 0).to(tl.int32)
+        summed = (load_line(agenda_b, i, i < lines).row >= 0).to(tl.int32)
         others = tl.sum(tl.where(i > 0, summed, 0), axis=0)  # rows to be summed, except row 0
-        if (planned.row < 0) & ((tl.sum(summed, axis=0) > 0) | (part + line > 0)):
-            return  # of a request without rows to be summed, the first program goes on
+        if (line.row < 0) & ((tl.sum(summed, axis=0) > 0) | (part + number > 0)):
+            return  # if a request has no rows to be summed, its first program continues
         expected = others * parts
-        if line == 0:  # the program that applies the rule arrives here, too
-            arrived, expected = plan_b.arrived_first, parts + tl.minimum(others, 1)
-    if (planned.row >= 0) & (pending != DRAW):
-        address = Address(settings.key, planned.position, 0, RESIDUAL_TOKEN)
-        mass, best, _ = weigh_blocks(batch, planned.row, part, settings, planned.p, planned.target,
-                                     address, PER, FP64)  # fmt: skip
+        if number == 0:  # the program that applies the rule arrives here, too
+            arrived, expected = agenda_b.arrived_first, parts + tl.minimum(others, 1)
+    if (line.row >= 0) & (pending != DRAW):
+        address = Address(settings.key, line.position, 0, RESIDUAL_TOKEN)
+        mass, best, _ = weigh_blocks(batch, line.row, part, settings, line.p, line.target, address,
+                                     PER, FP64)  # fmt: skip
         j = part * PER + tl.arange(0, PER)
-        place = planned.row * batch.rows.NB + j
+        place = line.row * batch.rows.NB + j
         tl.store(batch.scratch.mass_NJ + place, mass, mask=j < batch.rows.NB)
         if batch.scratch.filtered is not None:
             if settings.flat:
@@ -96,26 +97,26 @@ def residual_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") != expected - 1:
             return
-    # Of requests that are finite alone a draw or one row is planned.
-    row, position, target, finite = planned.row, planned.position, planned.target, True
+    # Only requests that are finite have DRAW or ONE_ROW pending.
+    row, position, target, finite = line.row, line.position, line.target, True
     if pending == ALL_ROWS:
         request = read_request(batch, b, True, REQUESTS_AT_ONCE)
         accepted = tl.full((), 0, tl.int32)
-        if (line > 0) | (others == 0):
-            accepted = _block_rule(batch, drafts, plan_b, request, b, KP, NBP, FP64)
+        if (number > 0) | (others == 0):
+            accepted = _block_rule(batch, drafts, agenda_b, request, b, KP, NBP, FP64)
             lse = tl.load(batch.scratch.lse_N + request.first + i, mask=i <= accepted, other=0.0)
             finite = all_finite(lse, accepted)
             store_accepted(outcome, drafts, b, accepted, finite, KP)
-            if (accepted == 0) & (others > 0) & (load_planned(plan_b, 0, True).row >= 0):
+            if (accepted == 0) & (others > 0) & (load_line(agenda_b, 0, True).row >= 0):
                 tl.debug_barrier()
-                if tl.atomic_add(plan_b.arrived_first, 1, sem="acq_rel") != parts:
+                if tl.atomic_add(agenda_b.arrived_first, 1, sem="acq_rel") != parts:
                     return  # row 0 is still being summed; if a draft was accepted, it is not needed
-            tl.store(plan_b.pending, DONE)  # programs of row 0 that come later have nothing to do
+            tl.store(agenda_b.pending, DONE)  # later programs of row 0 have nothing to do
         else:  # the rule was applied by another program, and accepted nothing
             finite = tl.load(outcome.finite_B + b) != 0
-        next_row = load_planned(plan_b, tl.minimum(accepted, drafts.K - 1), True)
-        mode = tl.where(accepted < request.num, next_row.target.mode, FROM_P)
-        target = in_mode(next_row.target, mode)
+        next_line = load_line(agenda_b, tl.minimum(accepted, drafts.K - 1), True)
+        mode = tl.where(accepted < request.num, next_line.target.mode, FROM_P)
+        target = in_mode(next_line.target, mode)
         row, position = request.first + accepted, request.position + accepted
     drawn_token = draw_verified(batch, row, settings, target, position, NBP, FP64)
     store_token(outcome, drafts, b, accepted, drawn_token, finite)
@@ -126,7 +127,7 @@ def weigh_blocks(batch: Batch, row, part, settings: Settings, p: Softmax, target
                  address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """(masses, best scores, logits) of the part-th PER blocks of a row's residual.
 
-    Best scores are those of flat noise, and mean nothing without it.
+    Best scores are those of flat noise; ignore them without it.
     """
     width: tl.constexpr = PER * BLOCK
     start = part * width
@@ -142,13 +143,13 @@ def weigh_blocks(batch: Batch, row, part, settings: Settings, p: Softmax, target
 
 
 @triton.jit
-def _block_rule(batch: Batch, drafts: Drafts, plan_b: RequestPlan, request: Request, b,
+def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: Request, b,
                 KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """How many drafts BLOCK accepts, from the residual masses of all rows that have a q."""
     i, scratch, num = tl.arange(0, KP), batch.scratch, request.num
-    planned = load_planned(plan_b, i, i < num)
-    log_w = planned.target.log_w
-    mass = tl.exp2(log_w) * (1 - tl.exp2(planned.log_p))  # of a one-hot q: w (1 - p(x_i))
+    lines = load_line(agenda_b, i, i < num)
+    log_w = lines.target.log_w
+    mass = tl.exp2(log_w) * (1 - tl.exp2(lines.log_p))  # of a one-hot q: w (1 - p(x_i))
     if batch.q is not None:
         if tl.load(drafts.real_q_B + b) != 0:
             block_mass = load_masses(batch, request.first + i, i < num, NBP)
@@ -158,16 +159,16 @@ def _block_rule(batch: Batch, drafts: Drafts, plan_b: RequestPlan, request: Requ
                     row = request.first + k
                     count = tl.load(scratch.filtered.count_N + row)
                     if count >= 0:
-                        one = load_planned(plan_b, k, True)
+                        one = load_line(agenda_b, k, True)
                         x, id_ = load_list(scratch.filtered, row, count)
                         weight = weigh(x, id_, one.p, one.target, batch.q)
                         mass = tl.where(i == k, tl.exp2(log2_sum(weight)), mass)
-    mass = tl.where((i < num) & is_finite(planned.p.lse), mass, 0.0)
-    has_q = (i < num) & (planned.log_q > float("-inf"))
+    mass = tl.where((i < num) & is_finite(lines.p.lse), mass, 0.0)
+    has_q = (i < num) & (lines.log_q > float("-inf"))
     ends = shifted(has_q.to(tl.float32), 1) == 0
     log_u = log2_of(accept_uniforms(request, i, FP64), FP64)
     mass_next = shifted(mass, 1)
-    return rules.block(planned.log_next, mass_next, ends, planned.log_q, log_u, i, num)
+    return rules.block(lines.log_next, mass_next, ends, lines.log_q, log_u, i, num)
 
 
 @triton.jit
@@ -175,10 +176,10 @@ def settle_kernel(
     batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Candidates, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, block of the row that has to be drawn). No slot may be under BLOCK.
+    """Programs: (request, block of the row to be drawn from). No slot may be under BLOCK.
 
     ONE_ROW: every program draws from its block of the residual, and the last to arrive takes the
-    best. Else the first program draws, and the others have nothing to do.
+    best. Otherwise the first program draws, and the others have nothing to do.
     """
     batch = batch  # see `records.py`
     NB = batch.rows.NB
@@ -211,7 +212,7 @@ def settle_kernel(
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
         drawn_token, undrawn = _best_candidate(of_b, NB, NBP)
-        if undrawn:  # no mass makes `draw` fall back to p; by now all have read the masses of p
+        if undrawn:  # without masses `draw` uses p; by now all programs have read the masses of p
             j = tl.arange(0, NBP)
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
             tl.debug_barrier()

@@ -10,7 +10,7 @@ import torch
 
 from foretoken.ops.backends.triton import launch
 from foretoken.ops.backends.triton.decide import FLOATS, HEAD, INTEGERS, decide_kernel
-from foretoken.ops.backends.triton.records import Candidates, Drafts, Plan
+from foretoken.ops.backends.triton.records import Agenda, Candidates, Drafts
 from foretoken.ops.backends.triton.residual import FEW, residual_kernel, settle_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.types import Rule, Stream, Verdict, VerifyBatch
@@ -20,7 +20,8 @@ def verify(batch: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     The output is distributed exactly as the target's (Leviathan et al. 2023, appendix A.1; Sun et
-    al. 2024, theorem 1; Daliri et al. 2024). A request whose deciding row is not finite gets -1.
+    al. 2024, theorem 1; Daliri et al. 2024). A request with a deciding row that is not finite
+    gets -1.
     """
     logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64_noise, _ = batch
     device, (number, most) = logits_NV.device, block.token_BK.shape
@@ -50,23 +51,22 @@ def verify(batch: VerifyBatch) -> Verdict:
             torch.empty(number * blocks * 2, dtype=torch.float64, device=device),
         )
         reduce_rows(call, counter_B=candidates.arrived_B)
-        given = (drafts, verdict, candidates)
-        call.launch(settle_kernel, number * blocks, *given, *widths)
+        call.launch(settle_kernel, number * blocks, drafts, verdict, candidates, *widths)
         return verdict
-    plan = None
+    agenda = None
     if later:
         integers, floats = HEAD.value + INTEGERS.value * most, FLOATS.value * most
-        plan = Plan(
+        agenda = Agenda(
             torch.empty(number * integers, dtype=torch.int64, device=device),
             torch.empty(number * floats, dtype=torch.float32, device=device),
         )
     reduce_rows(call)
-    planned = (drafts, verdict, plan)
-    call.launch(decide_kernel, number, *planned, most > 0, block_rule, *widths)
+    given = (drafts, verdict, agenda)
+    call.launch(decide_kernel, number, *given, most > 0, block_rule, *widths)
     if later:
         lines, parts = most if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
         call.launch(
-            residual_kernel, number * lines * parts, *planned, parts, lines, *widths,
+            residual_kernel, number * lines * parts, *given, parts, lines, *widths,
             launch.BLOCKS_AT_ONCE, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

@@ -18,15 +18,13 @@ from foretoken.errors import ConfigError
 from foretoken.ops.backends.torch.attention import attention as torch_attention
 from foretoken.ops.backends.triton.attention import configs, records
 from foretoken.ops.backends.triton.attention.configs import Decoding, Prefilling
-from foretoken.ops.backends.triton.attention.decode import decode_kernel, merge_kernel
-from foretoken.ops.backends.triton.attention.plan import (
-    FEW,
-    FIELDS,
-    MERGE_FIELDS,
-    most_pieces,
-    plan_kernel,
-)
-from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
+
+from foretoken.ops.backends.triton.attention.kernels import (  # isort: skip
+    decode_kernel, merge_kernel, prefill_kernel,
+)  # fmt: skip
+from foretoken.ops.backends.triton.attention.plan import (  # isort: skip
+    FEW, FIELDS, MERGE_FIELDS, most_pieces, plan_kernel,
+)  # fmt: skip
 from foretoken.ops.backends.triton.attention.records import HeadInputs, HeadShape
 from foretoken.ops.backends.triton.attention.rows import write_new_kernel
 from foretoken.ops.backends.triton.compiled import launch

@@ -11,7 +11,7 @@ LARGEST_HEAD = 256
 
 
 class Decoding(NamedTuple):
-    """Of `decode.py`. Bits depend on size, count, groups, keys, and how pieces are merged.
+    """Of `decode_kernel`. Bits depend on size, count, groups, keys, and how pieces are merged.
 
     size, count: the shortest length of a piece, the most pieces; see `plan.py`. Pieces grow by
                  groups * keys tokens, and size is a multiple of that
@@ -46,7 +46,7 @@ class Decoding(NamedTuple):
 
 
 class Prefilling(NamedTuple):
-    """Of `prefill.py`: rows of a tile, keys at a time."""
+    """Of `prefill_kernel`: rows of a tile, keys at a time."""
 
     rows: int
     keys: int

@@ -95,10 +95,10 @@ class Cut:
 class Tile:
     """A tile of `decode_kernel`.
 
-    R:      its rows
-    LIVE:   those that any step of this shape fills, a power of 2
+    R:     its rows
+    LIVE:  rows that any step of this shape fills, a power of 2
     SETS, GROUPS: W = SETS * GROUPS warps, GROUPS for each of SETS of rows
-    KEYS:   of a warp at a time
+    KEYS:  of a warp at a time
     """
 
     R: int
@@ -106,16 +106,6 @@ class Tile:
     SETS: int
     GROUPS: int
     KEYS: int
-
-    @property
-    def W(self) -> int:
-        """Warps."""
-        return self.SETS * self.GROUPS
-
-    @property
-    def Q(self) -> int:
-        """Rows of a warp."""
-        return self.R // self.SETS
 
     @property
     def TOKENS(self) -> int:

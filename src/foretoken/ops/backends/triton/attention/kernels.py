@@ -1,9 +1,10 @@
-"""Attention of few queries: they meet pieces of their context, which a second kernel merges.
+"""Attention of few queries over pieces of their context, which a second kernel merges; of many.
 
 The rows of a request's new tokens, times the G heads of a K/V head, form one operand: K and V are
-read once for a tile of them. Each of GROUPS warps has its own keys and its own softmax; the warps'
-results are added at the end of a piece. With one group, all warps share keys, and each has rows of
-its own.
+read once for a tile of them. `prefill_kernel`, for many queries: a tile of rows passes over all the
+keys that it sees, as FlashAttention-2 (Dao 2023). `decode_kernel`, for few: each of GROUPS warps
+has its own keys and its own softmax; the warps' results are added at the end of a piece. With one
+group, all warps share keys, and each has rows of its own. What follows is about few queries.
 
 A row's bits depend on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on
 nothing else: tiles lie at fixed positions, tiles that a row does not see change none of its bits,
@@ -34,12 +35,24 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
+def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.constexpr):
+    """Continue a softmax by keys with scores s and these values."""
+    higher = tl.maximum(top, tl.max(s, KEY_AXIS))
+    weight = tl.exp2(s - tl.expand_dims(higher, -1))
+    old = tl.exp2(top - higher)
+    total = total * old + tl.sum(weight, KEY_AXIS)
+    acc = acc * tl.expand_dims(old, -1)
+    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=SHAPE.PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
 def _for_warps(x, TILE: tl.constexpr):
     """Rows [R, D] as each warp has them, [W, Q, D]; as they are, where warps share all keys."""
-    if TILE.W > 1:
-        SETS: tl.constexpr = TILE.SETS
-        GROUPS: tl.constexpr = TILE.GROUPS
-        Q: tl.constexpr = TILE.Q
+    SETS: tl.constexpr = TILE.SETS
+    GROUPS: tl.constexpr = TILE.GROUPS
+    if SETS * GROUPS > 1:
+        Q: tl.constexpr = TILE.R // SETS
         D: tl.constexpr = x.shape[1]
         x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
         x = x.reshape(SETS * GROUPS, Q, D)
@@ -166,7 +179,7 @@ def _write_new(
 
 
 @triton.jit
-def _pass_over(
+def _pass_over_piece(
     top, total, acc, begin, end, query, position, table, cache: Cache, scores: Scores, h,
     MASKED: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -202,13 +215,7 @@ def _pass_over(
             if SHAPE.WINDOW:
                 seen &= at > position - SHAPE.WINDOW
             s = tl.where(seen, s, UNSEEN)
-        higher = tl.maximum(top, tl.max(s, KEY_AXIS))
-        weight = tl.exp2(s - tl.expand_dims(higher, -1))
-        old = tl.exp2(top - higher)
-        total = total * old + tl.sum(weight, KEY_AXIS)
-        acc = acc * tl.expand_dims(old, -1)
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=SHAPE.PRECISION)
-        top = higher
+        top, total, acc = _softmax_step(top, total, acc, s, value, SHAPE, KEY_AXIS)
     return top, total, acc
 
 
@@ -220,7 +227,7 @@ def _sum_groups(x, TILE: tl.constexpr):
     instructions, and its order is not fixed by us.
     """
     D: tl.constexpr = x.shape[2]
-    x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.Q, D)
+    x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.R // TILE.SETS, D)
     x = tl.permute(x, (0, 2, 3, 1)).reshape(TILE.R, D, TILE.GROUPS)
     for _ in tl.static_range(4):
         if x.shape[2] > 1:
@@ -237,7 +244,7 @@ def _store(
     """Add up the results of each set's warps, and store the result of each row."""
     SETS: tl.constexpr = TILE.SETS
     GROUPS: tl.constexpr = TILE.GROUPS
-    Q: tl.constexpr = TILE.Q
+    Q: tl.constexpr = TILE.R // SETS
     W: tl.constexpr = SETS * GROUPS
     highest = top
     if W > 1:
@@ -279,8 +286,8 @@ def decode_kernel(
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     R: tl.constexpr = TILE.R
     LIVE: tl.constexpr = TILE.LIVE
-    Q: tl.constexpr = TILE.Q
-    W: tl.constexpr = TILE.W
+    Q: tl.constexpr = R // TILE.SETS
+    W: tl.constexpr = TILE.SETS * TILE.GROUPS
     h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     items = tl.load(work.totals)
     item = load_item(work.few_I, i)
@@ -323,13 +330,13 @@ def decode_kernel(
         # Tiles below `whole` need no mask: each row sees all of their keys.
         whole = tl.minimum(item.end, item.start) // TILE.TOKENS * TILE.TOKENS
         whole = tl.maximum(item.begin, whole)
-        top, total, acc = _pass_over(
+        top, total, acc = _pass_over_piece(
             top, total, acc, item.begin, whole, query, position, table, cache, scores, h,
             False, SHAPE, TILE, STAGES,
         )  # fmt: skip
         if ROTARY:
             tl.debug_barrier()  # lanes read what others wrote
-        top, total, acc = _pass_over(
+        top, total, acc = _pass_over_piece(
             top, total, acc, whole, item.end, query, position, table, cache, scores, h,
             True, SHAPE, TILE, 1,
         )  # fmt: skip
@@ -380,3 +387,92 @@ def merge_kernel(
             tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
         f += tl.num_programs(1)
         row = load_merge_row(work.merge_F, tl.minimum(f, rows - 1))
+
+
+@triton.jit
+def _pass_over_context(
+    top, total, acc, query, position, begin, end, request, cache: Cache, scores: Scores, h,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Continue the softmax of rows over the keys begin..end - 1.
+
+    MASKED: some rows do not see all of these keys, or the last tile is not full.
+    """
+    D: tl.constexpr = SHAPE.D
+    D_V: tl.constexpr = SHAPE.D_V
+    PAGE: tl.constexpr = SHAPE.PAGE
+    lane = tl.arange(0, KEYS)
+    d, d_v = tl.arange(0, SHAPE.WIDTH)[None, :], tl.arange(0, SHAPE.WIDTH_V)[None, :]
+    table = cache.block_BL + request.to(tl.int64) * cache.columns
+    at = begin + lane
+    block = tl.load(table + at // PAGE, mask=at < end, other=0)
+    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
+        at = first + lane
+        place = ((block * PAGE + at % PAGE) * SHAPE.H_KV + h)[:, None]
+        block = tl.load(table + (at + KEYS) // PAGE, mask=at + KEYS < end, other=0)
+        key_p, value_p = cache.key + place * D + d, cache.value + place * D_V + d_v
+        if MASKED or D != SHAPE.WIDTH or D_V != SHAPE.WIDTH_V:
+            exists = (at < end)[:, None]
+            key = tl.load(key_p, mask=exists & (d < D), other=0.0)
+            value = tl.load(value_p, mask=exists & (d_v < D_V), other=0.0)
+        else:
+            key, value = tl.load(key_p), tl.load(value_p)
+        s = score(tl.dot(query, tl.trans(key), input_precision=SHAPE.PRECISION), scores)
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if SHAPE.WINDOW:
+                seen &= at[None, :] > position[:, None] - SHAPE.WINDOW
+            s = tl.where(seen, s, UNSEEN)
+        top, total, acc = _softmax_step(top, total, acc, s, value, SHAPE, 1)
+    return top, total, acc
+
+
+@triton.jit
+def prefill_kernel(
+    rows: TokenRows, cache: Cache, work: Work, scores: Scores, out, SHAPE: tl.constexpr,
+    R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program h + H_KV * i takes K/V head h of tile i."""
+    rows, cache = rows, cache  # see `triton/records.py`
+    G: tl.constexpr = SHAPE.G
+    D_V: tl.constexpr = SHAPE.D_V
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
+    WINDOW: tl.constexpr = SHAPE.WINDOW
+    h, i = tl.program_id(0) % SHAPE.H_KV, tl.program_id(0) // SHAPE.H_KV
+    if i < tl.load(work.totals + 2):
+        item = load_item(work.many_I, i)
+        r = item.row + tl.arange(0, R)
+        t, head = r // G, h * G + r % G
+        live = t < item.count
+        position = item.start + t
+        row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
+        query = load_heads(row_p, live, SHAPE.D, SHAPE.WIDTH)
+        top = tl.full((R,), UNSEEN, tl.float32)
+        total = tl.zeros((R,), tl.float32)
+        acc = tl.zeros((R, WIDTH_V), tl.float32)
+        lowest = item.start + item.row // G
+        highest = tl.minimum(item.start + (item.row + R - 1) // G, item.end - 1)
+        begin, whole = 0, (lowest + 1) // KEYS * KEYS  # below `whole` every row sees every key
+        if WINDOW:
+            begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
+            # From `inside` on, every key is within every row's window.
+            inside = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), KEYS) * KEYS
+            inside = tl.minimum(inside, whole)
+            top, total, acc = _pass_over_context(
+                top, total, acc, query, position, begin, inside, item.request, cache, scores, h,
+                True, SHAPE, KEYS, STAGES,
+            )  # fmt: skip
+            begin = tl.maximum(begin, inside)
+        top, total, acc = _pass_over_context(
+            top, total, acc, query, position, begin, whole, item.request, cache, scores, h,
+            False, SHAPE, KEYS, STAGES,
+        )  # fmt: skip
+        top, total, acc = _pass_over_context(
+            top, total, acc, query, position, tl.maximum(begin, whole), highest + 1, item.request,
+            cache, scores, h, True, SHAPE, KEYS, STAGES,
+        )  # fmt: skip
+        result = normalized(top, total, acc, head, live, scores)
+        d_v = tl.arange(0, WIDTH_V)
+        place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * D_V
+        inside_v = live[:, None] & (d_v < D_V)[None, :]
+        tl.store(out + place + d_v[None, :], result.to(out.dtype.element_ty), mask=inside_v)

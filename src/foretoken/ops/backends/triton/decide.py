@@ -2,7 +2,7 @@
 
 A program per request loads its drafts and their q while the scan may still run, waits for the
 scan's masses, and applies the request's rule (`decision`, which `settle_kernel` uses, too). Then it
-writes the request's *agenda* for `residual.py`, with what is pending: DRAW, the next token must be
+writes the request's *agenda* for `verify.py`, with what is pending: DRAW, the next token must be
 drawn; ONE_ROW, the residual that it is drawn from must be summed first; ALL_ROWS, the residuals of
 all rows must be, since BLOCK decides by them. So K + 1 rows are read, then p and q of one row for
 each request that rejects a draft. This kernel draws where draws decide (T=0, COUPLED), or for all

@@ -36,7 +36,7 @@ def scan_kernel(
     only without top-k, which makes them useless. The queue of `filters.py` is emptied.
 
     DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
-    counter_B:    if given, it is set to 0 (`residual.py`).
+    counter_B:    if given, it is set to 0 (`verify.py`).
     token_stream: of flat noise. FLAT: slots without top-k may draw with it.
     EARLY:        the scan may start before the previous kernel has ended, and the next one at once.
     """

@@ -187,7 +187,7 @@ def prepare(
 
 
 def _decode(
-    rows: records.Rows,
+    rows: records.TokenRows,
     heads: HeadInputs | None,
     caches: records.Cache,
     plan: _Plan,

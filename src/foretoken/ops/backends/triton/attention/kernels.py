@@ -1,10 +1,10 @@
-"""Attention of few queries over pieces of their context, which a second kernel merges; of many.
+"""Attention of many queries; and of few, over pieces of their context that a second kernel merges.
 
 The rows of a request's new tokens, times the G heads of a K/V head, form one operand: K and V are
 read once for a tile of them. `prefill_kernel`, for many queries: a tile of rows passes over all the
 keys that it sees, as FlashAttention-2 (Dao 2023). `decode_kernel`, for few: each of GROUPS warps
 has its own keys and its own softmax; the warps' results are added at the end of a piece. With one
-group, all warps share keys, and each has rows of its own. What follows is about few queries.
+group, all warps share keys, and each has rows of its own. The rest is about few queries:
 
 A row's bits depend on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on
 nothing else: tiles lie at fixed positions, tiles that a row does not see change none of its bits,
@@ -258,8 +258,8 @@ def _store(
     inside = live[:, None] & (d_v < SHAPE.D_V)
     if item.piece < 0:
         result = normalized(highest, total, acc, head, live, scores)
-        place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * SHAPE.D_V
-        tl.store(out + place + d_v, result.to(out.dtype.element_ty), mask=inside)
+        to = out + ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * SHAPE.D_V + d_v
+        tl.store(to, result.to(out.dtype.element_ty), mask=inside)
     else:
         place = ((item.slot + t).to(tl.int64) * SHAPE.H + head) * partials.pieces + item.piece
         tl.store(partials.acc_FHN + place[:, None] * SHAPE.D_V + d_v, acc, mask=inside)

@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.decoder.rowwise import (
 )
 
 from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
-    MOST_ROWS, Epilogue, GemvTile, Operands, Shape, StreamTile, bucket, gemv_tile, stream_tile,
+    MOST_ROWS, Epilogue, GemvTile, Operands, ProductTile, Shape, bucket, gemv_tile, stream_tile,
 )  # fmt: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
 from foretoken.ops.stack import Linear, Weight, plain
@@ -56,7 +56,7 @@ class Products:
             self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
             self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
-    def tile(self, rows: int, shape: Shape) -> GemvTile | StreamTile | None:
+    def tile(self, rows: int, shape: Shape) -> ProductTile | None:
         """The tile that multiplies so many rows; None: cuBLAS does, with small kernels around it.
 
         float16 is left to cuBLAS: rows that are multiplied before they are normed may overflow.
@@ -78,12 +78,7 @@ class Products:
         return y_TN
 
     def launch(
-        self,
-        tile: GemvTile | StreamTile,
-        shape: Shape,
-        weight: Weight,
-        x_TK: Tensor,
-        operands: Operands,
+        self, tile: ProductTile, shape: Shape, weight: Weight, x_TK: Tensor, operands: Operands
     ) -> None:
         """Launch the kernel that `tile` is for; see `tiles.py`."""
         weight_NK = plain(weight)
@@ -134,27 +129,20 @@ class ResidualStream:
 
     def project(self, linear: Linear) -> Tensor:
         """The normed stream times a layer: [T, N]."""
-        shape = _shape(linear, Epilogue.PLAIN)
-        tile = self._products.tile(len(self.state_TH), shape)
-        if tile is None:
-            return _multiply(self._normed(), linear)
-        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
-        self._launch_normed(tile, shape, linear, y_TN)
-        return y_TN
+        y_TN = self._fused(linear, Epilogue.PLAIN)
+        return _multiply(self._normed(), linear) if y_TN is None else y_TN
 
     def gate(self, linear: Linear) -> Tensor:
         """silu(gate) * up of the normed stream: [T, I], maybe with a stride between rows."""
-        shape = _shape(linear, Epilogue.SILU)
-        tile = self._products.tile(len(self.state_TH), shape)
-        if tile is None:
-            gate_up = _multiply(self._normed(), linear)
-            block = 4096 if len(gate_up) <= 512 else 1024  # 320 rows: 5 us a layer less than 1024
-            grid = len(gate_up), triton.cdiv(shape.N, block)
-            launch(silu_kernel, grid, gate_up, shape.N, block, num_warps=4)
-            return gate_up[:, : shape.N]
-        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
-        self._launch_normed(tile, shape, linear, y_TN)
-        return y_TN
+        y_TN = self._fused(linear, Epilogue.SILU)
+        if y_TN is not None:
+            return y_TN
+        gate_up = _multiply(self._normed(), linear)
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        block = 4096 if rows <= 512 else 1024  # 320 rows: 5 us a layer less than 1024
+        grid = rows, triton.cdiv(size, block)
+        launch(silu_kernel, grid, gate_up, size, block, num_warps=4)
+        return gate_up[:, :size]
 
     def add(self, linear: Linear, x_TK: Tensor, gain_H: Tensor, keep: bool = False) -> None:
         """Add the product of x and a layer; the next products read through a norm with `gain_H`.
@@ -209,15 +197,19 @@ class ResidualStream:
             self._normed_TH = self.normed()
         return self._normed_TH
 
-    def _launch_normed(
-        self, tile: GemvTile | StreamTile, shape: Shape, linear: Linear, y_TN: Tensor
-    ) -> None:
-        """Multiply the normed stream by a layer, into y."""
+    def _fused(self, linear: Linear, epilogue: Epilogue) -> Tensor | None:
+        """The normed stream times a layer, in one kernel; None: cuBLAS multiplies."""
+        shape = _shape(linear, epilogue)
+        tile = self._products.tile(len(self.state_TH), shape)
+        if tile is None:
+            return None
+        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
         scaled_TH, squares_PT = self._scaled_and_squares(tile)
         operands = Operands(y_TN, linear.bias, squares_PT=squares_PT)
         self._products.launch(tile, shape, linear.weight, scaled_TH, operands)
+        return y_TN
 
-    def _scaled_and_squares(self, tile: GemvTile | StreamTile) -> tuple[Tensor, Tensor]:
+    def _scaled_and_squares(self, tile: ProductTile) -> tuple[Tensor, Tensor]:
         if self._scaled is None:
             x_TH, size = self.state_TH, self.state_TH.shape[1]
             # As many parts as in later layers: one kernel less to compile.

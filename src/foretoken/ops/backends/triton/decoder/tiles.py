@@ -87,6 +87,8 @@ class StreamTile(NamedTuple):
     registers: int
 
 
+ProductTile = GemvTile | StreamTile
+
 _QKV, _O = Shape(6144, 4096, Epilogue.PLAIN), Shape(4096, 4096, Epilogue.RESIDUAL)
 _GATE_UP, _DOWN = Shape(14336, 4096, Epilogue.SILU), Shape(4096, 14336, Epilogue.RESIDUAL)
 _HEAD = Shape(128256, 4096, Epilogue.PLAIN)

@@ -437,7 +437,7 @@ class Steps:
             _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
             block_size,
         )  # fmt: skip
-        _, most, stride = drafting.place_3KB.shape if drafting else (3, 1, 0)
+        _, most, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
         numbers = (requests, sizes.tokens, sizes.rows, most, stride, triton.next_power_of_2(most))
         grid = (requests, -(-columns // SPAN.value))
         self._launch(pack_kernel, grid, self._table, step, drafting, out, *numbers)

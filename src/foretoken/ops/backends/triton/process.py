@@ -111,7 +111,7 @@ def measure_kernel(
     rows = batch.rows
     pid = tl.program_id(0)
     wait_for_writes(OVERLAP)
-    if pid >= tl.num_programs(0) - FEW_PROGRAMS:  # the others end before these do
+    if pid >= tl.num_programs(0) - FEW_PROGRAMS:  # earlier programs end before these
         let_next_start(OVERLAP)
     row = (pid // parts).to(tl.int64)
     threshold, scale = _threshold_and_scale(batch, row)

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.records import Work
 
-FEW = tl.constexpr(16)  # queries: more make a request one of many
+FEW = tl.constexpr(16)  # queries; a request with more has many
 FIELDS = tl.constexpr(16)  # integers of an item: one load of 64 bytes
 MERGE_FIELDS = tl.constexpr(4)
 

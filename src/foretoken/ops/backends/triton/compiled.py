@@ -45,7 +45,7 @@ _Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 _packers: dict[tuple[Any, ...], list[_Packer]] = {}
-"""By kernel, device and arguments given by name: a packer for each way arguments are nested."""
+"""By kernel, device and keyword arguments: a packer for each way in which arguments are nested."""
 
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
 """Compiled kernels, by a packer and the kinds of arguments that it returns."""
@@ -57,7 +57,7 @@ _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
 
 class _Thread(threading.local):
-    """noted: inside `compile_ahead`, one launch for each kernel that is not compiled."""
+    """noted: inside `compile_ahead`, a launch of each kernel not compiled yet; else None."""
 
     noted: dict[Any, _Launch] | None = None
 
@@ -74,60 +74,60 @@ class Shared:
         self.kind = _kinds.setdefault((pack, kinds), object())
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
-    """Do what `kernel[grid](*given, **named)` does, faster from the second time on.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+    """Do what `kernel[grid](*args, **named)` does, faster from the second time on.
 
     Args:
-        given: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
+        args: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
             them; constants may follow. No bools; an integer argument must be one in every launch.
         named: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
         if _thread.noted is None:
-            kernel[grid](*_plain(given), **named)
+            kernel[grid](*_plain(args), **named)
         return
     device = driver.active.get_current_device()
     key = (id(kernel), device, *named.items())
     packers = _packers.get(key)
     if packers is None:
         packers = _packers[key] = []
-    pack, packed, kinds = _pack(packers, given, kernel)
+    pack, packed, kinds = _pack(packers, args, kernel)
     known, noted = _kernels.get((pack, kinds)), _thread.noted
     if noted is not None:
         if known is None:
-            noted[pack, kinds] = kernel, grid, _plain(given), named
+            noted[pack, kinds] = kernel, grid, _plain(args), named
     elif known is not None:
         run, function, metadata, rest = known
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *packed, *rest)
     else:
-        made = kernel[grid](*_plain(given), **named)
+        made = kernel[grid](*_plain(args), **named)
         # AMD's kernels also depend on the size of each tensor.
         if made is not None and not torch.version.hip:
-            rest = [named.get(name) for name in kernel.arg_names[len(given) :]]
+            rest = [named.get(name) for name in kernel.arg_names[len(args) :]]
             _kernels[pack, kinds] = made.run, made.function, made.packed_metadata, rest
 
 
-def _plain(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.value if isinstance(one, Shared) else one for one in given)
+def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg.value if isinstance(arg, Shared) else arg for arg in args)
 
 
 def _pack(
-    packers: list[_Packer], given: tuple[Any, ...], kernel: Any
+    packers: list[_Packer], args: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
     """The packer that fits, a new one if none does, and the pair that it returns."""
     for pack in packers:
         try:
-            return pack, *pack(given)
+            return pack, *pack(args)
         except (AttributeError, TypeError, ValueError):  # these arguments are nested differently
             continue
-    pack = _packer(given, kernel)
+    pack = _packer(args, kernel)
     packers.append(pack)
-    return pack, *pack(given)
+    return pack, *pack(args)
 
 
-def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
+def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
     """A function that packs arguments nested as these are, and raises an error for others.
 
     It returns them with tensors replaced by their addresses, and their kinds, which are what a
@@ -136,20 +136,20 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
     16, which ones are. It is generated code: a loop over 40 arguments takes 3 times as long.
     """
     params = [] if kernel is None else kernel.params
-    number = next((p.num for p in params if p.is_constexpr), len(given))
+    number = next((p.num for p in params if p.is_constexpr), len(args))
     names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
     tensors, shared, integers, nones, others = names.values()
     sizes = list[str]()  # integers whose values are not compiled in
 
     def pattern(value: Any) -> str:
         if isinstance(value, tuple):
-            return f"({''.join(f'{pattern(one)}, ' for one in value)})"
+            return f"({''.join(f'{pattern(field)}, ' for field in value)})"
         kind = next(kind for kind in names if isinstance(value, kind))
         names[kind].append(f"{kind.__name__}{len(names[kind])}")
         return names[kind][-1]
 
-    constants = [f"constant{i}" for i in range(len(given) - number)]
-    runtime = [*map(pattern, given[:number])]
+    constants = [f"constant{i}" for i in range(len(args) - number)]
+    runtime = [*map(pattern, args[:number])]
     for param, name in zip(params, runtime, strict=False):
         if param.do_not_specialize and name in integers:
             integers.remove(name)
@@ -159,9 +159,9 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
     kinds += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
     kinds += [f"{name} >> 31" for name in sizes]
     kinds += [f"{name}.__class__" for name in others]
-    lines = [f"({arguments}) = given", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
+    lines = [f"({arguments}) = args", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
     if nones:
-        lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(given)")
+        lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(args)")
     lines += [f"{name} = {name}.data_ptr()" for name in tensors]
     lines += [f"{name} = {name}.packed" for name in shared]
     if tensors:
@@ -169,7 +169,7 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
         lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({odd},)")
     scope: dict[str, Any] = {}
     body = "\n    ".join([*lines, f"return ({arguments}), kinds"])
-    exec(f"def pack(given):\n    {body}", scope)
+    exec(f"def pack(args):\n    {body}", scope)
     pack: _Packer = scope["pack"]
     return pack
 
@@ -177,7 +177,7 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
 def compile_ahead(run: Callable[[], object], processes: int | None = None) -> None:
     """Call `run` without launching its kernels, and compile all of them.
 
-    This concerns launches of this thread alone. Results are uninitialised memory, except that
+    Only this thread's launches are affected. Results are uninitialised memory, except that
     `zero_if_noted` sets those of an op to 0, so that `run` can continue. PyTorch's operators do run
     and may write anywhere in the K/V pools and slots: call this before serving. Under Triton's
     interpreter nothing is compiled.
@@ -205,12 +205,13 @@ def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
     compiled = [_warm_up(job) for job in jobs]
     device = driver.active.get_current_device()
     with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        list(pool.map(lambda one: one.run, compiled))  # loads it; Triton 3.6 compiles C for it
+        # `run` loads a kernel; Triton 3.6 compiles C for it.
+        list(pool.map(lambda kernel: kernel.run, compiled))
 
 
 def _warm_up(job: _Launch) -> Any:
-    kernel, grid, given, named = job
-    return kernel.warmup(*given, grid=grid, **named)
+    kernel, grid, args, named = job
+    return kernel.warmup(*args, grid=grid, **named)
 
 
 class _NotOnDisk(Exception):
@@ -242,8 +243,8 @@ def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
     """The op; inside `compile_ahead` its results are set to 0. They must be tensors of its own."""
 
     @wraps(op)
-    def safe(*given: P.args, **named: P.kwargs) -> Out:
-        result = op(*given, **named)
+    def safe(*args: P.args, **named: P.kwargs) -> Out:
+        result = op(*args, **named)
         if _thread.noted is not None:
             _zero(result)
         return result
@@ -255,8 +256,8 @@ def _zero(result: Any) -> None:
     if isinstance(result, Tensor):
         result.zero_()
     elif isinstance(result, tuple):
-        for one in result:
-            _zero(one)
+        for part in result:
+            _zero(part)
     elif isinstance(result, AttentionBatch):
         _zero((result.query_start_B1, result.length_B, result.block_BL))
 
@@ -283,7 +284,9 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
         except OSError as error:
             _log.warning("Kernels are compiled by fewer processes, slower: %s", error)
     end = time.monotonic() + _DEADLINE
-    for worker in (one for one in workers if one.pid is not None):
+    for worker in workers:
+        if worker.pid is None:  # it could not be started
+            continue
         worker.join(max(end - time.monotonic(), 0))
         if worker.is_alive():
             worker.kill()

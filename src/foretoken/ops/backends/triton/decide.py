@@ -41,7 +41,7 @@ DONE, DRAW, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 HEAD, INTEGERS, FLOATS = tl.constexpr(3), tl.constexpr(5), tl.constexpr(9)
 
 Request = namedtuple("Request", "first num position settings")
-"""first: its first row; num: how many drafts it has; position: of row `first`."""
+"""first: its first row; num: its number of drafts; position: of the token that row decides."""
 
 RequestAgenda = namedtuple("RequestAgenda", "pending arrived arrived_first integers floats")
 """Pointers to one request's part of an `Agenda`, which has K lines.
@@ -239,7 +239,7 @@ def decide_kernel(
     have drafts. UNDER_BLOCK: they may be under BLOCK.
     """
     let_next_start(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     b, i = tl.program_id(0), tl.arange(0, KP)
     LATER: tl.constexpr = agenda is not None
     decided = decision(batch, drafts, agenda, b, RAGGED, UNDER_BLOCK, LATER, REQUESTS_AT_ONCE, KP,

@@ -29,7 +29,7 @@ FROM_P, WITHOUT_TOKEN, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 Softmax = namedtuple("Softmax", "threshold scale lse")
-"""What turns a row's logits x into log2 p: x scale - lse if x reaches the threshold."""
+"""Turns a row's logits x into log2 p = x scale - lse if x reaches the threshold, else -inf."""
 
 Target = namedtuple("Target", "mode token q_offset q_threshold q_lse log_w")
 """The distribution that a token is drawn from.

@@ -5,10 +5,10 @@ a lower bound of the k-th largest logit. So only groups with a maximum that reac
 read. Their logits that reach it, a little more than k, make a short list. In this the exact
 thresholds are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
-In the end a row has one of two states: *compact*, its survivors in a short list of up to CAPACITY
-entries; or *dense* (count DENSE), to be read through its threshold, because nothing is dropped, or
-because its list would overflow. In the latter case its count is UNDECIDED and its number in the
-queue until `sweep.py` and `wide.py` have searched the whole row.
+In the end a row has one of two states. The survivors of a *compact* row are in a short list of up
+to CAPACITY entries. A *dense* row (count DENSE) is read through its threshold, because no token is
+dropped, or because its list would overflow. In the latter case its count is UNDECIDED and its
+number in the queue until `sweep.py` and `wide.py` have searched the whole row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def filter_kernel(
     """Programs: (request, row of it). Overwrites the maxima of groups that the scan wrote."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
@@ -125,8 +125,8 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
             low, below = middle, count
         else:
             high, above = middle, count
-    found = tl.max(tl.where(key < high, key, 0), axis=0)
-    return tl.where(possible, found, NOTHING)
+    largest = tl.max(tl.where(key < high, key, 0), axis=0)
+    return tl.where(possible, largest, NOTHING)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ class Call:
         width: most rows of a request.
         blocks_padded: a power of 2, at least the blocks of a row.
         flat: draws may be by flat noise without top-k.
-        stream: of token noise; drafts: whether that is DRAFT_TOKEN.
+        stream: the stream of token noise; drafts: whether it is DRAFT_TOKEN.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Call:
         self.stream, self.drafts = int(stream), stream == Stream.DRAFT_TOKEN
 
     def launch(
-        self, kernel: Any, programs: int, *given: Any, early: bool = True, **options: Any
+        self, kernel: Any, programs: int, *args: Any, early: bool = True, **options: Any
     ) -> None:
-        """Launch a kernel with the batch, `given` and, last, OVERLAP.
+        """Launch a kernel with the batch, `args` and, last, OVERLAP.
 
         Args:
             early: whether it may start before the kernel launched before it has ended.
         """
         options |= dependent(self._overlap and early)
-        launch(kernel, (programs,), self._shared, *given, self._overlap, **options)
+        launch(kernel, (programs,), self._shared, *args, self._overlap, **options)
 
 
 def check_device(tensor: Tensor, name: str = "logits") -> None:

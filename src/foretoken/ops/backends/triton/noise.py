@@ -15,7 +15,7 @@ import triton.language as tl
 
 from foretoken.ops.types import Stream
 
-# Token streams. The block stream that belongs to each is one above it.
+# Token streams. The number of a token stream's block stream is one higher.
 TARGET_TOKEN = tl.constexpr(int(Stream.TARGET_TOKEN))
 RESIDUAL_TOKEN = tl.constexpr(int(Stream.RESIDUAL_TOKEN))
 ACCEPT = tl.constexpr(int(Stream.ACCEPT))
@@ -31,7 +31,7 @@ Address = namedtuple("Address", "key position draft_index stream")
 """The name of a stream of noise."""
 
 Noise64 = namedtuple("Noise64", "high low near")
-"""Gumbel noise in FP64: the two words it is made of, and what it nearly is, in FP32."""
+"""Gumbel noise in FP64: the two words it is made of, and its approximation in FP32."""
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def gumbel_at(address: Address, index, FP64: tl.constexpr):
 
 @triton.jit
 def _ordered(score):
-    """An int32 of the same order: a warp reduces integers in one instruction, floats in five."""
+    """An order-preserving int32: a warp reduces integers in one instruction, floats in five."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -191,7 +191,8 @@ def sure_argmax(weight, near):
 
 @triton.jit
 def argmax64(weight, noise: Noise64):
-    """Where weight + FP64 noise is largest, the first on ties; FP64 only where FP32 cannot tell."""
+    """The lane with the largest weight + FP64 noise, the first on ties. FP64 is used only if FP32
+    cannot decide."""
     best = sure_argmax(weight, noise.near)
     if best < 0:
         score = weight + gumbel64(uniform64(noise.high, noise.low))
@@ -201,7 +202,7 @@ def argmax64(weight, noise: Noise64):
 
 @triton.jit
 def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr):
-    """`gumbel_span`, as `argmax_with` takes it."""
+    """Noise of `gumbel_span`, in the form that `argmax_with` takes."""
     if FP64:
         high, low = _pairs_span(address, first, COUNT)
         return Noise64(high, low, near_gumbel64(high, low))
@@ -211,7 +212,7 @@ def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr)
 
 @triton.jit
 def noise_at(address: Address, index, FP64: tl.constexpr):
-    """`gumbel_at`, as `argmax_with` takes it."""
+    """Noise of `gumbel_at`, in the form that `argmax_with` takes."""
     if FP64:
         high, low = _pairs_at(address, index)
         return Noise64(high, low, near_gumbel64(high, low))
@@ -221,7 +222,7 @@ def noise_at(address: Address, index, FP64: tl.constexpr):
 
 @triton.jit
 def argmax_with(weight, noise, FP64: tl.constexpr):
-    """Where weight + noise is largest: the first on ties, NaN passed over."""
+    """The lane with the largest weight + noise: the first on ties; NaN is ignored."""
     if FP64:
         return argmax64(weight, noise)
     else:

@@ -41,7 +41,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def write_kernel(batch: Batch, out_NV):
     """Programs: (row, block of it)."""
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     pid = tl.program_id(0)
     row, first = (pid // rows.NB).to(tl.int64), pid % rows.NB * BLOCK
@@ -73,7 +73,7 @@ def process_logits(rows: Rows) -> Tensor:
 class Measured(NamedTuple):
     """What the first kernel measures of each block, and each group's maximum; float32.
 
-    sum_NJ:    of 2^((x - the block's maximum) scale)
+    sum_NJ:    sums of 2^((x - the block's maximum) scale)
     higher_NJ: how many logits are above the given token's
     """
 
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
 
 @triton.jit
 def _threshold_and_scale(batch: Batch, row):
-    """The threshold of a row, and its scale to log2; raw logits are not cut, and T is 1."""
+    """(threshold, scale from logits to log2) of a row; raw logits are not cut, and T is 1."""
     threshold, scale = float("-inf"), LOG2E
     if batch.slots is not None:
         temperature = tl.load(batch.slots.temperature_S + tl.load(batch.requests.slot_B + row))
@@ -95,7 +95,7 @@ def _threshold_and_scale(batch: Batch, row):
 
 
 @triton.jit
-def _given_logit(batch: Batch, row, token_N):
+def _token_logit(batch: Batch, row, token_N):
     """The edited logit of a row's given token."""
     token = tl.load(token_N + row + tl.arange(0, 1)).to(tl.int32)
     valid = (token >= 0) & (token < batch.rows.V)
@@ -107,7 +107,7 @@ def measure_kernel(
     batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Programs: (row, PER blocks of it)."""
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows = batch.rows
     pid = tl.program_id(0)
     wait_for_writes(OVERLAP)
@@ -115,8 +115,8 @@ def measure_kernel(
         let_next_start(OVERLAP)
     row = (pid // parts).to(tl.int64)
     threshold, scale = _threshold_and_scale(batch, row)
-    given = _given_logit(batch, row, token_N)
-    given = tl.where(given < threshold, float("-inf"), given)
+    token_logit = _token_logit(batch, row, token_N)
+    token_logit = tl.where(token_logit < threshold, float("-inf"), token_logit)
     for n in tl.static_range(PER):
         j = pid % parts * PER + n
         if j < rows.NB:
@@ -127,7 +127,7 @@ def measure_kernel(
             base = tl.where(top == float("-inf"), 0.0, top)
             place = row * rows.NB + j
             tl.store(measured.sum_NJ + place, tl.sum(tl.exp2((x - base) * scale), axis=0))
-            higher = tl.sum((x > given).to(tl.int32), axis=0)
+            higher = tl.sum((x > token_logit).to(tl.int32), axis=0)
             tl.store(measured.higher_NJ + place, higher.to(tl.float32))
             group = j * GROUPS + tl.arange(0, GROUPS)
             place = measured.group_top_NG + row * rows.NG + group
@@ -144,9 +144,9 @@ def _first(x, id_, T, TP: tl.constexpr):
     best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
     for t in range(T):
         top = tl.max(key, axis=0)
-        one = tl.min(tl.where(key == top, id_, _NO_ID), axis=0)
-        best, at = tl.where(i == t, top, best), tl.where(i == t, one, at)
-        key = tl.where(id_ == one, 0, key)  # below the key of -inf
+        top_id = tl.min(tl.where(key == top, id_, _NO_ID), axis=0)
+        best, at = tl.where(i == t, top, best), tl.where(i == t, top_id, at)
+        key = tl.where(id_ == top_id, 0, key)  # below the key of -inf
     return value_of(best), at
 
 
@@ -156,13 +156,13 @@ def likeliest_kernel(
     TP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: rows. TP: a power of 2, at least T; 0 if T is 0."""
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows = batch.rows
     row = tl.program_id(0).to(tl.int64)
-    given = _given_logit(batch, row, token_N)
+    token_logit = _token_logit(batch, row, token_N)
     wait_for_writes(OVERLAP)
     threshold, scale = _threshold_and_scale(batch, row)
-    given = tl.where(given < threshold, float("-inf"), given)
+    token_logit = tl.where(token_logit < threshold, float("-inf"), token_logit)
     j, g = tl.arange(0, NBP), tl.arange(0, NBP * GROUPS)
     top_G = tl.load(measured.group_top_NG + row * rows.NG + g, mask=g < rows.NG,
                     other=float("-inf"), cache_modifier=".cg")  # fmt: skip
@@ -172,7 +172,7 @@ def likeliest_kernel(
     sum_J = tl.load(measured.sum_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
     higher_J = tl.load(measured.higher_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
     lse = tl.log2(tl.sum(sum_J * tl.exp2((top_J - top) * scale), axis=0))
-    tl.store(result.logprob_N + row, ((given - top) * scale - lse) * LN2)
+    tl.store(result.logprob_N + row, ((token_logit - top) * scale - lse) * LN2)
     tl.store(result.rank_N + row, tl.sum(higher_J.to(tl.int64), axis=0) + 1)
     if TP > 0:
         _, group = _first(top_G, g, T, TP)
@@ -219,8 +219,8 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         reduce_rows(call)
     per = 1 if number * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
     parts = -(-blocks // per)
-    given = token_N.contiguous(), measured
-    call.launch(measure_kernel, number * parts, *given, parts, per, num_warps=1)
+    args = token_N.contiguous(), measured
+    call.launch(measure_kernel, number * parts, *args, parts, per, num_warps=1)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
-    call.launch(likeliest_kernel, number, *given, result, num_top, call.blocks_padded, width)
+    call.launch(likeliest_kernel, number, *args, result, num_top, call.blocks_padded, width)
     return result

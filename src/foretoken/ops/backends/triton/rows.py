@@ -17,11 +17,11 @@ from foretoken.ops.backends.triton.records import Entries, Mask, RawRows, Reques
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
-GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
-GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # per block
-CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
+GROUP = tl.constexpr(64)  # ids per group; the maximum of each group is kept
+GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # groups per block
+CAPACITY = tl.constexpr(128)  # entries of a row's short list
 FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
-REQUESTS_AT_ONCE = tl.constexpr(128)  # the rows of so many are summed at once by `first_row`
+REQUESTS_AT_ONCE = tl.constexpr(128)  # `first_row` sums the rows of so many requests at once
 _ENTRIES_AT_ONCE = tl.constexpr(512)
 
 Settings = namedtuple(
@@ -166,12 +166,13 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
             x = tl.where(_allowed(rows.mask, index, off, off < rows.V), x, float("-inf"))
     if rows.entries is not None:
         token_M, value_M = rows.entries.token_M, rows.entries.value_M
-        for one in range(begin, end, 2):  # in pairs: twice as many loads in flight
-            two = tl.minimum(one + 1, end - 1)  # the last entry twice, if their number is odd
-            token, value = tl.load(token_M + one).to(tl.int32), tl.load(value_M + one)
-            token_two, value_two = tl.load(token_M + two).to(tl.int32), tl.load(value_M + two)
+        for e in range(begin, end, 2):  # in pairs: twice as many loads in flight
+            other = tl.minimum(e + 1, end - 1)  # if the number is odd, the last entry twice
+            token, value = tl.load(token_M + e).to(tl.int32), tl.load(value_M + e)
+            other_token = tl.load(token_M + other).to(tl.int32)
+            other_value = tl.load(value_M + other)
             x = tl.where(off == token, value, x)
-            x = tl.where(off == token_two, value_two, x)
+            x = tl.where(off == other_token, other_value, x)
     return x
 
 
@@ -193,15 +194,15 @@ def load_at(rows: RawRows, row, off, valid):
         begin = entries.begin_NJ + row * entries.columns + off // BLOCK
         end = tl.load(begin + 1, mask=valid, other=0)
         e = _first_entry(entries, tl.load(begin, mask=valid, other=0), end, off)
-        found = e < end
-        found = found & (tl.load(entries.token_M + e, mask=found, other=-1) == off)
-        x = tl.where(found, tl.load(entries.value_M + e, mask=found, other=0.0), x)
+        edited = e < end
+        edited = edited & (tl.load(entries.token_M + e, mask=edited, other=-1) == off)
+        x = tl.where(edited, tl.load(entries.value_M + e, mask=edited, other=0.0), x)
     return x
 
 
 @triton.jit
 def key_of(x):
-    """Order-preserving uint32 key of a float32; 0 and -0 share one."""
+    """Order-preserving uint32 key of a float32; 0 and -0 have the same key."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 

@@ -33,7 +33,7 @@ from foretoken.ops.backends.triton.sweep import (
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.types import DraftCache, Noise, Rows
 
-_MANY = 512  # with more rows, programs of the filters have one warp
+_MANY = 512  # with more rows than this, programs of `filter_kernel` have one warp
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def pick_kernel(
 
     DRAFT: rows are drafts; their thresholds and lse are kept in the draft cache, if there is one.
     """
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, requests, scratch, q = batch.rows, batch.requests, batch.scratch, batch.q
     row = tl.program_id(0).to(tl.int64)
     settings = read_settings(batch.slots, tl.load(requests.slot_B + row), rows.V)
@@ -69,9 +69,9 @@ def pick_kernel(
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
-    """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise.
+    """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise; int64 [N].
 
-    See `Backend.sample`. Two launches; five more if `params.has_filters`. Returns int64 [N].
+    See `Backend.sample`. Two launches; five more if `params.has_filters`.
     """
     return draft(rows, noise, None)
 

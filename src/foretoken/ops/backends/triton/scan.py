@@ -40,7 +40,7 @@ def scan_kernel(
     token_stream: of flat noise. FLAT: slots without top-k may draw with it.
     EARLY:        the scan may start before the previous kernel has ended, and the next one at once.
     """
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, scratch = batch.rows, batch.scratch
     pid = tl.program_id(0)
     if EARLY:

@@ -28,8 +28,8 @@ SPAN = tl.constexpr(1024)  # tokens, or columns of the block table, that a progr
 AT_ONCE = tl.constexpr(256)  # requests that a program looks at together
 TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
 
-Span = namedtuple("Span", "slot start count want")
-"""Tokens start..start + count - 1 of a slot; logits of the last `want` of them are wanted."""
+Span = namedtuple("Span", "slot start count rows")
+"""Tokens start..start + count - 1 of a slot, and how many of them, the last ones, need logits."""
 
 
 class Table(NamedTuple):
@@ -98,7 +98,7 @@ def pack_kernel(
     most, stride: for drafting, K and the distance of rows of `place_3KB`.
     """
     wait_for_writes(OVERLAP)
-    table, out = table, out  # see `records.py`
+    table, out = table, out  # fields that are 1 as values: Triton 3.6 loses constants in branches
     if drafting is not None:
         drafting = drafting
     b, part = tl.program_id(0), tl.program_id(1)
@@ -128,12 +128,12 @@ def pack_kernel(
         tl.store(drafting.index_B1 + b, b)
         if b == B - 1:
             tl.store(drafting.index_B1 + B, B)
-    first_token, first_row = zero_like(span.count), zero_like(span.want)
+    first_token, first_row = zero_like(span.count), zero_like(span.rows)
     for begin in range(0, b, AT_ONCE):
         others = begin + tl.arange(0, AT_ONCE)
         before = _span(table, step, drafting, others, others < b)
         first_token += tl.sum(before.count, 0)
-        first_row += tl.sum(before.want, 0)
+        first_row += tl.sum(before.rows, 0)
     _store_packed(table, out, b, span, first_token, first_row, B, T, N)
 
 
@@ -148,9 +148,9 @@ def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
         slot, of = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
         if step.of_B is not None:
             of = tl.load(step.of_B + i, mask=live, other=-1)
-        want = tl.load(step.num_D + of, mask=live & (of >= 0), other=-1) + 1
-        count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(want - 1, 0)
-        return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, want)
+        rows = tl.load(step.num_D + of, mask=live & (of >= 0), other=-1) + 1
+        count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(rows - 1, 0)
+        return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, rows)
     else:
         slot = _slot_or_spare(table, drafting.slot_B, i, live)
         position = tl.load(drafting.position_B + i, mask=live, other=0)
@@ -178,8 +178,8 @@ def _store_packed(table: Table, out: Packed, b, span, first_token, first_row, B,
         token = tl.load(its_tokens + i, mask=i < span.count, other=0)
         tl.store(out.token_T + first_token + i, token, mask=i < span.count)
         tl.store(out.position_T + first_token + i, span.start + i, mask=i < span.count)
-    end_token, end_row = first_token + span.count, first_row + span.want
-    tl.store(out.row_N + first_row + j, end_token - span.want + j, mask=j < span.want)
+    end_token, end_row = first_token + span.count, first_row + span.rows
+    tl.store(out.row_N + first_row + j, end_token - span.rows + j, mask=j < span.rows)
     tl.store(out.start_B1 + b, first_token)
     tl.store(out.length_B + b, span.start + span.count)
     if b == B - 1:
@@ -213,7 +213,7 @@ def put_kernel(
 ):  # fmt: skip
     """A program writes the drafts of a request."""
     wait_for_writes(OVERLAP)
-    table = table  # see `records.py`
+    table = table  # fields that are 1 as values: Triton 3.6 loses constants in branches
     b, i = tl.program_id(0), tl.arange(0, KP)
     live = (i < K) & (i < tl.load(num_B + b))
     token = tl.load(token_BK + b * K + i, mask=live, other=0)
@@ -350,8 +350,8 @@ class Steps:
         """See `Steps.count_drafts`."""
         requests = len(slot_B)
         num_B, position_B = _empty(slot_B, requests), _empty(slot_B, requests)
-        given = (self._table, slot_B, most_B, num_B, position_B, requests)
-        self._launch(count_kernel, (triton.cdiv(requests, AT_ONCE.value),), *given)
+        args = (self._table, slot_B, most_B, num_B, position_B, requests)
+        self._launch(count_kernel, (triton.cdiv(requests, AT_ONCE.value),), *args)
         return num_B, position_B
 
     def write_drafts(
@@ -359,8 +359,8 @@ class Steps:
     ) -> None:
         """See `Steps.write_drafts`."""
         (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
-        given = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, most, last_id)
-        self._launch(put_kernel, (requests,), *given, triton.next_power_of_2(most))
+        args = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, most, last_id)
+        self._launch(put_kernel, (requests,), *args, triton.next_power_of_2(most))
 
     @zero_if_noted
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
@@ -373,8 +373,8 @@ class Steps:
         requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
         packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
         verdict = Verdict(*map(Tensor.contiguous, verdict))
-        given = (self._table, tokens, verdict, packet, requests, width - 1)
-        self._launch(advance_kernel, (requests,), *given, triton.next_power_of_2(width))
+        args = (self._table, tokens, verdict, packet, requests, width - 1)
+        self._launch(advance_kernel, (requests,), *args, triton.next_power_of_2(width))
         return packet
 
     @zero_if_noted
@@ -398,8 +398,8 @@ class Steps:
         """See `Steps.shift`."""
         token_T, row_B = _empty(slot_B, num_tokens), torch.empty_like(slot_B)
         where = (slot_B, batch.query_start_B1, batch.length_B)
-        given = (self._table, *where, token_T, row_B, len(slot_B), num_tokens)
-        self._launch(shift_kernel, (len(slot_B),), *given)
+        args = (self._table, *where, token_T, row_B, len(slot_B), num_tokens)
+        self._launch(shift_kernel, (len(slot_B),), *args)
         return token_T, row_B
 
     @zero_if_noted
@@ -419,8 +419,8 @@ class Steps:
         lookup = Lookup(asked.slot_B, asked.num_B, asked.position_B, rank_BP, parts)
         self._launch(search_kernel, (requests, parts), self._table, lookup, shortest, longest)
         widths = triton.next_power_of_2(asked.most), triton.next_power_of_2(parts)
-        given = (self._table, lookup, token_BK, kept_B, asked.most)
-        self._launch(found_kernel, (requests,), *given, *widths)
+        args = (self._table, lookup, token_BK, kept_B, asked.most)
+        self._launch(found_kernel, (requests,), *args, *widths)
         return token_BK, kept_B
 
     def _pack(
@@ -445,10 +445,10 @@ class Steps:
         attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
         return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
         """Launch a kernel that waits before it does anything else."""
         overlap = self._overlap
-        launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent(overlap))
+        launch(kernel, grid, *args, OVERLAP=overlap, num_warps=4, **dependent(overlap))
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

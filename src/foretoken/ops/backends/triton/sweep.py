@@ -60,7 +60,7 @@ _ASIDE = tl.constexpr(0.45)  # share of the list's room on either side of a seco
 _LENGTHS = tl.constexpr(2048)  # more than the length of a stretch, at most a block's 1024
 
 Weighting = namedtuple("Weighting", "maximum scale floor")
-"""What a logit x weighs: 2^((x - maximum) scale) if it reaches the floor, else 0.
+"""The weight of a logit x: 2^((x - maximum) scale) if x reaches the floor, else 0.
 
 If logits are counted, maximum and scale are 0 and the floor is the lowest finite float.
 """
@@ -83,7 +83,7 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs: any number; each takes queued rows and guesses where their thresholds lie."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     queued = tl.load(filtered.queue_N1, cache_modifier=".cg")
     for item in range(tl.program_id(0), queued, tl.num_programs(0)):
@@ -190,7 +190,7 @@ def room_for_list(rows: RawRows):
 
 @triton.jit
 def sample_of(rows: RawRows, row, turn):
-    """SAMPLE logits in chunks spread over the row, others each turn; -inf if it has fewer."""
+    """SAMPLE logits in chunks spread over the row, at other places each turn; -inf past its end."""
     i = tl.arange(0, SAMPLE)
     apart = tl.maximum(rows.V // (SAMPLE // _CHUNK), _CHUNK)
     off = i // _CHUNK * apart + i % _CHUNK + (apart - _CHUNK) * turn // GUESSES
@@ -212,7 +212,7 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
     weight = tl.where((key >= low) & (key < high), weight_of(x, weighting), 0.0)
     sampled = tl.sum(weight, axis=0)
     if sampled > 0:
-        one = tl.where(weight > 0, 1.0, 0.0)
+        ones = tl.where(weight > 0, 1.0, 0.0)  # 1 for each sampled logit that weighs anything
         first = tl.min(tl.where(weight > 0, key, high), axis=0)
         last = tl.max(tl.where(weight > 0, key, low), axis=0) + 1
         step = tl.maximum((last - first) >> 18, 1)
@@ -225,26 +225,26 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
         t = bisect(key, weight, first, last, wanted, step)
         t = tl.min(tl.where((weight > 0) & (key >= t), key, last), axis=0)
         near = tl.maximum(weight_of(value_of(t), weighting), 1e-18)
-        ties = tl.sum(tl.where(key == t, one, 0.0), axis=0)
-        count = tl.sum(tl.where(key > t, one, 0.0), axis=0)
+        ties = tl.sum(tl.where(key == t, ones, 0.0), axis=0)
+        count = tl.sum(tl.where(key > t, ones, 0.0), axis=0)
         aside = tl.sqrt(above * tl.maximum(below, 0.0) / both / (near * near) + 1) * _SPREAD
-        most = (room * _FILL / unit - ties) / 2
-        aside = tl.minimum(aside, most)
-        if most < 0:
+        largest_aside = (room * _FILL / unit - ties) / 2
+        aside = tl.minimum(aside, largest_aside)
+        if largest_aside < 0:
             a, b = t, t + 1
         else:
-            if count + ties + aside < tl.sum(one, axis=0):
-                a = bisect(key, one, first, last, count + ties + aside, step)
+            if count + ties + aside < tl.sum(ones, axis=0):
+                a = bisect(key, ones, first, last, count + ties + aside, step)
             if count - aside >= 1:
-                b = tl.minimum(bisect(key, one, first, last, count - aside, step) + step, high)
+                b = tl.minimum(bisect(key, ones, first, last, count - aside, step) + step, high)
     return Guess(a, b)
 
 
 @triton.jit
 def bisect(key, weight, low, high, need, step):
-    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
+    """The largest t in [low, high) such that the weight of keys >= t reaches `need`; low if none.
 
-    To less than `step` below it: 1 is exact.
+    The result may be up to step - 1 less than t: a step of 1 is exact.
     """
     while high - low > step:
         middle = low + ((high - low) >> 1)
@@ -268,7 +268,7 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     items = tl.load(filtered.queue_N1, cache_modifier=".cg") * parts
     for item in range(tl.program_id(0), items, tl.num_programs(0)):

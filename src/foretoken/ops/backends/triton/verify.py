@@ -61,7 +61,7 @@ def residual_kernel(
     Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Row 0
     of all requests runs last: under BLOCK its mass is unused once a draft has been accepted.
     """
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     requests = tl.num_programs(0) // (parts * lines)
@@ -162,9 +162,9 @@ def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: 
                     row = request.first + k
                     count = tl.load(scratch.filtered.count_N + row)
                     if count >= 0:
-                        one = load_line(agenda_b, k, True)
+                        line = load_line(agenda_b, k, True)
                         x, id_ = load_list(scratch.filtered, row, count)
-                        weight = weigh(x, id_, one.p, one.target, batch.q)
+                        weight = weigh(x, id_, line.p, line.target, batch.q)
                         mass = tl.where(i == k, tl.exp2(log2_sum(weight)), mass)
     mass = tl.where((i < num) & is_finite(lines.p.lse), mass, 0.0)
     has_q = (i < num) & (lines.log_q > float("-inf"))
@@ -184,7 +184,7 @@ def settle_kernel(
     ONE_ROW: every program draws from its block of the residual, and the last to arrive takes the
     best. Otherwise the first program draws, and the others have nothing to do.
     """
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     NB = batch.rows.NB
     b, block = tl.program_id(0) // NB, tl.program_id(0) % NB
     decided = decision(batch, drafts, None, b, RAGGED=True, UNDER_BLOCK=False, LATER=True,
@@ -310,12 +310,12 @@ def verify(batch: VerifyBatch) -> Verdict:
             torch.empty(number * floats, dtype=torch.float32, device=device),
         )
     reduce_rows(call)
-    given = (drafts, verdict, agenda)
-    call.launch(decide_kernel, number, *given, most > 0, block_rule, *widths)
+    args = (drafts, verdict, agenda)
+    call.launch(decide_kernel, number, *args, most > 0, block_rule, *widths)
     if later:
         lines, parts = most if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
         call.launch(
-            residual_kernel, number * lines * parts, *given, parts, lines, *widths,
+            residual_kernel, number * lines * parts, *args, parts, lines, *widths,
             launch.BLOCKS_AT_ONCE, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

@@ -51,7 +51,7 @@ def wide_kernel(
     batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
     DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it); most have nothing to do. Leaves rows dense.
+    """Programs: (request, row of it); most have nothing to do. Makes UNDECIDED rows DENSE.
 
     The compiler must not know that the rows' stride is a multiple of 16. It would load four
     neighbours a thread. But single ones are stored to the list, so it would move ranks, addresses
@@ -59,7 +59,7 @@ def wide_kernel(
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
     rows, requests, filtered = batch.rows, batch.requests, batch.scratch.filtered
     rows = RawRows(rows.logits_NV, stride, rows.V, rows.NB, rows.NG, rows.mask, rows.entries)
     batch = Batch(rows, requests, batch.slots, batch.q, batch.scratch)
@@ -249,7 +249,7 @@ def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
 
 @triton.jit
 def _score(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.constexpr):
-    """Masses and best scores under flat noise of what is kept."""
+    """Write masses, and best scores under flat noise, of the logits that are kept."""
     rows, scratch = batch.rows, batch.scratch
     ahead = _span(rows, row, 0)
     for first in range(0, rows.V, _SPAN):

@@ -36,7 +36,7 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 @triton.jit
 def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.constexpr):
-    """Continue a softmax by keys with scores s and these values."""
+    """Continue a running softmax by keys with scores s and these values: (top, total, acc)."""
     higher = tl.maximum(top, tl.max(s, KEY_AXIS))
     weight = tl.exp2(s - tl.expand_dims(higher, -1))
     old = tl.exp2(top - higher)
@@ -48,7 +48,7 @@ def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.c
 
 @triton.jit
 def _for_warps(x, TILE: tl.constexpr):
-    """Rows [R, D] as each warp has them, [W, Q, D]; as they are, where warps share all keys."""
+    """Rows [R, D] repeated for each warp, [W, Q, D]; unchanged if warps share all keys."""
     SETS: tl.constexpr = TILE.SETS
     GROUPS: tl.constexpr = TILE.GROUPS
     if SETS * GROUPS > 1:
@@ -90,7 +90,7 @@ def _for_sets(x, SETS: tl.constexpr):
 
 @triton.jit
 def _blocks(table, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """In which blocks the tile at `first` lies: one, or [GROUPS, 1] if a warp's keys are in one
+    """The cache blocks of the tile at `first`: one, or [GROUPS, 1] if a warp's keys are in one
     block, or [GROUPS, k]; [k] if there is one group."""
     if PAGE % TILE.TOKENS == 0:
         at = first
@@ -113,8 +113,8 @@ def _load_tile(
     PAGE: tl.constexpr = SHAPE.PAGE
     lane = _lanes(TILE)
     d = tl.arange(0, WIDTH)
-    # Where tiles and pages share a border, an address is one of few and a constant: half of the
-    # instructions of a tile were for addresses.
+    # Where tiles and pages share borders, an address is a block's plus a constant. Before, half of
+    # the instructions of a tile computed addresses.
     block = block.to(tl.int64) * (PAGE * SHAPE.H_KV) + h
     if PAGE % TILE.TOKENS == 0:
         p, at = pool + (block + first % PAGE * SHAPE.H_KV) * D, lane
@@ -281,7 +281,7 @@ def decode_kernel(
     AHEAD: tokens of an item that are prefetched into the L2 while the kernel before is running.
     """
     let_next_start(OVERLAP)
-    rows, cache, partials = rows, cache, partials  # see `triton/records.py`
+    rows, cache, partials = rows, cache, partials  # 1s as values, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     R: tl.constexpr = TILE.R
@@ -341,7 +341,7 @@ def decode_kernel(
             True, SHAPE, TILE, 1,
         )  # fmt: skip
         _store(top, total, acc, item, t, head, live, scores, partials, out, SHAPE, TILE)
-        # The first items are the longest: a program with one of them takes a late item next.
+        # The first items are the longest, so a program that had one takes a late item next.
         i = tl.where(i < programs, 2 * programs - 1 - i, i + programs)
         item = load_item(work.few_I, tl.minimum(i, items - 1))
     wait_for_writes(OVERLAP)  # also programs without an item
@@ -358,7 +358,7 @@ def merge_kernel(
     PIECES: how many are loaded at once.
     """
     let_next_start(OVERLAP)
-    partials = partials  # see `triton/records.py`
+    partials = partials  # 1s as values, see `triton/records.py`
     f = tl.program_id(1)
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     n, d_v = tl.arange(0, PIECES), tl.arange(0, WIDTH_V)
@@ -433,7 +433,7 @@ def prefill_kernel(
     R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program h + H_KV * i takes K/V head h of tile i."""
-    rows, cache = rows, cache  # see `triton/records.py`
+    rows, cache = rows, cache  # 1s as values, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
     D_V: tl.constexpr = SHAPE.D_V
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V

@@ -22,7 +22,7 @@ import triton.language as tl
 from foretoken.ops.backends.triton.attention.records import Work
 
 FEW = tl.constexpr(16)  # queries; a request with more has many
-FIELDS = tl.constexpr(16)  # integers of an item: one load of 64 bytes
+FIELDS = tl.constexpr(16)  # integers per item, so that one load of 64 bytes reads it
 MERGE_FIELDS = tl.constexpr(4)
 
 Item = namedtuple("Item", "request row begin end piece first start count slot")
@@ -52,7 +52,7 @@ def most_pieces(size: int, count: int, longest: int, window: int) -> int:
 
 @triton.jit
 def _piece_size(length, CUT: tl.constexpr):
-    """How long the pieces of a context of `length` tokens are."""
+    """The size of the pieces of a context of `length` tokens."""
     if CUT.WINDOW:
         length = tl.minimum(length, CUT.WINDOW)
     over = tl.maximum(length - CUT.SIZE * CUT.COUNT, 0)
@@ -67,6 +67,7 @@ def _oldest(position, CUT: tl.constexpr):
 
 @triton.jit
 def _segment(start, token, end, size, CUT: tl.constexpr):
+    """The `_Segment` of new tokens token..end - 1 after `start` known ones."""
     low, high = _oldest(start + token, CUT) // size, (start + end - 1) // size
     return _Segment(token, end, size, low, high, tl.cdiv((end - token) * CUT.G, CUT.FEW_ROWS))
 

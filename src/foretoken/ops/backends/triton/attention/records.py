@@ -15,17 +15,17 @@ from torch import Tensor
 
 
 class HeadInputs(NamedTuple):
-    """How the q and k that a layer's product gave become those that attend.
+    """How queries and keys are made of the q and k of a layer's product.
 
     First RMSNorm of each head, if there are weights; then rotary embedding in the half-split layout
     (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
     the dtype of the cache.
 
-    cos_PR, sin_PR: float32 [P, R / 2], contiguous, any scaling of attention in them; P is at least
+    cos_PR, sin_PR: float32 [P, R / 2], contiguous, any scaling of attention included; P is at least
                     the longest length
-    q_norm_D, k_norm_D: any float dtype, or both None. The weight itself: a model that multiplies by
-                    1 + w has that computed once
-    eps:            of the norms
+    q_norm_D, k_norm_D: weights of the norms in any float dtype, or both None. A model that
+                    multiplies by 1 + w passes 1 + w
+    eps:            epsilon of the norms
     """
 
     cos_PR: Tensor
@@ -163,7 +163,7 @@ class Partials(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are made of products, base 2. sink_H: in base e, or None."""
+    """How scores in base 2 are made of products. sink_H: sink scores of heads, base e, or None."""
 
     scale: float
     softcap: float | None

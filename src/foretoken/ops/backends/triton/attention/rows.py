@@ -19,7 +19,7 @@ UNSEEN = tl.constexpr(-1e30)
 
 @triton.jit
 def score(product, scores: Scores):
-    """Products of queries and keys as scores, base 2."""
+    """Scores, base 2, from products of queries and keys."""
     if scores.softcap is not None:
         # tanh(x) = 1 - 2 / (e^2x + 1), correct for large |x| of both signs
         twice = product * (scores.scale * (2 * LOG2E) / scores.softcap)
@@ -96,12 +96,12 @@ def write_new_kernel(
     SHAPE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per ROWS tokens and K/V head: its keys and values, and the queries in place.
+    """A program per ROWS tokens and K/V head writes their keys and values, and replaces queries.
 
-    AT_ONCE: requests at once, in the search for each token's request.
+    AT_ONCE: how many requests the search for each token's request compares at once.
     """
     let_next_start(OVERLAP)
-    rows, cache = rows, cache  # see `triton/records.py`
+    rows, cache = rows, cache  # 1s as values, see `triton/records.py`
     h = tl.program_id(1)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.zeros((ROWS,), tl.int32)

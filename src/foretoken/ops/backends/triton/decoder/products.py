@@ -30,8 +30,9 @@ from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
 from foretoken.ops.stack import Linear, Weight, plain
 
-_MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
-_PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
+_MOST_TILES = 1 << 15  # tiles of one product; a vocabulary has up to 262 144 / 64
+# float32 values: more than 132 programs * 2 slots * 128 * 64 (or 2 halves of 64 * 64).
+_PARTIALS = 1 << 22
 
 
 class Products:
@@ -68,7 +69,7 @@ class Products:
         return stream_tile(shape, bucket(rows, self.deterministic), self._processors)
 
     def multiply(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        """x, as it is, times a layer: [T, N]."""
+        """x times a layer, without a norm: [T, N]."""
         shape = _shape(linear, Epilogue.PLAIN)
         tile = self.tile(len(x_TK), shape)
         if tile is None:

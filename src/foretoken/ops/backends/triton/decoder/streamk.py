@@ -1,4 +1,4 @@
-"""y = f(x W^T) for 1 to 64 rows: weights never stop arriving. A persistent kernel in Gluon.
+"""y = f(x W^T) for 1 to 64 rows: a persistent kernel in Gluon that loads weights without a pause.
 
 Few rows are bound by the memory's speed, so all that matters is that every SM always has loads in
 flight. A *unit* is the product of one block of weights and one block of x: a tile of W's rows has
@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU, Operands
 
-WARPS = 4  # that multiply
+WARPS = 4  # warps that multiply; one more loads
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed by Triton 3.7
 SLOTS = 2  # a program shares at most the first and the last of its tiles with others
 

@@ -1,5 +1,4 @@
-"""What every product of the fused chain does in addition to multiplying; which kernel multiplies,
-in which tiles.
+"""The products of the fused chain: what each computes, which kernel multiplies, in which tiles.
 
     PLAIN     y = n(x) W^T + b
     SILU      y = silu(n(x) G^T + b_g) * (n(x) U^T + b_u), the rows of U after those of G

@@ -56,7 +56,7 @@ Line = namedtuple("Line", "row position p target log_p log_q log_next")
 """A line of an agenda, or a vector of lines: one row of the request.
 
 row:       -1 if it has no residual to be summed
-position:  of the token that the row decides
+position:  the position of the token that the row decides
 p, target: its `Softmax` and its `Target`
 log_p, log_q, log_next: for BLOCK: log2 p(x_i), log2 q(x_i), the next row's log2 w
 """
@@ -120,7 +120,7 @@ def shifted(x, by):
 
 @triton.jit
 def is_finite(x):
-    """Whether a number is finite: of infinities and NaN the difference is NaN."""
+    """Whether a number is finite: x - x is NaN if x is infinite or NaN."""
     return x - x == 0
 
 
@@ -221,7 +221,7 @@ Decision = namedtuple("Decision", "request drafted p accepted pending mode by_ow
 p: the `Softmax` of its rows, vectors [KP]
 accepted: how many drafts are accepted; 0 as long as that depends on what is pending
 pending: DONE, DRAW, ONE_ROW or ALL_ROWS as above
-mode: of the `Target` of the token after the accepted drafts
+mode: mode of the `Target` of the token after the accepted drafts
 by_own_draw: p is one-hot (T=0), or p and q share their noise (COUPLED): drafts are accepted while
     they equal the target's own draws, which are not made yet. Not under SYNTHETIC
 """

@@ -42,7 +42,7 @@ def block_address(address: Address):
 
 @triton.jit
 def words(address: Address, group):
-    """The four words of each group (int32 block)."""
+    """The four Philox words of each group, an int32 block."""
     zero = tl.full((), 0, tl.int32)
     position = address.position.to(tl.int32)
     return tl.philox(

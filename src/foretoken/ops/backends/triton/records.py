@@ -109,9 +109,9 @@ class Filtered(NamedTuple):
 class Scratch(NamedTuple):
     """What the kernels of one op leave to each other.
 
-    mass_NJ: log2 masses of blocks; at T=0 their maxima. Those of p, after `residual_kernel` of a
-             residual
-    best_NJ: best scores of blocks under flat noise, likewise
+    mass_NJ: log2 masses of blocks; at T=0 maxima of blocks. They are p's masses; in rows that
+             `residual_kernel` has summed, a residual's masses
+    best_NJ: best scores of blocks under flat noise, of p or a residual as in `mass_NJ`
     lse_N:   log2 of a row's mass
     """
 

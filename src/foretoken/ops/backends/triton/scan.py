@@ -19,8 +19,8 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2
-# About as many as one GPU runs at once. Up to so many, a program takes one block; of more programs
-# the last so many let the next kernel start.
+# About as many programs as one GPU runs at once. If a scan needs no more, each takes one block. If
+# it needs more, only this many, the last ones, let the next kernel start.
 FEW_PROGRAMS = tl.constexpr(4096)
 
 
@@ -30,14 +30,14 @@ def scan_kernel(
     FLAT: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it, PER blocks). Writes what `Scratch` says of each block.
+    """Programs: (request, row of it, PER blocks). Writes each block's `mass_NJ` and `best_NJ`.
 
     Rows with filters get maxima of groups and of blocks in place of best scores. They get masses
     only without top-k, which makes them useless. The queue of `filters.py` is emptied.
 
     DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
     counter_B:    if given, it is set to 0 (`verify.py`).
-    token_stream: of flat noise. FLAT: slots without top-k may draw with it.
+    token_stream: stream of flat noise. FLAT: slots without top-k may draw with flat noise.
     EARLY:        the scan may start before the previous kernel has ended, and the next one at once.
     """
     batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches

@@ -1,7 +1,7 @@
 """Bookkeeping of a step over its slots, a kernel or two each; see `foretoken.ops.steps.Steps`.
 
 Sizes of batches are arguments that Triton does not specialise on, so a kernel is compiled once for
-all sizes. Of K the next power of 2 is compiled in.
+all sizes. The next power of 2 of K is compiled in.
 
 One kernel packs the tokens of a pass, for a step and for the first pass of a round. A program takes
 a request, and sums up the tokens of earlier requests itself: a kernel for that would cost more.
@@ -48,7 +48,7 @@ class Table(NamedTuple):
 class RoundTensors(NamedTuple):
     """A round of drafting: the tensors of `DraftRequests`, then those of `Round`.
 
-    place_3KB: position, length and index of each pass
+    place_3KB: `position_KB`, `length_KB` and `index_KB`
     """
 
     slot_B: Tensor
@@ -76,7 +76,7 @@ class Packed(NamedTuple):
 class Lookup(NamedTuple):
     """Prompt lookup for the tensors of `DraftRequests`. P: parts of a text, each of TEXT tokens.
 
-    rank_BP: of the best occurrence that ends in the part; 0: there is none
+    rank_BP: rank of the best occurrence that ends in the part; 0: there is none
     """
 
     slot_B: Tensor
@@ -145,10 +145,10 @@ def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
     computed, and may have no block.
     """
     if drafting is None:
-        slot, of = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
+        slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
         if step.of_B is not None:
-            of = tl.load(step.of_B + i, mask=live, other=-1)
-        rows = tl.load(step.num_D + of, mask=live & (of >= 0), other=-1) + 1
+            d = tl.load(step.of_B + i, mask=live, other=-1)
+        rows = tl.load(step.num_D + d, mask=live & (d >= 0), other=-1) + 1
         count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(rows - 1, 0)
         return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, rows)
     else:
@@ -232,27 +232,27 @@ def advance_kernel(
     b, i = tl.program_id(0), tl.arange(0, KP)
     slot, num_tokens = tl.load(step.slot_B + b), tl.load(step.num_tokens_B + b)
     length, limit = tl.load(table.length_S + slot), tl.load(table.limit_S + slot)
-    computed, of = tl.load(table.computed_S + slot), b.to(tl.int64)
+    computed, d = tl.load(table.computed_S + slot), b.to(tl.int64)
     if step.of_B is not None:
-        of = tl.load(step.of_B + b)
+        d = tl.load(step.of_B + b)
     tl.debug_barrier()  # no warp writes what another has yet to read
-    goes_on, accepted = length < limit, zero_like(length)
+    active, accepted = length < limit, zero_like(length)
     tl.store(packet + b, computed)
-    if of >= 0:
-        accepted = tl.load(verdict.n_accept_B + of)
-        finite = tl.load(verdict.finite_B + of).to(tl.int64)
-        token = tl.load(verdict.token_BK1 + of * (K + 1) + i, mask=i <= K, other=-1)
-        to = packet + B + of * (K + 4)
-        tl.store(to, tl.load(step.num_D + of))
+    if d >= 0:
+        accepted = tl.load(verdict.n_accept_B + d)
+        finite = tl.load(verdict.finite_B + d).to(tl.int64)
+        token = tl.load(verdict.token_BK1 + d * (K + 1) + i, mask=i <= K, other=-1)
+        to = packet + B + d * (K + 4)
+        tl.store(to, tl.load(step.num_D + d))
         tl.store(to + 1, accepted)
         tl.store(to + 2, finite)
         tl.store(to + 3 + i, token, mask=i <= K)
         end = length + accepted + finite
         its_tokens = table.token_SL + slot * table.W + length
-        tl.store(its_tokens + i, token, mask=goes_on & (length + i < end))
-        tl.store(table.length_S + slot, end, mask=goes_on)
-        tl.store(table.limit_S + slot, end, mask=goes_on & (finite == 0))
-    tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=goes_on)
+        tl.store(its_tokens + i, token, mask=active & (length + i < end))
+        tl.store(table.length_S + slot, end, mask=active)
+        tl.store(table.limit_S + slot, end, mask=active & (finite == 0))
+    tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=active)
 
 
 @triton.jit(do_not_specialize=["B", "T"])
@@ -293,8 +293,8 @@ def search_kernel(
 ):  # fmt: skip
     """Programs: (request, TEXT of its tokens). Each ranks the best occurrence that ends there.
 
-    Ranks rise with the size of the suffix. Of one size, occurrences with all drafts after them come
-    first, the latest above all; then the others, the earliest above all.
+    Ranks rise with the size of the suffix. Among equal sizes, occurrences that all drafts follow
+    rank above the others; among the former the latest ranks highest, among the latter the earliest.
     """
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
@@ -304,12 +304,12 @@ def search_kernel(
     place = part * TEXT + tl.arange(0, TEXT)
     best = zero_like(num)
     if (num > 0) & (part * TEXT < last):
-        run, goes_on = zero_like(place), place < last
+        run, matches = zero_like(place), place < last
         for back in range(longest):
-            goes_on &= place >= back
+            matches &= place >= back
             token = tl.load(text + tl.maximum(last - back, 0))
-            goes_on &= tl.load(text + place - back, mask=goes_on, other=-1) == token
-            run += goes_on.to(tl.int32)
+            matches &= tl.load(text + place - back, mask=matches, other=-1) == token
+            run += matches.to(tl.int32)
         within = tl.where(last - place >= num, table.W + place, table.W - 1 - place)
         rank = tl.where(run >= shortest, run.to(tl.int64) * (2 * table.W) + within, 0)
         best = tl.max(rank, 0)

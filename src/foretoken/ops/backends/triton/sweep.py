@@ -23,7 +23,7 @@ A queued row has no short list, so the list's memory holds notes until `wide_ker
     list_x_NC   0-5  the `Search`: maximum, scale, floor, counted, goal, top
                 6-9  the logits of a and b of its first guess, then of its second
                 10   1.0 if the first sweep missed
-    list_id_NC  as int64, of each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
+    list_id_NC  as int64, for each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
                 1 / FIXED, and the number of logits in [a, b)
 
 The memory of the row's `group_top_NG` holds the list of a search (`list_of`).
@@ -75,7 +75,7 @@ Guess = namedtuple("Guess", "a b")
 """Keys a <= b, the threshold probably in [a, b)."""
 
 Bracket = namedtuple("Bracket", "low high w_low w_high")
-"""Keys low < high, the threshold surely in [low, high), and W from each of them on."""
+"""Keys low < high, the threshold surely in [low, high), and W(x >= low), W(x >= high)."""
 
 
 @triton.jit
@@ -203,8 +203,9 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
 
     W is known at both ends of the bracket, so W(t) can be estimated from either end: by the sample
     above t, or by the sample below it. The best mix weighs both by their variances: a few heavy
-    logits, sampled or not, do not blur a threshold far below them. unit: how many logits a sampled
-    one stands for. room: of the list.
+    logits, sampled or not, do not blur a threshold far below them.
+
+    unit: how many logits of the row a sampled logit represents. room: the list's room.
     """
     low, high = bracket.low, bracket.high
     a, b = low, high
@@ -263,8 +264,8 @@ Swept = namedtuple("Swept", "whole from_a from_b listed")
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs: any number; each takes parts of queued rows until none is left.
 
-    parts: of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued rows, 1 those
-    that the first sweep missed.
+    parts: number of parts of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued
+    rows, 1 the rows that the first sweep missed.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)

@@ -39,7 +39,7 @@ _MERGES = 8  # programs of a merge per multiprocessor
 class _Plan:
     """Work on the device, and what the host knows of it.
 
-    tile: of `decode_kernel`
+    tile: the tile of `decode_kernel`
     prefill: None if no request has many queries
     new: new tokens of a request with few at most, a power of 2
     items, tiles, merges: upper bounds

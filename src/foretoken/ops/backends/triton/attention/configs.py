@@ -11,7 +11,9 @@ LARGEST_HEAD = 256
 
 
 class Decoding(NamedTuple):
-    """Of `decode_kernel`. Bits depend on size, count, groups, keys, and how pieces are merged.
+    """Configuration of `decode_kernel`.
+
+    Bits depend on size, count, groups, keys, and how pieces are merged.
 
     size, count: the shortest length of a piece, the most pieces; see `plan.py`. Pieces grow by
                  groups * keys tokens, and size is a multiple of that
@@ -22,7 +24,7 @@ class Decoding(NamedTuple):
     stages:      stages of the pipeline that loads tiles
     programs:    programs per multiprocessor
     registers:   most registers of a thread
-    merged_heads, merged_pieces: of a program of the merge at once; merged_warps: its warps
+    merged_heads, merged_pieces: that a program of the merge reads at once; merged_warps: its warps
     ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """
 
@@ -46,7 +48,7 @@ class Decoding(NamedTuple):
 
 
 class Prefilling(NamedTuple):
-    """Of `prefill_kernel`: rows of a tile, keys at a time."""
+    """Configuration of `prefill_kernel`. rows: of a tile; keys: that it reads at a time."""
 
     rows: int
     keys: int

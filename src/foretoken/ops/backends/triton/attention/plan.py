@@ -82,14 +82,14 @@ _Share = namedtuple("_Share", "first count length early late tiles few")
 
 first, count, length: its first new token, how many are new, and its length with them
 early, late: its segments if it has few queries; the early one is often empty
-tiles:       of its rows if it has many queries
-few:         which of the two
+tiles:       the number of tiles of its rows if it has many queries
+few:         whether it has few queries
 """
 
 
 @triton.jit
 def _share(query_start_B1, length_B, b, valid, CUT: tl.constexpr):
-    """The `_Share` of each of requests b."""
+    """The `_Share` of each request in b."""
     first = tl.load(query_start_B1 + b, mask=valid, other=0).to(tl.int32)
     count = tl.load(query_start_B1 + b + 1, mask=valid, other=0).to(tl.int32) - first
     length = tl.load(length_B + b, mask=valid, other=1).to(tl.int32)

@@ -70,7 +70,7 @@ class HeadShape:
 
     @property
     def PRECISION(self) -> str:
-        """Of products: float32 in full, not in TF32."""
+        """The input precision of products: float32 in full, not TF32."""
         return "ieee" if self.dtype == torch.float32 else "tf32"
 
 
@@ -98,7 +98,7 @@ class Tile:
     R:     its rows
     LIVE:  rows that any step of this shape fills, a power of 2
     SETS, GROUPS: W = SETS * GROUPS warps, GROUPS for each of SETS of rows
-    KEYS:  of a warp at a time
+    KEYS:  keys that a warp handles at a time
     """
 
     R: int
@@ -139,7 +139,7 @@ class Work(NamedTuple):
     few_I:    items of requests with few queries: an `Item` each
     merge_F:  rows of these requests: a `MergeRow` each
     many_I:   tiles of the other requests: an `Item` each
-    totals:   how many of each there are
+    totals:   the numbers of items in `few_I`, rows in `merge_F`, items in `many_I`
     """
 
     few_I: Tensor

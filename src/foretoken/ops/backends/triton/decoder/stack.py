@@ -131,8 +131,8 @@ class FusedStack:
         stream, both_T2C = self._begin(token_T, where, kv, features)
         aux = {0: stream.state_TH}
         gains = [layer.mixer_norm_C for layer in layers] + [stack.norm_C]
-        # After the last layer's K/V only rows that are wanted continue. Of a prompt that is one:
-        # without the others, 8 192 tokens of an 8B shape take 2.8 % fewer products.
+        # After the last layer's K/V only rows that are wanted continue: one row for a prompt. For
+        # 8 192 tokens of an 8B shape that saves 2.8 % of the products.
         narrow = len(row_N) < len(token_T) and last not in aux_layers
         for i, (layer, heads) in enumerate(zip(layers, self._heads, strict=True), 1):
             qkv, paged = layer.mixer.qkv, (kv.keys[i - 1], kv.values[i - 1])

@@ -102,7 +102,7 @@ def _multiply(
     WARPS: gl.constexpr = gl.num_warps()
     program, programs = gl.program_id(0), gl.num_programs(0)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MP, 16])
-    # A thread has neighbours of a row of y; a warp has 64 of them, of 2 or 4 rows.
+    # A thread holds NEAR neighbours of a row of y, a warp 64 columns of NEAR // 2 rows.
     NEAR: gl.constexpr = 4 if MP < 16 else 8
     flat: gl.constexpr = gl.BlockedLayout([NEAR, 1], [64 // NEAR, NEAR // 2], [1, WARPS], [0, 1])
     column = gl.arange(0, BN, gl.SliceLayout(1, wide))

@@ -76,10 +76,7 @@ class FusedStack:
         mixers = [layer.mixer for layer in stack.layers]
         angles = {m.rope: rotary_angles(m.rope, positions) for m in mixers}
         self._heads = [
-            HeadInputs(*angles[m.rope])
-            if m.q_norm_D is None
-            else HeadInputs(*angles[m.rope], m.q_norm_D, m.k_norm_D, stack.eps)
-            for m in mixers
+            HeadInputs(*angles[m.rope], m.q_norm_D, m.k_norm_D, stack.eps) for m in mixers
         ]
         self._products = Products(stack.device, stack.dtype, stack.eps, deterministic)
         self._target_ids = None

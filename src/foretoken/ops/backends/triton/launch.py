@@ -1,12 +1,12 @@
 """What the host side of every op shares: its batch, scratch memory, which kernels may overlap.
 
-Scratch comes from PyTorch's caching allocator, whose blocks a captured graph keeps: nothing is
-allocated when it replays.
+Scratch comes from PyTorch's caching allocator. A captured graph keeps the allocator's blocks, so
+nothing is allocated when it replays.
 
-The kernels of an op are launched one upon the other (programmatic dependent launch): one may start
-while the one before it ends, and waits for its results with `wait_for_writes`. Every program must
-wait before it returns, or the kernel after next would not be kept from reading too early. What a
-kernel reads before it waits was written before the op's scan began, and is not changed by the op.
+The kernels of an op overlap (programmatic dependent launch): a kernel may start while the previous
+one ends, and waits for its results with `wait_for_writes`. Every program must wait before it
+returns, or else the kernel after next could read too early. Before it waits, a kernel reads only
+what was written before the op's scan began and is not changed by the op.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.records import Batch, RawRows, Requests, Scra
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
-BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_NJ` is padded by
+BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span; `begin_NJ` is padded by so many
 
 
 class Call:
@@ -33,9 +33,9 @@ class Call:
 
     Attributes:
         width: most rows of a request.
-        blocks_padded: a power of 2 from the blocks of a row on.
-        flat: draws may be by flat noise though top-k is off.
-        stream: of token noise; drafts: whether that is DRAFT_TOKEN.
+        blocks_padded: a power of 2, at least the blocks of a row.
+        flat: draws may be by flat noise without top-k.
+        stream: the stream of token noise; drafts: whether it is DRAFT_TOKEN.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Call:
         self.stream, self.drafts = int(stream), stream == Stream.DRAFT_TOKEN
 
     def launch(
-        self, kernel: Any, programs: int, *given: Any, early: bool = True, **options: Any
+        self, kernel: Any, programs: int, *args: Any, early: bool = True, **options: Any
     ) -> None:
-        """Launch a kernel with the batch, `given` and, last, OVERLAP.
+        """Launch a kernel with the batch, `args` and, last, OVERLAP.
 
         Args:
             early: whether it may start before the kernel launched before it has ended.
         """
         options |= dependent(self._overlap and early)
-        launch(kernel, (programs,), self._shared, *given, self._overlap, **options)
+        launch(kernel, (programs,), self._shared, *args, self._overlap, **options)
 
 
 def check_device(tensor: Tensor, name: str = "logits") -> None:
@@ -93,14 +93,14 @@ def check_device(tensor: Tensor, name: str = "logits") -> None:
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may start before the one that it depends on has ended: NVIDIA since 9.0."""
+    """Whether a kernel may start before the previous one has ended: on NVIDIA since 9.0."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def dependent(overlap: bool) -> dict[str, Any]:
-    """The launch option by which a kernel may start before the one before it has ended."""
+    """The launch option that lets a kernel start before the previous one has ended."""
     return {"launch_pdl": True} if overlap else {}
 
 
@@ -110,7 +110,7 @@ def at_most_registers(count: int) -> dict[str, Any]:
 
 
 def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
-    """The logits, and what is edited on load; launches the kernel that prepares entries."""
+    """The logits and their edits; launches the kernel that prepares entries."""
     number, vocabulary = logits_NV.shape
     blocks, groups = -(-vocabulary // BLOCK.value), -(-vocabulary // GROUP.value)
     mask = None
@@ -139,7 +139,7 @@ def requests_of(*tensors: Tensor) -> Requests:
 
 
 def scratch_of(rows: RawRows, flat: bool, cut: bool) -> Scratch:
-    """Memory for the kernels of an op. flat: draws may be by flat noise; cut: there are filters."""
+    """Memory for the kernels of an op. flat: draws may be by flat noise; cut: some slots filter."""
     number, device = len(rows.logits_NV), rows.logits_NV.device
     f32, i32 = torch.float32, torch.int32
     mass = torch.empty(number * rows.NB, dtype=f32, device=device)

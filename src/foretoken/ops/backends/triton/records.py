@@ -2,13 +2,15 @@
 
 How to read the kernels:
 
-- What the host gives is a `NamedTuple` whose fields have types; what kernels make for each other is
-  a `namedtuple` of numbers and blocks. `values` and `type` are names of Triton's own.
-- A kernel is compiled for what is None: `if rows.mask is not None` costs nothing when it runs.
-- Triton also compiles in what is 1. Triton 3.6 forgets such numbers of nested records in branches
-  and loops; so kernels begin with `batch = batch`: what is assigned is a value, not a constant.
-- A variable keeps its type and shape: `x * 0` and `x < 0` are a zero and a False of those of x (x
-  is never below 0 then), `tl.full((), 0, tl.int32)` is a zero that a loop may change.
+- The host gives a `NamedTuple`, its fields typed; kernels make a `namedtuple` of numbers and blocks
+  for each other. `values` and `type` are names of Triton's own.
+- A kernel is compiled for fields that are None: `if rows.mask is not None` costs nothing when it
+  runs.
+- Triton also compiles in numbers that are 1. Triton 3.6 forgets such numbers of nested records in
+  branches and loops. So kernels begin with `batch = batch`: an assigned field is a value, not a
+  constant.
+- A variable keeps its type and shape: `zero_like(x)` and `false_like(x)` have those of x,
+  `tl.full((), 0, tl.int32)` is a zero that a loop may change.
 - Numbers known to the compiler: FP64, noise in FP64; RAGGED, requests may have drafts; K1, most
   rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and NB;
   OVERLAP, kernels overlap (`launch.py`).
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
 from torch import Tensor
 
 
@@ -37,7 +40,7 @@ class Mask(NamedTuple):
 class Entries(NamedTuple):
     """The entries of `Edits`, as `rows.py: edit_kernel` leaves them.
 
-    value_M:  what the entry makes of its logit
+    value_M:  the edited logit of the entry's token
     begin_NJ: where the entries of each block begin, among those of all rows
     columns:  J
     """
@@ -49,7 +52,7 @@ class Entries(NamedTuple):
 
 
 class RawRows(NamedTuple):
-    """Raw logits, what is edited when they are loaded, and their sizes."""
+    """Raw logits, the edits that are made when they are loaded, and their sizes."""
 
     logits_NV: Tensor
     stride: int
@@ -63,7 +66,7 @@ class RawRows(NamedTuple):
 class Requests(NamedTuple):
     """B requests of up to K1 rows each.
 
-    num_B:   the drafts of each: it has one row more. Not read if K1 is 1
+    num_B:   number of drafts; a request has one row more. Not read if K1 is 1
     index_B: the draft index of each row, where rows are drafts
     """
 
@@ -85,13 +88,14 @@ class Slots(NamedTuple):
 
 
 class Filtered(NamedTuple):
-    """What top-k, top-p and min-p leave of each row; see `filters.py`.
+    """The result of top-k, top-p and min-p for each row; see `filters.py`.
 
     threshold_N:    the lowest raw logit that is kept; -inf if all are
-    count_N:        the entries of the row's short list; DENSE if it has none, UNDECIDED for a while
-    list_id_NC, list_x_NC: ids and logits of a short list. In rows that have none, a search's notes
+    count_N:        the entries of the row's short list; DENSE if it has none; UNDECIDED until
+                    `wide_kernel` has decided it
+    list_id_NC, list_x_NC: ids and logits of a short list
     queue_N1:       how many rows a short list could not decide, then their numbers
-    group_top_NG:   maxima of groups; then the groups that were picked; then a search's list
+    group_top_NG:   maxima of groups
     """
 
     threshold_N: Tensor
@@ -105,17 +109,53 @@ class Filtered(NamedTuple):
 class Scratch(NamedTuple):
     """What the kernels of one op leave to each other.
 
-    mass_NJ: log2 masses of blocks; at T=0 their maxima. After a sweep, until `_add_listed` has made
-             them complete: masses above its keys, linear, or numbers of tokens for top-k
-    best_NJ: best scores of blocks under flat noise. Before that, of rows with filters, maxima of
-             blocks; then where each block's stretch of a search's list is (`sweep.py: packed`)
-    lse_N:   log2 of a row's mass; of a row that is UNDECIDED its maximum
+    mass_NJ: log2 masses of blocks; at T=0 maxima of blocks. They are p's masses; in rows that
+             `residual_kernel` has summed, a residual's masses
+    best_NJ: best scores of blocks under flat noise, of p or a residual as in `mass_NJ`
+    lse_N:   log2 of a row's mass
     """
 
     mass_NJ: Tensor
     lse_N: Tensor
     best_NJ: Tensor | None
     filtered: Filtered | None
+
+
+# The same memory under other names, for rows with filters while it does not hold what its field
+# says. Lists and notes of searches are in `sweep.py`.
+
+
+@triton.jit
+def block_top_NJ(scratch: Scratch):
+    """Maxima of blocks, in place of `best_NJ`: from the scan until `filter_kernel` reads them."""
+    return scratch.best_NJ
+
+
+@triton.jit
+def picked_NG(filtered: Filtered):
+    """Numbers of picked groups, in place of `group_top_NG`: only inside of `filter_kernel`."""
+    return filtered.group_top_NG
+
+
+@triton.jit
+def row_top_N(scratch: Scratch):
+    """Maxima of rows, in place of `lse_N`: of UNDECIDED rows, from `filter_kernel` to
+    `wide_kernel`."""
+    return scratch.lse_N
+
+
+@triton.jit
+def above_NJ(scratch: Scratch):
+    """W of each block's logits above a sweep's keys, in place of `mass_NJ`: linear masses, or
+    counts for top-k. From a sweep until `wide_kernel` makes masses of them, or writes others."""
+    return scratch.mass_NJ
+
+
+@triton.jit
+def stretch_NJ(scratch: Scratch):
+    """Each block's stretch of a search's list (`sweep.py: packed`), in place of `best_NJ`: as long
+    as `above_NJ`."""
+    return scratch.best_NJ
 
 
 class Q(NamedTuple):
@@ -129,7 +169,7 @@ class Q(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What all kernels of an op get. slots: None for raw logits. q: None without a draft cache."""
+    """What all kernels of an op get. slots: None for raw logits; q: None without a draft cache."""
 
     rows: RawRows
     requests: Requests
@@ -139,7 +179,7 @@ class Batch(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What was drafted. rate_K is None unless a slot may be under SYNTHETIC."""
+    """The drafts of all requests. rate_K is None unless a slot may be under SYNTHETIC."""
 
     token_BK: Tensor
     real_q_B: Tensor
@@ -147,15 +187,15 @@ class Drafts(NamedTuple):
     K: int
 
 
-class Plan(NamedTuple):
-    """What is left to do for each request: `decide.py` says where in these two."""
+class Agenda(NamedTuple):
+    """What the residual pass has to do for each request; `decide.py` says what lies where."""
 
     integers: Tensor
     floats: Tensor
 
 
 class Candidates(NamedTuple):
-    """Per request: how many of its programs have come, and for each block its score and token."""
+    """Per request: how many of its programs have arrived; for each block a score and a token."""
 
     arrived_B: Tensor
     score_token_BJ2: Tensor

@@ -1,8 +1,8 @@
 """The verification rules of `ops/rules.py` on the device: one request, its K drafts as a vector.
 
-Belongs here: a number and a function per rule, and what decides where a prefix ends. What calls
-them is `decide.py: _apply_rule`; tests hold them against the oracle. Everything is in log2; column
-i is about draft i, as there.
+Belongs here: a number and a function per rule, which says where the accepted prefix ends. They are
+called by `decide.py: _apply_rule`; tests compare them with the oracle. Everything is in log2;
+column i is about draft i, as there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import triton.language as tl
 from foretoken.ops.types import Rule
 
 STANDARD = tl.constexpr(int(Rule.STANDARD))
-BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # apart from `rows.py: BLOCK`
+BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # `BLOCK` is a number of ids in `rows.py`
 COUPLED = tl.constexpr(int(Rule.COUPLED))
 SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
 
 
 @triton.jit
 def is_stated(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
-    """Whether kernels made for BLOCK (UNDER_BLOCK) and for SYNTHETIC (RATES) state this rule."""
+    """Whether kernels compiled with or without BLOCK (UNDER_BLOCK) and SYNTHETIC (RATES) state this
+    rule."""
     stated = (rule == STANDARD) | (rule == COUPLED)
     if UNDER_BLOCK:
         stated = stated | (rule == BLOCK_RULE)
@@ -66,7 +67,7 @@ def block_weights(log_p, log_q):
 
 @triton.jit
 def block_all(log_next, log_q, log_u, i, num):
-    """num if `block` accepts every draft, which takes no residual mass to tell (h_K = p_K); else 0.
+    """num if `block` accepts every draft, which no residual mass decides (h_K = p_K); else 0.
 
     log_next: log2 p_{i+1}.
     """
@@ -79,7 +80,7 @@ def block_all(log_next, log_q, log_u, i, num):
 def block(log_next, mass_next, ends, log_q, log_u, i, num):
     """tau = max{i: u_i < h_i}, no early stop; h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K.
 
-    log_next, mass_next: log2 p_{i+1} and S_{i+1}; ends: whether no draft follows that has a q.
+    log_next, mass_next: log2 p_{i+1} and S_{i+1}; ends: whether no draft with a q follows.
     """
     p = tl.exp2(log_next)
     rest = mass_next + 1 - p

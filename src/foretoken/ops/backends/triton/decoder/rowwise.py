@@ -1,5 +1,5 @@
-"""Products of one row, and kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, what
-an EAGLE-3 head reads and puts out.
+"""Products of one row, and kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, the
+input and the output of an EAGLE-3 head.
 
 In the names of tensors: T packed tokens, N wanted rows or columns of y, H hidden size, K of x, V
 vocabulary, P parts of a sum of squares, Q ids that a head drafts.
@@ -10,17 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU
+from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU, Operands
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
 def gemv_kernel(
-    weight, x, y, bias, residual, gain, scaled, squares_in, squares_out,
-    N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, EPS: tl.constexpr,
-    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """As `tiles.py` says; N / BN programs, each of which is one part of `squares_out`."""
+    """As `tiles.py` says; N / BN programs, each of which writes one part of new squares."""
+    y, bias, residual, gain, scaled, squares_in, squares_out = operands
     tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -33,7 +34,7 @@ def gemv_kernel(
     wait_for_writes(OVERLAP)
     sums = tl.zeros([BN, BK], tl.float32)
     sums_up = tl.zeros([BN, BK], tl.float32)
-    for start in range(BK, K, BK):  # the next block is asked for before this one is used
+    for start in range(BK, K, BK):  # the next block's load starts before this block is used
         w_next = tl.load(rows + start)
         part = tl.load(x + start - BK + k)[None, :].to(tl.float32)
         sums += w.to(tl.float32) * part
@@ -68,7 +69,7 @@ def gemv_kernel(
 
 @triton.jit
 def embed_kernel(token_T, table_VH, x_TH, V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr):
-    """The vectors of tokens; 0 for an id that is none."""
+    """The vectors of tokens; 0 for an invalid id."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
     token = tl.load(token_T + t)
@@ -84,7 +85,7 @@ def scale_kernel(
 ):  # fmt: skip
     """`scaled`, and the sum of squares of each row as the first of its P parts (`tiles.py`).
 
-    Launched when all before it has ended: it lets the next kernel start at once.
+    It is launched after all earlier kernels have ended, so it lets the next kernel start at once.
     """
     t = tl.program_id(0).to(tl.int64)
     let_next_start(OVERLAP)
@@ -115,7 +116,7 @@ def norm_kernel(
 
 @triton.jit
 def silu_kernel(gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up in the place of gate: 8192 rows of an 8B model would need 235 MB more."""
+    """silu(gate) * up, written over gate: 8192 rows of an 8B model would need 235 MB more."""
     t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     there = column < WIDTH
@@ -133,8 +134,8 @@ def join_kernel(
 ):  # fmt: skip
     """Programs: (row, half): a token's vector after its norm, then the feature after its own.
 
-    normed_TH: None, or gets the second half once more. The first kernel of a pass: what runs before
-    it has ended when it lets the next one start, for which attention reads the cache early.
+    normed_TH: None, or gets the second half once more. As the first kernel of a pass it waits for
+    all earlier kernels before it lets the next one start: attention reads the cache early.
     """
     t, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, HP)
@@ -160,7 +161,7 @@ def spread_kernel(
     logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row, BLOCK ids of the head's): its logits to where the target has them."""
+    """Programs: (row, BLOCK of the head's ids). Moves each logit to the target's id for it."""
     n, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target_id = tl.load(target_id_Q + j, mask=j < Q, other=0)
     wait_for_writes(OVERLAP)

@@ -1,13 +1,14 @@
 """A whole pass of a stack in few kernels.
 
-A layer is five launches: q, k and v; attention with everything before it; the output layer, which
-adds to the residual stream and prepares the next norm; gate and up with SiLU; the layer that adds
-them. Few rows are bound by the memory's speed, and each kernel starts while the one before it ends.
-From 65 rows on cuBLAS multiplies, with small kernels between its products. With a `FeatureRule` one
-kernel more makes what the first q, k and v read, and one spreads logits to the target's ids.
+A layer is five launches: q, k and v; attention with its norms, rotary embedding and K/V write; the
+output layer, which adds to the residual stream and prepares the next norm; gate and up with SiLU;
+the down layer, which adds to the stream, too. Few rows are bound by the memory's speed, and each
+kernel starts while the previous one ends. From 65 rows on cuBLAS multiplies, with small kernels
+between its products. With a `FeatureRule` one kernel more makes the input of the first q, k and v,
+and one spreads logits to the target's ids.
 
-Belongs here: which stacks the kernels can run, what is derived from them, and the pass. Whether it
-is right is decided by self-checks, as for every backend.
+Belongs here: which stacks the kernels can run, what is derived from them, and the pass. Self-checks
+decide whether its results are right, as for every backend.
 
 Shape suffixes: T packed tokens, N wanted ones, H = C hidden size, Q ids that a head drafts, V
 vocabulary, W a row of q, k and v, R as in `ops/stack.py`.
@@ -52,17 +53,17 @@ _SPREAD_BLOCK = 1024
 class FusedStack:
     """The `LoadedStack` of this backend, on the stack's own weights.
 
-    Everything it does may be captured in a CUDA graph. Logits by `target_ids` lie in one buffer
-    whose other columns stay -inf: a quarter of a row is written for a head of 32 000 ids.
+    Every pass may be captured in a CUDA graph. Logits by `target_ids` are written into one buffer;
+    its other columns stay -inf. So a quarter of a row is written for a head of 32 000 ids.
 
     Args:
-        positions: as in `Backend.load_stack`: kernels read angles of all of them.
+        positions: as in `Backend.load_stack`: kernels read the angles of all positions.
         most_rows: rows of that buffer.
         deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
             whatever runs next to it: greedy text is then equal with and without speculation.
 
     Raises:
-        UnfitError: the stack has something that the kernels do not implement.
+        UnfitError: the stack has a feature that the kernels do not implement.
     """
 
     multiplies_masked_keys: ClassVar[bool] = False
@@ -75,10 +76,7 @@ class FusedStack:
         mixers = [layer.mixer for layer in stack.layers]
         angles = {m.rope: rotary_angles(m.rope, positions) for m in mixers}
         self._heads = [
-            HeadInputs(*angles[m.rope])
-            if m.q_norm_D is None
-            else HeadInputs(*angles[m.rope], m.q_norm_D, m.k_norm_D, stack.eps)
-            for m in mixers
+            HeadInputs(*angles[m.rope], m.q_norm_D, m.k_norm_D, stack.eps) for m in mixers
         ]
         self._products = Products(stack.device, stack.dtype, stack.eps, deterministic)
         self._target_ids = None
@@ -106,7 +104,7 @@ class FusedStack:
         """See `LoadedStack.logits`."""
         return self._by_target_ids(self._logits(hidden_NC))
 
-    # What is apart from the buffer of logits, which must not become 0.
+    # `zero_if_noted` is on inner functions: it must not zero the buffer of logits.
 
     @zero_if_noted
     def _logits(self, hidden_NC: Tensor) -> Tensor:
@@ -130,8 +128,8 @@ class FusedStack:
         stream, both_T2C = self._begin(token_T, where, kv, features)
         aux = {0: stream.state_TH}
         gains = [layer.mixer_norm_C for layer in layers] + [stack.norm_C]
-        # After the last layer's K/V only rows that are wanted go on. Of a prompt that is one:
-        # without the rest, 8 192 tokens of an 8B shape are 2.8 % fewer products.
+        # After the last layer's K/V only rows that are wanted continue: one row for a prompt. For
+        # 8 192 tokens of an 8B shape that saves 2.8 % of the products.
         narrow = len(row_N) < len(token_T) and last not in aux_layers
         for i, (layer, heads) in enumerate(zip(layers, self._heads, strict=True), 1):
             qkv, paged = layer.mixer.qkv, (kv.keys[i - 1], kv.values[i - 1])
@@ -162,8 +160,8 @@ class FusedStack:
     def _begin(
         self, token_T: Tensor, batch: AttentionBatch, kv: KV, features: Features | None
     ) -> tuple[ResidualStream, Tensor | None]:
-        """The residual stream; and what the first q, k and v read, if it is not the stream. Plans
-        of attention are made before the first kernel that lets the next one start."""
+        """(the residual stream, what the first q, k and v read if that is not the stream). Makes
+        plans of attention before the first kernel that lets the next one start."""
         stack, rule = self.stack, self.stack.features
         if rule is not None and features is not None and not isinstance(features, Tensor):
             features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
@@ -179,7 +177,7 @@ class FusedStack:
     def _join(
         self, token_T: Tensor, feature_TC: Tensor, rule: FeatureRule
     ) -> tuple[Tensor, Tensor]:
-        """What the first q, k and v read, and where the residual stream begins."""
+        """(what the first q, k and v read, the state in which the residual stream begins)."""
         stack, products = self.stack, self._products
         (rows, size), vocabulary = feature_TC.shape, len(plain(stack.embedding))
         both_T2C = feature_TC.new_empty(rows, 2 * size)
@@ -218,7 +216,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Write the new tokens' K and V and attend to all: [T, heads * D]."""
+    """Write the new tokens' K and V, then attend to all tokens: [T, heads * D]."""
     if 1 <= batch.most_queries <= MOST_NEW:
         size = keys.shape[3]
         out_TC = qkv_TW.new_empty(len(qkv_TW), qkv_TW.shape[1] - 2 * keys.shape[2] * size)
@@ -238,7 +236,7 @@ def rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError` for what these kernels lack; of heads named as in `config.json`."""
+    """Raise `UnfitError` if the kernels cannot run the stack; names are those of `config.json`."""
     table_VC, mixers = plain(stack.embedding), [layer.mixer for layer in stack.layers]
     if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
@@ -267,7 +265,7 @@ def _check_fit(stack: Stack) -> None:
 
 
 def _lacking(stack: Stack, mixer: Attention) -> list[str]:
-    """What a stack with a `FeatureRule` has that its kernels have not."""
+    """Features of a stack with a `FeatureRule` that its kernels do not implement."""
     if (rule := stack.features) is None:
         return []
     has = {
@@ -283,7 +281,7 @@ def _lacking(stack: Stack, mixer: Attention) -> list[str]:
 
 
 def _weights(name: str, part: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a record that products and norms read, with names."""
+    """(name, tensor) of all tensors in a record that products and norms read."""
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, tuple) and not isinstance(part, (Rope, AttentionOptions)):

@@ -1,11 +1,11 @@
-"""Weights that are no plain numbers: how their blocks lie in memory, and their numbers.
+"""Quantised weights: how their blocks lie in memory, and their values.
 
 Belongs here: the block formats of GGUF files and the grouped integers of compressed-tensors, as
 tables and as float32. Does not: their products (`multiply` of each backend), reading files
 (`models/`).
 
-Every format stores small integers (*codes*) and, for each group of them, what turns them into
-numbers: number = scale * (code - offset) - minimum.
+Every format stores small integers (*codes*) and, for each group of them, a scale and an offset or a
+minimum: number = scale * (code - offset) - minimum.
 
 Shape suffixes: N rows, G blocks of a row.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 GROUP, SUPER = 32, 256
-"""Inputs that share a scale of rounded activations; numbers of the largest blocks."""
-
+"""Inputs that share a scale of rounded activations; numbers in a block of the largest formats."""
 
 _LEAST = 2.0**-100  # 127 / this is finite
 
@@ -27,8 +26,8 @@ _LEAST = 2.0**-100  # 127 / this is finite
 class BlockKind(NamedTuple):
     """A block format.
 
-    size:   numbers of a block
-    nbytes: its bytes
+    size:   numbers in a block
+    nbytes: bytes of a block
     """
 
     size: int
@@ -45,17 +44,12 @@ BLOCKS = {
     "Q5_K": BlockKind(256, 176),
     "Q6_K": BlockKind(256, 210),
 }
-"""By GGUF's name: the block formats that are served."""
+"""The block formats that are served, by GGUF's name."""
 _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def decode_blocks(kind: str, rows: Tensor) -> Tensor:
-    """The numbers of rows of blocks, float32 [N, numbers].
-
-    Args:
-        kind: one of `BLOCKS`.
-        rows: uint8 [N, bytes of a row].
-    """
+    """Rows of blocks, uint8 [N, bytes of a row] in a format of `BLOCKS`, as float32 [N, numbers]."""
     size, nbytes = BLOCKS[kind]
     blocks = rows.reshape(len(rows), -1, nbytes)
     decode = _super_blocks if size == 256 else _blocks
@@ -75,9 +69,9 @@ def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
     """The numbers of integers in groups, float32 [N, numbers].
 
     Args:
-        codes: int8 [N, numbers]; or uint8 [N, numbers / 2], two a byte, the first in its low half,
-            each 8 more than what it stands for.
-        scale_NG: float32, of equal groups of a row.
+        codes: int8 [N, numbers]; or uint8 [N, numbers / 2], two per byte, the first in its low
+            half, each 8 more than its value.
+        scale_NG: float32, one per group; all groups of a row are equally large.
     """
     if codes.dtype is torch.uint8:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int8) - 8
@@ -86,11 +80,12 @@ def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """Rows [.., in] as products with blocks take them: eight bits and a scale for each 32 numbers.
+    """Activations [.., in], rounded as products with blocks round them: 8 bits per number and a
+    scale per 32.
 
     A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
-    rounded to the nearest, ties to even. NaN and infinities make their group NaN; of a group whose
-    scale could not be inverted, of magnitudes below 1e-30, nothing is left.
+    rounded to the nearest, ties to even. NaN and infinities make their group NaN. A group with all
+    magnitudes below 1e-30 becomes 0, since its scale cannot be inverted.
     """
     grouped = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
     most = grouped.abs().amax(-1, keepdim=True)
@@ -100,12 +95,12 @@ def round_rows(x: Tensor) -> Tensor:
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The half at a byte of each block, as float32 [N, G, 1]."""
+    """The float16 at byte `at` of each block, as float32 [N, G, 1]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Of bytes [.., n] the low halves, then the high ones: [.., 2n]."""
+    """The low halves of bytes [.., n], then the high halves: [.., 2n]."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
@@ -144,7 +139,7 @@ def _super_blocks(kind: str, blocks: Tensor) -> Tensor:
 
 
 def _small_integers(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of six bits each, of twelve bytes: float32 [N, G, 8]."""
+    """Eight scales and eight minima of six bits each, from twelve bytes: float32 [N, G, 8]."""
     first, second, last = torch.split(packed, 4, dim=-1)
     scales = torch.cat([first & 63, (last & 15) | (first >> 6) << 4], dim=-1)
     minima = torch.cat([second & 63, (last >> 4) | (second >> 6) << 4], dim=-1)
@@ -155,7 +150,7 @@ def _six_bits(blocks: Tensor) -> Tensor:
     shape = blocks.shape[:2]
     low, high = blocks[..., :128].reshape(*shape, 2, 64), blocks[..., 128:192]
     shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
-    # Of each half: 32 codes in four quarters; the first two are low halves of its 64 bytes.
+    # Each half has 32 codes in four quarters; the first two are the low halves of its 64 bytes.
     codes = _nibbles(low).reshape(*shape, 2, 4, 32)
     codes = codes | (high.reshape(*shape, 2, 1, 32) >> shifts & 3) << 4
     small = blocks[..., 192:208].contiguous().view(torch.int8).float()

@@ -1,4 +1,4 @@
-"""Where new keys and values go in the cache: what stock operators write.
+"""Writing new keys and values to the paged cache, in stock operators.
 
 Shape suffixes: T packed tokens, H heads, D head size.
 """
@@ -16,11 +16,9 @@ from foretoken.ops.types import AttentionBatch
 def write_kv(
     caches: tuple[Tensor, Tensor], index_T: Tensor, key_THD: Tensor, value_THD: Tensor
 ) -> None:
-    """Store a layer's new keys and values.
+    """Store a layer's new keys and values in its caches, [num_blocks, block_size, H, D] each.
 
-    Args:
-        caches: its keys and values, [num_blocks, block_size, H, D] each.
-        index_T: of `write_index`.
+    index_T: from `write_index`
     """
     for cache, new_THD in zip(caches, (key_THD, value_THD), strict=True):
         cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
@@ -29,8 +27,8 @@ def write_kv(
 def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
     """Where each layer writes new tokens: int64 [T], block * block_size + offset.
 
-    Padding after the last request's tokens goes to the pool's last block. On a CPU in plain
-    numbers: as operators there, a pass of one token took 40 us instead of 9.
+    Padding after the last request's tokens goes to the pool's last block. On a CPU this is plain
+    Python: with operators, a pass of one token took 40 us instead of 9.
     """
     size, trash = batch.block_size, (num_blocks - 1) * batch.block_size
     if batch.length_B.device.type == "cpu":

@@ -1,11 +1,11 @@
-"""Memory of the host that a device copies from and to while the host goes on.
+"""Pinned memory of the host: a device copies from and to it while the host goes on.
 
-A copy from ordinary memory may wait for all that was launched before it: the host would then not
-run ahead. From pinned memory it never does.
+A copy from ordinary memory may wait for all that was launched before it, so that the host cannot
+run ahead. A copy from pinned memory never waits.
 
-PyTorch gives pinned memory back by asking the device whether the copies are done. Once the device
-has failed that raises an error in a destructor, which ends the process before it can be reported
-(torch 2.11). So what is pinned here is lent again and again, and never given back to PyTorch.
+PyTorch frees pinned memory by asking the device whether the copies are done. Once the device has
+failed, that raises an error in a destructor, which ends the process before the failure can be
+reported (torch 2.11). So memory pinned here is reused, and never given back to PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST = 4096  # bytes of a piece; sizes are powers of 2
 _PIECE, _PIECES = 4 << 20, 8  # bytes that `fill` copies at once, and how often ahead of the GPU
 
 _idle: defaultdict[int, deque[tuple[Tensor, torch.cuda.Event]]] = defaultdict(deque)
-"""By size: pieces, each with what must have passed before it may be overwritten."""
+"""Pieces by size, each with the event that must have passed before it may be overwritten."""
 
 
 class Staging:
@@ -39,7 +39,7 @@ class Staging:
         self.host = self._piece[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, event: torch.cuda.Event | None = None) -> None:
-        """Let others have it once the event, or all that was launched until now, has passed."""
+        """Allow reuse once the event, or all that was launched until now, has passed."""
         if self._piece is not None:
             if event is None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class Staging:
 
 
 class ToHost:
-    """Tensors that are copied to the host after all that was launched before.
+    """Copies tensors to the host, after all that was launched before.
 
     On a CPU these are the tensors themselves: nothing may be written to them later.
     """
@@ -83,7 +83,7 @@ class ToHost:
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The array as a tensor there, after what was launched; on a CPU it shares its memory."""
+    """The array as a tensor on a device, ordered after earlier launches; a CPU shares its memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -95,7 +95,7 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 
 def fill(to: Tensor, source: Tensor) -> None:
-    """Copy a large tensor of the host to a contiguous one of its shape, of any dtype, anywhere.
+    """Copy a large host tensor to a contiguous one of its shape, of any dtype, on any device.
 
     It returns when the copy is done. The driver's own copies, from memory that is not pinned, take
     twice as long (15 GiB to an H100: 2.5 s against 1.3 s; notes of `loading_gpu.json`).
@@ -134,5 +134,5 @@ def _lend(num_bytes: int) -> Tensor:
 
 def _pin(num_bytes: int) -> Tensor:
     piece = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # for ever: see above
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # never freed: see the top of this file
     return piece

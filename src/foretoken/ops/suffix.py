@@ -1,6 +1,6 @@
-"""Where the last tokens of a text occurred before, and what followed: native kernels alone.
+"""Where the last tokens of a text occurred before, and what followed; for native kernels only.
 
-Belongs here: the memory of `backends/native/csrc/suffix.cpp`, which is all numpy's, and its calls.
+Belongs here: the memory of `backends/native/csrc/suffix.cpp`, as numpy arrays, and its calls.
 
 Shapes: N texts, W tokens of a text, S slots, B requests, K drafts.
 """
@@ -21,7 +21,7 @@ from foretoken.ops.steps import DraftRequests
 
 Array = NDArray[Any]
 
-LINKS = 3  # of each token, to the places where as many last tokens as `kLengths` occurred before
+LINKS = 3  # per token: one for each of `kLengths`, to where as many last tokens occurred before
 _END, _SIZE = 5, 6  # fields of `SuffixIndex`
 _BREAK = -1
 
@@ -29,9 +29,9 @@ _BREAK = -1
 class SuffixOptions(NamedTuple):
     """How far a draft may go.
 
-    depth: tokens of a match that are compared at most; a longer one counts as so long.
+    depth: most tokens of a match that are compared; a longer match counts as this long.
     factor: most drafts per token of the match.
-    least: what the product of the drafts' frequencies must reach.
+    least: lower bound of the product of the drafts' frequencies.
     """
 
     depth: int
@@ -40,7 +40,7 @@ class SuffixOptions(NamedTuple):
 
 
 class SuffixIndexes:
-    """An index of each of N rings of tokens: the latest ones, in arrays that never grow.
+    """An index of each of N rings, which hold the latest tokens, in arrays that never grow.
 
     Attributes:
         field_NF: `SuffixIndex` of the C++ side, int64 [N, 7], at `address`.
@@ -58,33 +58,33 @@ class SuffixIndexes:
             arrays = (ring, latest, before)
             fields.append([*(array.ctypes.data for array in arrays), capacity, buckets, 0, 0])
         self.field_NF: Array = np.array(fields, dtype=np.int64).reshape(len(rings), 7)
-        self.address = self.field_NF.ctypes.data  # asked each time, it takes 9 us
+        self.address = self.field_NF.ctypes.data  # kept: to ask for it takes 9 us
 
     @staticmethod
     def num_bytes(capacity: int) -> int:
-        """Memory of an index over a ring of so many tokens, the ring not counted."""
+        """Memory of an index over a ring of `capacity` tokens, without the ring itself."""
         return 4 * LINKS * (capacity + _buckets(capacity))
 
     @property
     def size_N(self) -> Array:
-        """How many tokens of each ring count."""
+        """How many tokens of each ring are indexed."""
         sizes: Array = self.field_NF[:, _SIZE]
         return sizes
 
     def resize(self, i: int, size: int) -> None:
-        """Forget all but the latest `size` tokens of a ring; of 0, begin anew."""
+        """Forget all but the latest `size` tokens of a ring; 0 empties it."""
         self.field_NF[i, _SIZE] = size
         if not size:
             self.field_NF[i, _END] = 0
 
     def room(self, i: int, text: Array) -> int:
-        """Tokens that a ring still holds besides this text."""
+        """How many other tokens a ring has room for next to this text."""
         return max(len(self._rings[i]) - len(text) - 1, 0)
 
     def append(self, i: int, text: Array) -> int:
-        """Index a text that has ended; how many tokens of the ring it takes, one after it too.
+        """Index a finished text, or the end of one that is too long for the ring.
 
-        Of a text that is too long for the ring, its end.
+        Returns how many tokens of the ring it takes, the separator after it included.
         """
         ring, end = self._rings[i], int(self.field_NF[i, _END])
         text = np.append(text[max(len(text) + 1 - len(ring), 0) :], np.int32(_BREAK))
@@ -102,26 +102,27 @@ def propose(
     own: SuffixIndexes,
     others: SuffixIndexes,
     num_others_B: Tensor,
-    rows: DraftRequests,
+    asked: DraftRequests,
     options: SuffixOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts after the known tokens of each slot, in one call.
 
-    Each follows the commonest continuation of the longest suffix that occurred before, in its own
-    text or in the first `num_others_B` of the others: where the most of them are to be expected.
+    Each draft follows the commonest continuation of the longest suffix that occurred before: in the
+    request's own text or in one of the first `num_others_B` other texts, whichever promises most
+    accepted drafts.
 
     Args:
-        own: over the slots' rows of tokens [S]; takes in what is new, the last token excepted.
+        own: over the slots' rows of tokens [S]; new tokens are indexed first, except the last.
 
     Returns:
-        int64 [B, rows.most], -1 after a request's last; int64 [B], how many there are; and float64
+        int64 [B, asked.most], -1 after a request's last; int64 [B], how many there are; and float64
         [B], how many would be accepted if tokens followed as often as they did before.
     """
-    count = len(rows.slot_B)
-    token_BK = torch.empty((count, rows.most), dtype=torch.int64)
+    count = len(asked.slot_B)
+    token_BK = torch.empty((count, asked.most), dtype=torch.int64)
     num_B = torch.empty(count, dtype=torch.int64)
     expected_B = torch.empty(count, dtype=torch.float64)
-    tensors = (rows.slot_B, rows.position_B, rows.num_B, num_others_B, token_BK, num_B, expected_B)
-    requests = struct(tensors, count, rows.most)
+    inputs = asked.slot_B, asked.position_B, asked.num_B, num_others_B
+    requests = struct((*inputs, token_BK, num_B, expected_B), count, asked.most)
     library.load().foretoken_suffix_propose(own.address, others.address, requests, *options)
     return token_BK, num_B, expected_B

@@ -1,8 +1,7 @@
-"""What an op, or a forward pass, is given, checked once for all backends: a wrong argument is named
-before any work.
+"""Checks of the arguments of ops and forward passes, for all backends, before any work.
 
-Shapes, dtypes, devices and strides of every tensor; of tensors on the host, values too where a look
-costs little. Nothing here waits for a device: what a CUDA tensor holds is never read.
+They cover shapes, dtypes, devices and strides of every tensor, and cheap checks of the values of
+tensors on the host. Nothing here waits for a device: values of a CUDA tensor are never read.
 
 Shapes as in `ops/types.py`.
 """
@@ -35,26 +34,26 @@ IDS = (torch.int64, torch.int32)
 STRIDED = torch.strided
 RULES = frozenset(int(rule) for rule in Rule)
 STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
-"""One stream for both noises would bend the distribution of rows longer than a block."""
+"""One stream for both noises would bias the distribution of rows longer than a block."""
 _FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
 """Objects already validated; skipping them saves most of `verify`'s host time (27 to 14 us)."""
 _latest_rates: ref[Tensor] | None = None
-"""Rates whose shape and dtype are already validated: an engine has one tensor of them, and to look
-again takes 0.4 us, a hundredth of one greedy request; SYNTHETIC is to take the time of STANDARD."""
+"""Rates already validated in shape and dtype: an engine has one tensor of them, and a new check
+takes 0.4 us, a hundredth of one greedy request; SYNTHETIC must take the time of STANDARD."""
 _latest_batch: tuple[ref[AttentionBatch], object] | None = None
-"""The last batch that was validated, and the rest that was validated with it. A pass attends once
-per layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
+"""The last validated batch, and the other arguments validated with it. A pass attends once per
+layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
 MOST_TOP = 64
 COLDEST = 9.99e-6
-"""Just below 1e-5 in float32; colder rows would overflow once divided, or round to ties."""
+"""Just below 1e-5 in float32. At lower temperatures logits would overflow or round to ties."""
 FEW = 64
-"""Up to here a Python loop over the values is cheaper than numpy: 1 us against 3 for one value."""
+"""Up to so many values a Python loop is cheaper than numpy: 1 us against 3 for one value."""
 
 Host = npt.NDArray[Any]
 
 
 class Letter(str):
-    """A size that may be any: it equals every number."""
+    """A size that may be any number: it equals them all."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -80,8 +79,8 @@ def check_tensor(
 ) -> None:
     """Raise `ConfigError` unless `value` is a dense tensor of this shape, dtype, and device.
 
-    device: None takes any
-    grad: whether it may require a gradient, which nothing here computes
+    device: None: any
+    grad: whether it may require a gradient; gradients are not computed here
     """
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
@@ -107,7 +106,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N, V)) -> None:
-    """Rows of at least one token, whose tokens are adjacent in memory."""
+    """The vocabulary has at least one token, and its logits are adjacent in memory."""
     check_tensor(name, logits, shape, FLOATS, grad=True)
     vocabulary = logits.shape[-1]
     if vocabulary == 0:
@@ -276,7 +275,7 @@ def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> No
 
 
 def check_edits(edits: Edits, logits_NV: Tensor) -> None:
-    """Masks and entries of the N rows; on the host, that rows and ids are in range and rise."""
+    """Masks and entries of the N rows; on the host also that rows and ids are in range and rise."""
     check_kind("edits", edits, Edits)
     device, (num_rows, vocabulary) = logits_NV.device, logits_NV.shape
     if (edits.mask_RW is None) != (edits.mask_N is None):
@@ -301,7 +300,7 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
 
 
 def _check_ids(edits: Edits, vocabulary: int) -> None:
-    """`start_N1` cuts the entries in rows, in which ids rise."""
+    """`start_N1` divides the entries into rows, and ids rise within each row."""
     start_N1, token_M = edits.start_N1.numpy(), edits.token_M.numpy()
     if start_N1[0] != 0 or start_N1[-1] != len(token_M) or (np.diff(start_N1) < 0).any():
         wanted = f"rising from 0 to {len(token_M)}, the number of entries"
@@ -334,7 +333,7 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
 def _check_slots(
     name: str, slot_N: Tensor, params: SlotParams, logits: Tensor, shape: tuple[int | Letter, ...]
 ) -> AbstractSet[int]:
-    """Slots and their parameters, on the host also what they hold; returns their rules there."""
+    """Slots and their parameters; on the host also their values, and returns the rules in use."""
     check_tensor(name, slot_N, shape, INT64, logits.device)
     check_params(params, logits.device)
     if not slot_N.is_cpu or slot_N.shape[0] == 0:
@@ -345,7 +344,7 @@ def _check_slots(
         return params.rules
 
     columns = params.temperature_S, params.top_p_S, params.min_p_S, params.rule_S
-    # Each value once: mostly one.
+    # Distinct values: usually there is one.
     used = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
     temperature, top_p, min_p, rules = used
     for rule in rules:
@@ -355,8 +354,8 @@ def _check_slots(
         if rule not in params.rules:
             promised = ", ".join(sorted(r.name for r in params.rules))
             raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
-    warm = [value for value in temperature if value != 0]
-    check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0, or >= 1e-5 and finite")
+    sampling = [value for value in temperature if value != 0]
+    check_between("params.temperature_S", sampling, COLDEST, 3.4e38, "0, or >= 1e-5 and finite")
     check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
     check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:
@@ -386,10 +385,11 @@ def check_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """All arguments of `Backend.attention`; the layers of a pass differ in addresses alone."""
+    """All arguments of `Backend.attention`; the layers of a pass differ only in addresses."""
     global _latest_batch
     check_kind("options", options, AttentionOptions)
-    rest = (_looks(query_THD), _looks(key_cache), _looks(value_cache), options[:3])
+    switches = options.scale, options.sliding_window, options.softcap
+    rest = (_layout(query_THD), _layout(key_cache), _layout(value_cache), switches)
     known = _latest_batch
     if known is None or known[0]() is not batch or known[1] != rest:
         _check_caches(query_THD, key_cache, value_cache)
@@ -405,7 +405,7 @@ def check_attention(
         check_tensor("options.sinks_H", sinks_H, heads, FLOATS, device, grad=True)
 
 
-def _looks(value: object) -> object:
+def _layout(value: object) -> object:
     if not isinstance(value, Tensor):
         return None
     return value.shape, value.dtype, value.device, value.is_contiguous()
@@ -424,9 +424,9 @@ def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> 
 
 
 def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor) -> None:
-    """The batch is about so many tokens, the blocks of this cache, on its device.
+    """The batch has so many tokens, and this cache's block size and device.
 
-    On the host also that requests have tokens, lengths cover them, and blocks exist.
+    On the host also: requests have tokens, lengths cover them, and blocks exist.
     """
     check_kind("batch", batch, AttentionBatch)
     if batch.values_fit:
@@ -446,9 +446,9 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
 def check_draft_round(
     drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, least: int = 1
 ) -> list[int]:
-    """Slots exist, a block table of so much room and the cache reach over the drafts.
+    """Slots exist; the block table, with room for `room` tokens, and the cache cover all drafts.
 
-    All tensors are on the host. Returns the numbers of drafts.
+    All tensors are on the host. Returns the number of drafts of each request.
     """
     slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
     check_tensor("drafting.slot_B", slot_B, length_B.shape, INT64, contiguous=True)
@@ -491,12 +491,12 @@ def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
 
 
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
-    """Outputs of a drafting stack's rows, by slot: see `RoundStack`."""
+    """Outputs of a drafting stack's rows, by slot: see `DraftRound.hidden_SC`."""
     check_tensor("hidden_SC", hidden_SC, (slots, size), (torch.float32,), contiguous=True)
 
 
 def check_stack(stack: Stack) -> None:
-    """Outputs are tokens: native code would write past its rows otherwise."""
+    """The head's outputs are tokens; otherwise native code would write past its rows."""
     outputs, ids = stack.head.weight.shape[0], stack.target_ids
     if ids is None:
         if outputs != stack.vocab_size:
@@ -509,8 +509,7 @@ def check_stack(stack: Stack) -> None:
 
 
 def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | None) -> None:
-    """The batch fits the cache, the cache has the stack's layers, and features are given if the
-    stack has a rule for them."""
+    """The batch fits the cache, the cache has the stack's layers, and features fit the stack."""
     check_attention_batch(batch.attention, len(batch.token_T), kv.keys[0])
     if not len(kv.keys) == len(kv.values) == len(stack.layers):
         raise ConfigError("kv.keys", len(kv.keys), f"tensors of {len(stack.layers)} layers")
@@ -518,14 +517,14 @@ def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | N
 
 
 def check_features(has_rule: bool, features: Features | None) -> None:
-    """There are features if, and only if, the stack has a `FeatureRule`."""
+    """Features are given if, and only if, the stack has a `FeatureRule`."""
     if has_rule != (features is not None):
         must = "what rows begin with" if has_rule else "None without a `FeatureRule`"
         raise ConfigError("features", type(features).__name__, must)
 
 
 def check_aux(aux: Sequence[Tensor], tokens: int, numbers: int) -> None:
-    """Hidden states that a head reads, of so many numbers for each token, all together."""
+    """Hidden states that a head reads: together so many numbers for each token."""
     for i, state_TH in enumerate(aux):
         shape = (tokens, numbers // len(aux))
         check_tensor(f"aux[{i}]", state_TH, shape, (torch.float32,), contiguous=True)

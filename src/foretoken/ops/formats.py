@@ -49,7 +49,7 @@ _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def decode_blocks(kind: str, rows: Tensor) -> Tensor:
-    """Rows of blocks, uint8 [N, bytes of a row] in a format of `BLOCKS`, as float32 [N, numbers]."""
+    """Rows of blocks, uint8 [N, bytes], in a format of `BLOCKS`, as float32 [N, numbers]."""
     size, nbytes = BLOCKS[kind]
     blocks = rows.reshape(len(rows), -1, nbytes)
     decode = _super_blocks if size == 256 else _blocks

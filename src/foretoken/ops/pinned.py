@@ -83,7 +83,7 @@ class ToHost:
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The array as a tensor on a device, ordered after earlier launches; a CPU shares its memory."""
+    """The array as a tensor on a device, after earlier launches; a CPU shares its memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

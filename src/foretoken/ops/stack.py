@@ -359,8 +359,7 @@ class KV(Protocol):
 
 
 Features = Sequence[Tensor] | Tensor
-"""The target's hidden states at each row, [T, C] per layer; or each previous row's output, [T, C].
-"""
+"""Per row: the target's hidden states, [T, C] per layer; or the previous row's output, [T, C]."""
 
 
 class ForwardOutput(NamedTuple):

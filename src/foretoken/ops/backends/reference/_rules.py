@@ -4,7 +4,7 @@ Each rule gets the rows p[0..K] of the target and the drafts 1..K (a list from 0
 x_{i+1}, which row i decides), with the uniforms u in the same order, and returns (tau, w): how many
 drafts are accepted, and the weight in the residual norm(max(w p - q, 0)).
 
-A list of drafts ends before the first one whose q is 0 everywhere.
+A list of drafts ends before the first draft with q = 0 everywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def block(p: list[Row], drafts: list[Draft], u: list[float], rates: list[float])
     p_0 = 1; for i = 1..K: p_i = min(1, p_{i-1} p(x_i) / q(x_i));
     S_i = sum_x max(p_i p(x | x_1..x_i) - q(x | x_1..x_i), 0);
     h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, but h_K = p_K;
-    tau = i if u_i < h_i, else as it was: no early stop. w = p_tau.
+    tau = i if u_i < h_i, else unchanged: no early stop. w = p_tau.
     """
     tau, w, p_i = 0, 1.0, 1.0
     for i in range(1, len(drafts) + 1):

@@ -60,14 +60,14 @@ def uniforms(
 
 
 def uniform_of(index: int, *name: int) -> float:
-    """One draw of `uniforms`; `name` is the rest of its arguments."""
+    """One draw of `uniforms`; `name` is its other arguments."""
     return float(uniforms(np.array([index]), *name)[0])
 
 
 def gumbels(index_M: Array, *name: int) -> Array:
     """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0.
 
-    u are the draws of `uniforms`, and `name` the rest of its arguments.
+    u are the draws of `uniforms`, and `name` its other arguments.
     """
     u_M = uniforms(index_M, *name).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))

@@ -1,5 +1,4 @@
-"""Edits, temperature and filters in fp64, one row at a time, each step as it is defined; then
-log-probabilities.
+"""Edits, temperature, filters and log-probabilities in fp64, one row at a time, as defined.
 
 Order: mask -> entries (bias, repetition, subtract) -> temperature -> min_p -> top_k -> top_p. A
 filter keeps every logit at or above a threshold: ties stay together.
@@ -103,7 +102,7 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         top_token_NT=torch.empty(len(x_NV), num_top, dtype=torch.int64),
     )
     for n, x in enumerate(token_N.tolist()):
-        with np.errstate(invalid="ignore"):  # inf - inf, of rows that are not finite
+        with np.errstate(invalid="ignore"):  # inf - inf, in rows that are not finite
             log_p = x_NV[n] - log_sum_exp(x_NV[n])
         likeliest = np.argsort(-x_NV[n], kind="stable")[:num_top]
         out.logprob_N[n] = torch.from_numpy(log_p)[x]  # a float beyond float32 would raise

@@ -1,5 +1,5 @@
-"""Gumbel-max sampling in fp64, one row at a time; drafts, and the q they came from, written to the
-cache and stated again from it.
+"""Gumbel-max sampling in fp64, one row at a time; drafts, and their q, written to the cache and
+recomputed from it.
 
 argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
 (Gumbel 1954; Maddison et al. 2014). The same over blocks of the vocabulary, then within the block,
@@ -30,7 +30,7 @@ Streams = tuple[Stream, Stream]
 
 
 class Slot(NamedTuple):
-    """What decides how a slot's rows are drawn, its filters apart."""
+    """The parameters that decide how a slot's rows are drawn, except its filters."""
 
     key: int
     temperature: float
@@ -63,14 +63,14 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 
 def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams) -> int:
-    """One token of one processed row; the slot alone decides which noise it uses."""
+    """One token of one processed row; which noise it uses depends on the slot alone."""
     if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest index on ties
     if is_finite(row):
-        row = row - row.max()  # next to 1e30 noise would be rounded away
+        row = row - row.max()  # noise added to 1e30 would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
-        """first + argmax of score + noise, named by first + index; -inf is never drawn."""
+        """first + argmax(score + noise), with the noise of first + index; -inf is never drawn."""
         index = first + np.flatnonzero(score > -np.inf)
         if len(index) == 0:
             return first
@@ -88,7 +88,7 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
 class Draft(NamedTuple):
     """A draft x, its own q(x), and q over the target's V ids (x may lie beyond).
 
-    q(x) is 0 of what counts as no draft, NaN where that is because q's row is not finite.
+    q(x) is 0 for what counts as no draft, but NaN if the reason is a q row that is not finite.
     """
 
     x: int
@@ -97,14 +97,14 @@ class Draft(NamedTuple):
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never asked for, lse is 0."""
+    """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never read, lse is 0."""
     logits_BV = rows.logits_NV.detach()
     processed = process_logits(rows).numpy()
     token_B = torch.empty(len(processed), dtype=torch.int64)
     for b, s in enumerate(rows.slot_N.tolist()):
         slot = Slot.of(rows.params, s, noise.fp64)
         position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
-        # Under COUPLED with the target's own noise.
+        # Under COUPLED drafts use the target's own noise.
         index, streams = (0, TARGET) if slot.rule == Rule.COUPLED else (i, DRAFT)
         token_B[b] = draw(processed[b], slot, position, index, streams)
         if cache is not None:
@@ -116,7 +116,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def threshold_of(raw: Row, filtered: Row) -> float:
-    """The least raw logit that the filters kept, not above it in float32; -inf if they kept all."""
+    """The least kept raw logit, rounded down to float32; -inf if the filters kept all."""
     kept = filtered > -np.inf
     if not is_finite(filtered) or not (raw[~kept] > -np.inf).any():
         return -math.inf
@@ -129,7 +129,7 @@ def draft_of(block: DraftBlock, b: int, i: int, s: int, slot: Slot, vocabulary: 
     """Draft i of request b, which has slot s."""
     x, q = int(block.token_BK[b, i]), np.zeros(vocabulary)
     if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
-        return Draft(x, 0.0, q)  # a rate cannot make a token of the target out of another id
+        return Draft(x, 0.0, q)  # a rate cannot turn an unknown id into a token of the target
     if block.cache is None or not block.real_q_B[b] or slot.is_certain:
         return Draft(x, 1.0, one_hot(x, vocabulary))
     if not math.isfinite(float(block.cache.lse_SK[s, i])):
@@ -148,10 +148,7 @@ def one_hot(x: int, vocabulary: int) -> Row:
 
 
 def q_of(cache: DraftCache, slot: int, i: int, temperature: float) -> Row:
-    """q of a cached row, which is finite, over its V' tokens.
-
-    q = exp(logit / T - lse) where logit >= threshold.
-    """
+    """q of a finite cached row, over V' tokens: exp(logit / T - lse) where logit >= threshold."""
     raw = cache.logits_SKV[slot, i].detach().double().numpy()
     threshold, lse = float(cache.threshold_SK[slot, i]), float(cache.lse_SK[slot, i])
     return np.asarray(np.where(raw >= threshold, np.exp(raw / temperature - lse), 0.0))

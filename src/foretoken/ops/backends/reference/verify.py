@@ -1,11 +1,11 @@
-"""Speculative sampling as in the papers, in fp64, one request at a time; what a verdict rests on.
+"""Speculative sampling as in the papers, in fp64, one request at a time; evidence of a verdict.
 
 p is the target's distribution, q the one that the draft was sampled from. The rules are in
-`_rules.py`; here is what they are given, and what is emitted after the drafts they accept:
+`_rules.py`; this file prepares their input, and emits a token after the drafts they accept:
 
     y ~ norm(max(w p - q, 0)) after a rejection, y ~ p after the last draft
 
-Shapes: R requests whose evidence is asked for, K most drafts, N rows, V vocabulary.
+Shapes: R requests that need evidence, K most drafts, N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def verify(batch: VerifyBatch) -> Verdict:
 def _verify_one(
     rows: Row, slot: Slot, position: int, drafts: list[Draft], rates: list[float]
 ) -> tuple[int, int]:
-    """tau and the token after the accepted drafts, of one request's K + 1 processed rows."""
+    """tau and the token after the accepted drafts, for one request's K + 1 processed rows."""
     own, p = [], [np.zeros(len(row)) for row in rows]
     if slot.is_certain:
         own = [draw(row, slot, position + i, 0, TARGET) for i, row in enumerate(rows)]
@@ -67,7 +67,7 @@ def _verify_one(
     tau, w = RULES[slot.rule](p, drafts, u, rates)
     if own:
         return tau, own[tau]
-    if tau == len(drafts):  # all were accepted, or the next one has no q: q = 0, the residual is p
+    if tau == len(drafts):  # all are accepted, or the next has q = 0: the residual is p
         return tau, draw(rows[tau], slot, position + tau, 0, TARGET)
     rest = residual(w, p[tau], drafts[tau].q)
     with np.errstate(divide="ignore"):
@@ -129,7 +129,7 @@ def _p(row: Row, slot: Slot) -> Row:
 
 def _masses(p: list[Row], drafts: list[Draft]) -> list[float]:
     """S_1 .. S_{K-1}: S_i = sum_x max(p_i p(x | x_1..x_i) - q(x | x_1..x_i), 0), with
-    p_i = min(1, p_{i-1} p(x_i) / q(x_i)), K being the drafts before the first that is none.
+    p_i = min(1, p_{i-1} p(x_i) / q(x_i)). K counts the drafts before the first with q = 0.
     """
     drafts = list(takewhile(lambda draft: draft.q_x > 0, drafts))
     masses, p_i = [], 1.0

@@ -2,8 +2,8 @@
 
 Belongs here: `attention` of the backend contract. Does not: writing K/V, building batches.
 
-At batch 1 a layer's attention is mostly operator overhead, so everything that depends on the
-batch alone (block lists, masks, contiguous runs) is planned once and shared by all layers.
+At batch 1 a layer's attention is mostly operator overhead, so everything that depends only on the
+batch (block lists, masks, contiguous runs) is planned once and shared by all layers.
 
 Shape suffixes: T packed tokens, H heads, D head size, b requests of a call, Q queries of each,
 L keys of each.
@@ -33,7 +33,7 @@ class _Call:
     skip:      keys to drop at the front of the gathered blocks (sliding window)
     length:    L
     mask:      [b, 1, Q, L] of 0 and -inf, or None if every query sees every key (or `causal`)
-    causal:    queries and keys start together: SDPA's own causal mask is right
+    causal:    queries and keys start at the same position: SDPA's own causal mask is right
     """
 
     tokens: Tensor | slice
@@ -49,8 +49,8 @@ class _Call:
 
 _Plans = dict[tuple[int | None, torch.dtype], list[_Call]]
 
-# The last batch and its plans. All layers of a forward share one batch; holding a reference to it
-# makes the identity test sound. One tuple, swapped at once: threads can only make it miss.
+# The last batch and its plans. All layers of a forward share one batch; a reference to it makes the
+# identity test sound. The tuple is replaced in one assignment: a race can only cause a miss.
 _last: tuple[AttentionBatch | None, _Plans] = (None, {})
 
 
@@ -146,8 +146,10 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
 
 
 def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
-    """The requests by query length, cut where padding would cost more than the keys: in each
-    group the longest request is at most twice the shortest, or short anyway."""
+    """The requests grouped by query length; split further if padding would cost more than the keys.
+
+    In each group the longest request is at most twice the shortest, or short anyway.
+    """
     by_queries: dict[int, list[int]] = {}
     for b, (start, end) in enumerate(pairwise(start_B1)):
         by_queries.setdefault(end - start, []).append(b)
@@ -179,7 +181,7 @@ def _plan_call(
     window: int | None,
     dtype: torch.dtype,
 ) -> _Call:
-    """Decide what keys to read, as a view if possible, and the smallest mask that is right."""
+    """Decide which keys to read, as a view if possible, and the smallest sufficient mask."""
     requests, queries = len(group), start_B1[group[0] + 1] - start_B1[group[0]]
     block_size, device = batch.block_size, batch.block_BL.device
     tokens, places = _places(group, start_B1, device)
@@ -190,8 +192,8 @@ def _plan_call(
     first_column, columns = skip // block_size, -(-longest // block_size)
     block_bL = table_bL[:, first_column:columns]
     if shortest < longest:
-        # Read the request's own first block instead of the padding's: a masked key that another
-        # request left as NaN would still make this one NaN.
+        # Pad with the request's own first block: a NaN that another request left in a masked key
+        # would still make this request NaN.
         used_b1 = torch.tensor([[-(-length // block_size)] for length in lengths], device=device)
         column_L = torch.arange(first_column, columns, device=device)
         block_bL = torch.where(column_L < used_b1, block_bL, table_bL[:, :1])

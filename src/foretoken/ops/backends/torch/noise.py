@@ -1,4 +1,4 @@
-"""Philox4x32-10 by name, in int64 tensors. No generator state: see `Stream` for what a name is.
+"""Philox4x32-10 noise by name, in int64 tensors, without generator state; see `ops/__init__.py`.
 
 Shapes: N rows, G groups of four 32-bit words.
 """
@@ -16,7 +16,7 @@ _MAX = {False: 1 - 2.0**-24, True: 1 - 2.0**-53}  # by `fp64`: the largest numbe
 
 
 class RowNoise(NamedTuple):
-    """Where the noise of N rows is. int64 [N], of which the lower 32 bits count; the key: 64."""
+    """The names of N rows' noise: int64 [N] with 32 significant bits; the key has 64."""
 
     key_N: Tensor
     position_N: Tensor
@@ -27,7 +27,7 @@ class RowNoise(NamedTuple):
 
     @property
     def per_group(self) -> int:
-        """Draws that one group of words gives."""
+        """Draws per group of words."""
         return 2 if self.fp64 else 4
 
     def take(self, index: Tensor | slice) -> RowNoise:
@@ -51,7 +51,7 @@ class RowNoise(NamedTuple):
 
 @cache
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What even words are multiplied with, and what is added to the key's halves in each round."""
+    """Multipliers of the even words, and what each round adds to the key's halves."""
     pairs = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
     multiplier, weyl = (torch.tensor(pair).view(2, 1, 1).to(device) for pair in pairs)
     return multiplier, weyl
@@ -63,8 +63,8 @@ def words(
     """The four words of each group, counter = (group, position, draft index, stream): [N, G, 4].
 
     Philox4x32-10 (Salmon et al. 2011, with the constants of Random123) on even words (0, 2) and odd
-    words (1, 3), each [2, N, G]. A product of two words may exceed int64: its bits are those of the
-    unsigned one. Bits of `odd` and `key` above the lower 32 are masked later.
+    words (1, 3), each [2, N, G]. A product of two words may exceed int64: it has the bits of the
+    unsigned product. Bits of `odd` and `key` above the lower 32 are masked later.
     """
     multiplier, weyl = _constants(key_N.device)
     even = torch.stack([group_NG, draft_index_N[:, None].expand_as(group_NG)]).bitwise_and_(_MASK)

@@ -1,13 +1,13 @@
 """Raw logits in, processed on load: edits, temperature and filters of a few rows at a time.
 
-Belongs here: how rows are read, their filters, their distribution, what is written of it. Does not:
-noise, and what is done with a distribution.
+Belongs here: reading rows, their filters and distribution, processed logits, log-probabilities.
+Does not: noise and draws.
 
 Every filter keeps the logits at or above some value, ties included, so that all filters of a row
-are one threshold, in units of raw logits.
+amount to one threshold, in units of raw logits.
 
-Shapes: N rows of the call, R of them at a time, V vocabulary, W the same in whole blocks, D digits,
-M entries, T likeliest tokens.
+Shapes: N rows of the call, R of them at a time, V vocabulary, W the vocabulary padded to whole
+blocks, D digits, M entries, T likeliest tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.nn.functional import pad
 from foretoken.ops.types import Edits, Logprobs, Rows, Rule, SlotParams
 
 BLOCK = 1024
-_CHUNK = 1 << 19  # logits at a time: 4 MB in float64, which caches hold
+_CHUNK = 1 << 19  # logits at a time: 4 MB in float64, which fit in caches
 
 
 class Distribution(NamedTuple):
-    """What R rows may draw.
+    """The distributions of R rows.
 
     logit_RW:    float32, raw logits after edits, -inf beyond V
     weight_RW:   float64, exp((logit - max) / T) where no filter drops the token, else 0
@@ -61,8 +61,8 @@ def _top_k_active(rows: Rows, slot_R: Tensor) -> Tensor:
 
 
 def chunks(count: int, width: int) -> Iterator[slice]:
-    """Cut `count` rows in parts of a bounded number of logits."""
-    step = max(1, _CHUNK // max(width, 1024))  # a narrow row has a search's table, too
+    """Split `count` rows into parts with a bounded number of logits."""
+    step = max(1, _CHUNK // max(width, 1024))  # narrow rows need the table of a search, too
     return (slice(start, start + step) for start in range(0, count, step))
 
 
@@ -87,7 +87,7 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
     start_R = edits.start_N1[index_R]
     count_R = edits.start_N1[index_R + 1] - start_R
     row_M = torch.arange(len(index_R), device=x_RV.device).repeat_interleave(count_R)
-    # Entry m of the chunk is entry m - (those of the rows before) of its row.
+    # Entry m of the chunk is entry m - (entries of the rows before) of its row.
     entry_M = torch.arange(len(row_M), device=x_RV.device)
     entry_M += (start_R - (count_R.cumsum(0) - count_R))[row_M]
     at, repetition_M = (row_M, edits.token_M[entry_M]), edits.repetition_M[entry_M]
@@ -99,8 +99,8 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
 def distribution(rows: Rows, index_R: Tensor) -> Distribution:
     """Edits -> temperature -> min_p -> top_k -> top_p of a few rows.
 
-    In float64: how an operator rounds may depend on the rows next to a row, but 1e-16 decides no
-    draw, and p / q of equal logits is as near to 1 as no uniform comes.
+    In float64: an operator's rounding may depend on neighbouring rows, but an error of 1e-16
+    decides no draw, and p / q of equal logits is nearer to 1 than any uniform.
     """
     x_RW, slot_R = load(rows, index_R), rows.slot_N[index_R]
     temperature_R, max_R = temperatures(rows.params, slot_R), x_RW.amax(dim=1)
@@ -115,11 +115,11 @@ def distribution(rows: Rows, index_R: Tensor) -> Distribution:
 
 def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tensor:
     """The rows' thresholds; weights of logits below them become 0, in place."""
-    params, warm_R = rows.params, rows.params.temperature_S[slot_R] > 0
+    params, samples_R = rows.params, rows.params.temperature_S[slot_R] > 0
     min_p_R, top_p_R = params.min_p_S[slot_R].double(), params.top_p_S[slot_R].double()
-    min_p_on_R, top_p_on_R = (min_p_R > 0) & warm_R, (top_p_R < 1) & warm_R
-    top_k_on_R = _top_k_active(rows, slot_R) & warm_R
-    threshold_R = torch.full_like(warm_R, -torch.inf, dtype=torch.float32)
+    min_p_on_R, top_p_on_R = (min_p_R > 0) & samples_R, (top_p_R < 1) & samples_R
+    top_k_on_R = _top_k_active(rows, slot_R) & samples_R
+    threshold_R = torch.full_like(samples_R, -torch.inf, dtype=torch.float32)
     if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
         threshold_R = torch.where(min_p_on_R, _round_up(exact_R), threshold_R)
@@ -130,7 +130,7 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
         kth_R = best_RK.gather(1, top_k_R1 - 1)[:, 0]
         threshold_R = torch.where(top_k_on_R, threshold_R.maximum(kth_R), threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
-        # Where ties go on below the k best, so may the nucleus: it ends at the k-th then.
+        # Ties may extend past the k best, and the nucleus with them: it then ends at the k-th.
         reach_RK = weight_RW.gather(1, id_RK).cumsum(dim=1)
         short_RK = reach_RK < (top_p_R * weight_RW.sum(dim=1))[:, None]
         place_R1 = short_RK.sum(dim=1, keepdim=True).clamp_(max=short_RK.shape[1] - 1)
@@ -147,14 +147,14 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
 
 
 def _round_up(exact_R: Tensor) -> Tensor:
-    """The least float32 that is not below, so that comparing with it decides as in float64."""
+    """The least float32 >= a float64: float32 comparisons with both give the same result."""
     out_R = exact_R.float()
     next_R = out_R.nextafter(torch.full_like(out_R, torch.inf))
     return torch.where(out_R < exact_R, next_R, out_R)
 
 
 def ordered(x: Tensor) -> Tensor:
-    """int32 in the order of the float32 they are made from; 0.0 and -0.0 are one."""
+    """Map float32 to int32 with the same order; 0.0 and -0.0 become equal."""
     bits = (x + 0.0).view(torch.int32)
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
 
@@ -162,9 +162,9 @@ def ordered(x: Tensor) -> Tensor:
 def _largest_reaching(key_RW: Tensor, weight_RW: Tensor, goal_R: Tensor) -> Tensor:
     """The largest logit of each row such that the weights at or above it sum to the goal.
 
-    A radix search by 11, 11 and 10 bits of the ordered logit: the digit at which the sum from above
-    reaches the goal, then the same among the logits that begin with the digits found. A sort takes
-    35 ns per logit where this takes 2.
+    A radix search by 11, 11 and 10 bits of the ordered logit: find the digit at which the sum from
+    above reaches the goal, then continue among the logits with that prefix. It takes 2 ns per
+    logit, a sort 35.
     """
     digit_RW = (key_RW >> 21).add_(1024)
     mass_RD = weight_RW.new_zeros(len(key_RW), 2048).scatter_add_(1, digit_RW.long(), weight_RW)
@@ -186,7 +186,7 @@ def _digit_reaching(mass_RD: Tensor, goal_R: Tensor, above_R: Tensor) -> tuple[T
     """(The digit at which `above` and the masses from the top reach the goal, the sum above it)."""
     reach_RD = above_R[:, None] + mass_RD.flip(1).cumsum(dim=1)
     short_RD = reach_RD < goal_R[:, None]
-    # Masses of a digit's parts may round to less than its own: the last part is meant then.
+    # By rounding, the parts of a digit may sum to less than its mass: then take the last part.
     digit_R = (mass_RD.shape[1] - 1 - short_RD.sum(dim=1)).clamp_(min=0)
     return digit_R, torch.where(short_RD, reach_RD, above_R[:, None]).amax(dim=1)
 
@@ -224,7 +224,7 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         x_RV = processed(rows, index_N[part]) if isinstance(rows, Rows) else logits_NV[part].float()
         lse_R1 = x_RV.double().logsumexp(dim=1, keepdim=True)
         given_R1 = x_RV.gather(1, token_N[part, None].long())
-        key_RV = (ordered(x_RV).long() << 32) - id_V  # all differ: of equal ones `topk` takes any
+        key_RV = (ordered(x_RV).long() << 32) - id_V  # distinct: among equals `topk` takes any
         top_RT = key_RV.topk(num_top, dim=1).indices
         out.logprob_N[part] = (given_R1 - lse_R1)[:, 0]
         out.rank_N[part] = (x_RV > given_R1).sum(dim=1) + 1

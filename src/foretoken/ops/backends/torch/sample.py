@@ -1,10 +1,10 @@
 """Gumbel-max sampling of raw logits: argmax, flat, or hierarchical over blocks.
 
-Belongs here: `sample`, `draft`, which keeps q, and how rows and weights are drawn, which `verify`
-shares. Does not: what a row is (`process`), its noise (`noise`).
+Belongs here: `sample`, `draft`, which keeps q, and the draws, which `verify` shares. Does not:
+processing rows (`process`), noise (`noise`).
 
-Shapes: N rows of the call, M of them drawn, R of these at a time, V vocabulary, W the same in whole
-blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
+Shapes: N rows of the call, M of them drawn, R of these at a time, V vocabulary, W the vocabulary
+padded to whole blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
 class Drawn(NamedTuple):
-    """What drawing M rows found.
+    """The draws of M rows.
 
-    finite_M:    whether the row is
+    finite_M:    whether the row is finite
     threshold_M: float32, in units of raw logits
-    lse_M:       float64, log sum exp of logits / T over what is kept; 0 at T=0
+    lse_M:       float64, log sum exp of logits / T over kept tokens; 0 at T=0
     """
 
     token_M: Tensor
@@ -60,7 +60,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
-    """Draw rows `index_M`, each by its parameters alone; `noise` has one entry for each."""
+    """Draw rows `index_M`, each by its own parameters; `noise` has one entry per drawn row."""
     out = Drawn(
         torch.empty_like(index_M),
         torch.empty_like(index_M, dtype=torch.bool),
@@ -85,10 +85,10 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
 def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
     """One token per row with probability proportional to its weight, the lowest id on ties.
 
-    Weights are float64, the largest near 1: one that underflows is too small for any noise. A row
-    that is not finite gives some id in [0, V).
+    Weights are float64, the largest near 1: no noise can lift one that underflows. A row that is
+    not finite gives some id in [0, V).
     """
-    if weight_RW.shape[1] <= BLOCK:  # one block, and so no block to draw
+    if weight_RW.shape[1] <= BLOCK:  # a single block needs no draw of a block
         gumbel_RW = noise.tokens(torch.zeros_like(noise.key_N), weight_RW.shape[1])
         return (weight_RW.log() + gumbel_RW).argmax(dim=1)
     r = flat_R.nonzero()[:, 0]

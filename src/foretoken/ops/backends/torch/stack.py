@@ -1,10 +1,9 @@
-"""A stack in stock operators: portable, readable, and what other backends are compared with.
+"""A stack in stock operators: portable, readable, the reference for other backends.
 
-Reading order: `StockStack.run` (the pass), then what a layer does before and after its attention
-(also what training unrolls), `multiply` (the product of each weight format), `pack`.
+Reading order: `StockStack.run` (the pass), then the parts of a layer before and after its attention
+(training unrolls these), `multiply` (the product of each weight format), `pack`.
 
-Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W numbers that a mixer
-reads.
+Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W input size of a mixer.
 """
 
 from __future__ import annotations
@@ -21,41 +20,24 @@ from foretoken.ops.checks import check_pass
 from foretoken.ops.formats import decode_blocks, decode_groups, round_rows
 from foretoken.ops.paging import write_index, write_kv
 from foretoken.ops.passes import pass_begins
-from foretoken.ops.stack import (
-    KV,
-    Attention,
-    Blocks,
-    Dense,
-    FeatureRule,
-    Features,
-    ForwardOutput,
-    Grouped,
-    Joined,
-    Layer,
-    Linear,
-    Rope,
-    Stack,
-    UnfitError,
-    Weight,
-    check_known,
-    format_of,
-    linears,
-    map_linears,
-    parts_of,
+
+from foretoken.ops.stack import (  # isort: skip
+    KV, Attention, Blocks, Dense, FeatureRule, Features, ForwardOutput, Grouped, Joined, Layer,
+    Linear, Rope, Stack, UnfitError, Weight, check_known, format_of, linears, map_linears, parts_of,
     plain,
-)
+)  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
 
-# What oneDNN's layout is tuned for. With 1, single rows would take another kernel, which is slower
-# and rounds differently.
+# Number of rows that oneDNN's layout is tuned for. With 1, single rows would use another kernel,
+# which is slower and rounds differently.
 _ROWS_HINT = 64
 
 MIN_BYTES = 16 << 20
-"""Smaller models stay as they are: their weights stay in the cache, where MKL's single rows are as
-fast and its calls 10 us cheaper."""
+"""Smaller models are not packed: their weights stay in the cache, where MKL multiplies single rows
+as fast, and its calls are 10 us cheaper."""
 
 
 class StockStack:
@@ -68,9 +50,9 @@ class StockStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `LoadedStack`."""
         return self.stack.dtype
 
+    @torch.inference_mode()
     def run(
         self,
         batch: ForwardBatch,
@@ -80,19 +62,8 @@ class StockStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. All rows go through all layers: fewer would round otherwise."""
+        """See `LoadedStack.run`. All rows go through all layers: fewer would round differently."""
         pass_begins()
-        with torch.inference_mode():
-            return self._run(batch, kv, aux_layers, features, logits)
-
-    def _run(
-        self,
-        batch: ForwardBatch,
-        kv: KV,
-        aux_layers: Sequence[int],
-        features: Features | None,
-        logits: bool,
-    ) -> ForwardOutput:
         stack, row_N, last = self.stack, batch.logit_row_N, len(self.stack.layers)
         check_pass(stack, batch, kv, features)
         index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
@@ -103,7 +74,7 @@ class StockStack:
             if i:
                 read_TW = norm(x_TC, layer.mixer_norm_C, stack.eps)
             if id(rope) not in angles:
-                angles[id(rope)] = turns(rope, batch.position_T, stack.dtype)
+                angles[id(rope)] = cos_sin(rope, batch.position_T, stack.dtype)
             query, key, value = project(stack, layer.mixer, read_TW, angles[id(rope)])
             caches, options = (kv.keys[i], kv.values[i]), layer.mixer.options
             write_kv(caches, index_T, key, value)
@@ -126,7 +97,7 @@ class StockStack:
 
 
 def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
-    """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
+    """The residual stream [T, C], and the input of the first mixer [T, W]."""
     token_TC = vectors(stack.embedding, token_T).to(stack.dtype)
     rule, eps = stack.features, stack.eps
     read_TC = norm(token_TC, stack.layers[0].mixer_norm_C, eps)
@@ -139,7 +110,7 @@ def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Ten
 
 
 def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
-    """[T, C] of the target's hidden states, in the order of layers."""
+    """The features [T, C] of the target's hidden states, in the order of layers."""
     states_TA = torch.cat(list(states), dim=-1).to(rule.feature_norm_C.dtype)
     if (gain_PA := rule.fc_norm_PA) is not None:
         states_TPA = states_TA.view(-1, *gain_PA.shape)
@@ -150,7 +121,7 @@ def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
 def project(
     stack: Stack, mixer: Attention, read_TW: Tensor, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed and turned, and values; [T, H, D]."""
+    """Queries and keys, normed and rotated, and values; [T, H, D]."""
     heads, kv_heads = mixer.heads, mixer.kv_heads
     qkv_THD = multiply(read_TW, mixer.qkv).view(len(read_TW), -1, mixer.head_size)
     query, key, value = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
@@ -158,11 +129,11 @@ def project(
         query = norm(query, mixer.q_norm_D, stack.eps)
     if mixer.k_norm_D is not None:
         key = norm(key, mixer.k_norm_D, stack.eps)
-    return turn(query, angles), turn(key, angles), value
+    return rotate(query, angles), rotate(key, angles), value
 
 
 def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor:
-    """The stream after a layer, from what its attention gave."""
+    """The stream after a layer, given its attention's result."""
     x_NC = x_NC + multiply(mixed_NW, layer.mixer.o)
     feed, inner_NC = layer.feed, norm(x_NC, layer.feed_norm_C, stack.eps)
     gate_NI, up_NI = multiply(inner_NC, feed.gate_up).chunk(2, dim=-1)
@@ -170,7 +141,7 @@ def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor
 
 
 def output(stack: Stack, x_NC: Tensor) -> Tensor:
-    """Logits [N, V] of the stream's rows, or of rows' outputs."""
+    """Logits [N, V] of the stream's rows; with `norm_output`, of normed rows."""
     rule = stack.features
     is_normed = rule is not None and rule.norm_output
     logits = multiply(x_NC if is_normed else norm(x_NC, stack.norm_C, stack.eps), stack.head)
@@ -180,14 +151,14 @@ def output(stack: Stack, x_NC: Tensor) -> Tensor:
     return wide_NV.index_copy_(1, stack.target_ids, logits)
 
 
-def turns(rope: Rope, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cos_sin(rope: Rope, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions, [T, 1, R]."""
     angle_T1R = position_T.float()[:, None, None] * rope.frequency_R
     return (angle_T1R.cos() * rope.scale).to(dtype), (angle_T1R.sin() * rope.scale).to(dtype)
 
 
-def turn(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Heads turned by their positions."""
+def rotate(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads rotated by their positions."""
     cos, sin = angles
     size = cos.shape[-1]
     a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
@@ -216,8 +187,8 @@ def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
 def multiply(x: Tensor, linear: Linear) -> Tensor:
     """[..., in] times a layer: [..., out].
 
-    Weights in blocks or groups multiply rows that were rounded to eight bits (`round_rows`): that
-    is part of what such a model is, whatever computes it.
+    Before a product with blocks or groups, activations are rounded to eight bits (`round_rows`):
+    that is part of the model's definition in every backend.
     """
     weight, bias = linear.weight, linear.bias
     if isinstance(weight, Joined):
@@ -245,8 +216,8 @@ def decoded(weight: Dense | Blocks | Grouped) -> Dense:
 
 
 def pack(stack: Stack) -> Stack:
-    """The same as it is multiplied: plain numbers; in oneDNN's layout on a CPU, if it is there and
-    pays (decision 004)."""
+    """The stack with weights as plain numbers; on a CPU in oneDNN's layout, if that exists and pays
+    (decision 004)."""
     check_known(stack)
     kept = [linear.weight for _, linear in linears(stack)]
     if not all(isinstance(one, Dense) and one.values.dtype is stack.dtype for one in kept):
@@ -262,7 +233,7 @@ def _unpacked(linear: Linear, dtype: torch.dtype) -> Linear:
 
 
 def pays(weights: Sequence[Tensor]) -> bool:
-    """Whether this build of PyTorch packs linear layers of these weights, and they are large."""
+    """Whether this build of PyTorch can pack these weights, and they are large enough."""
     if sum(weight.nbytes for weight in weights) < MIN_BYTES:
         return False
     ops = ("_linear_pointwise", "_reorder_linear_weight")

@@ -14,7 +14,7 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 
 class Steps:
-    """The `ops.steps.Steps` of any device, and the ones that the others must equal."""
+    """The `ops.steps.Steps` of any device; those of other backends must give equal results."""
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
@@ -38,7 +38,7 @@ class Steps:
         if tokens.of_B is not None:
             want_B = pad(want_B, (0, 1))[tokens.of_B]  # -1 is the 0 after the last
         count_B = tokens.num_tokens_B + (want_B - 1).clamp(min=0)
-        slot_B = self._going_on(tokens.slot_B)
+        slot_B = self._spare_if_done(tokens.slot_B)
         start_B = self._state.computed_S[slot_B]
         return self._packed(slot_B, start_B, count_B, want_B, sizes, block_size)
 
@@ -48,25 +48,26 @@ class Steps:
         if (of_B := tokens.of_B) is not None:
             token_BK1, decides_B = pad(token_BK1, (0, 0, 0, 1))[of_B], of_B >= 0
             accepted_B, finite_B = pad(accepted_B, (0, 1))[of_B], pad(finite_B, (0, 1))[of_B]
-        length_B, computed_B, limit_B = (column[slot_B] for column in self._state[2:])
-        goes_on_B = length_B < limit_B
+        state = self._state
+        length_B, limit_B = state.length_S[slot_B], state.limit_S[slot_B]
+        computed_B, goes_on_B = state.computed_S[slot_B], length_B < limit_B
         end_B = length_B + (accepted_B + finite_B) * goes_on_B
         self._put(slot_B, length_B, end_B - length_B, token_BK1)
-        self._state.computed_S[slot_B] = computed_B + (tokens.num_tokens_B + accepted_B) * goes_on_B
-        self._state.length_S[slot_B] = end_B
-        self._state.limit_S[slot_B] = torch.where(goes_on_B & decides_B & ~finite_B, end_B, limit_B)
+        state.computed_S[slot_B] = computed_B + (tokens.num_tokens_B + accepted_B) * goes_on_B
+        state.length_S[slot_B] = end_B
+        state.limit_S[slot_B] = torch.where(goes_on_B & decides_B & ~finite_B, end_B, limit_B)
         columns = (tokens.num_D, verdict.n_accept_B, verdict.finite_B.to(torch.int64))
         of_D = torch.cat([torch.stack(columns, dim=1), verdict.token_BK1.to(torch.int64)], dim=1)
         return torch.cat([computed_B, of_D.flatten()])
 
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        (slot_B, num_B, position_B, most), state = asked[:4], self._state
-        requests, columns = len(slot_B), state.block_SL.shape[1]
-        spare, device = len(state.length_S) - 1, slot_B.device
-        slot_B = self._going_on(slot_B)
+        state, position_B, most = self._state, asked.position_B, asked.most
+        requests, columns = len(position_B), state.block_SL.shape[1]
+        spare, device = len(state.length_S) - 1, position_B.device
+        slot_B = self._spare_if_done(asked.slot_B)
         fits_B = (position_B <= max_len) & (slot_B < spare)
         slot_B, length_B = torch.where(fits_B, slot_B, spare), torch.where(fits_B, position_B, 1)
-        num_B = torch.minimum(num_B, (max_len + 1 - position_B).clamp(min=0))
+        num_B = torch.minimum(asked.num_B, (max_len + 1 - position_B).clamp(min=0))
         count_B = length_B.clamp(max=known)
         want_B, sizes = torch.ones_like(count_B), PackSizes(known * requests, requests, known, most)
         first = self._packed(slot_B, length_B - count_B, count_B, want_B, sizes, block_size)
@@ -83,16 +84,14 @@ class Steps:
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        start_B1, length_B, (token_SL, _, length_S, *_) = (
-            batch.query_start_B1, batch.length_B, self._state,
-        )  # fmt: skip
-        start_B, end_B = start_B1[:-1], start_B1[1:]
+        token_SL, length_B = self._state.token_SL, batch.length_B
+        start_B, end_B = batch.query_start_B1[:-1], batch.query_start_B1[1:]
         index_T = torch.arange(num_tokens, device=end_B.device)
         owner_T = torch.searchsorted(end_B, index_T, right=True).clamp_(max=len(end_B) - 1)
         next_T = (index_T + (length_B - end_B + 1)[owner_T]).clamp_(max=token_SL.shape[1] - 1)
         token_T = token_SL[slot_B[owner_T], next_T].long().clamp_(min=0)
         first_B = length_B - (end_B - start_B)
-        last_B = torch.minimum(length_B - 1, length_S[slot_B] - 2)
+        last_B = torch.minimum(length_B - 1, self._state.length_S[slot_B] - 2)
         return token_T, start_B + (last_B - first_B).clamp_(min=0)
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
@@ -100,10 +99,9 @@ class Steps:
         return torch.stack(list(drafts), dim=1).masked_fill(index_K >= num_B[:, None], -1)
 
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        # An occurrence is named by where it ends: `run_BL` is how many tokens up to there are equal
-        # to the last ones.
-        slot_B, num_B, position_B, most = asked[:4]
-        text_BL, length_B1 = self._state.token_SL[slot_B], position_B[:, None]
+        # `run_BL`: how many tokens up to each place equal the text's last ones.
+        num_B, position_B = asked.num_B, asked.position_B
+        text_BL, length_B1 = self._state.token_SL[asked.slot_B], position_B[:, None]
         width = text_BL.shape[1]
         place_L = torch.arange(width, device=text_BL.device)
         run_BL, goes_on_BL = torch.zeros_like(text_BL), torch.ones_like(text_BL, dtype=torch.bool)
@@ -120,18 +118,18 @@ class Steps:
         earliest_B = torch.where(ends_BL, place_L, width).amin(dim=1)
         end_B = torch.where(latest_B >= 0, latest_B, earliest_B) + 1
         num_B = torch.minimum(num_B, (position_B - end_B).clamp(min=0))
-        index_K = torch.arange(most, device=text_BL.device)
+        index_K = torch.arange(asked.most, device=text_BL.device)
         token_BK = text_BL.gather(1, (end_B[:, None] + index_K).clamp(max=width - 1)).long()
         return token_BK.masked_fill(index_K >= num_B[:, None], -1), num_B
 
-    def _going_on(self, slot_B: Tensor) -> Tensor:
-        """The slots, and the spare in the place of those whose requests may have no more tokens:
-        there may be no block for the last one, which need not be computed."""
+    def _spare_if_done(self, slot_B: Tensor) -> Tensor:
+        """The slots; the spare replaces a request that may have no more tokens: its last token need
+        not be computed, and may have no block."""
         goes_on_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
         return torch.where(goes_on_B, slot_B, len(self._state.length_S) - 1)
 
     def _put(self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor) -> None:
-        """Write the first `num_B` tokens of each row; the others go to the end of the spare's."""
+        """Write the first `num_B` tokens of each row; the rest go to the end of the spare's row."""
         spare, end = self._state.token_SL.shape[0] - 1, self._state.token_SL.shape[1] - 1
         index_J = torch.arange(token_BJ.shape[1], device=token_BJ.device)
         wanted_BJ = index_J < num_B[:, None]

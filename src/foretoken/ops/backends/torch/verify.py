@@ -1,24 +1,24 @@
 """Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-Belongs here: the reductions, the residual, what is emitted, and what a verdict rests on. Does not:
-the rules (`ops/rules.py`), how a row is read (`process`) and drawn (`sample`).
+Belongs here: the reductions, the residual, the emitted tokens, and the evidence of a verdict. Does
+not: the rules (`ops/rules.py`), reading rows (`process`) and drawing from them (`sample`).
 
-q(x) is one number of the cache; p(x) takes a pass over the row of every draft that has a q; the
+q(x) is one number in the cache; p(x) takes a pass over the row of every draft that has a q; the
 token after the accepted drafts takes one more. The block rule reads p and q of every draft except
-the first once again, for its residual masses.
+the first once more, for its residual masses.
 
-`evidence_by` serves other backends, too: it reads rows by their functions, waits for no device, and
-has no shape that depends on what tensors hold. On a GPU it runs outside of what is captured.
+`evidence_by` serves other backends, too: it reads rows with their functions, waits for no device,
+and its shapes do not depend on tensors' values. On a GPU it runs outside of captured graphs.
 
-Shapes: B requests, K most drafts, N rows, V vocabulary, W the same in whole blocks, M drafts or
-rows in flat order, R of them, or of the requests, at a time, E edits.
+Shapes: B requests, K most drafts, N rows, V vocabulary, W the vocabulary padded to whole blocks,
+M drafts or rows in flat order, R of them, or of the requests, at a time, J rows of a request, E
+edits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,16 +35,19 @@ from foretoken.ops.types import (  # isort: skip
     Verdict, VerifyBatch,
 )  # fmt: skip
 
-_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests are asked for
+_ProcessLogits = Callable[[Rows], Tensor]
+_Logprobs = Callable[[Rows, Tensor, int], Logprobs]
+
+_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests need it
 
 
 class Batch(NamedTuple):
-    """What the stages share.
+    """The data that the stages share.
 
     rows:        the N target rows; those of a request have the parameters of its slot
     first_row_B: the row that decides the request's first token
     own_B:       p is one-hot at the target's own draw: T = 0, or COUPLED
-    real_q_B:    as given, but False where `own_B`, which asks nothing of q
+    real_q_B:    as given, but False where `own_B`, which needs no q
     finite_BK1:  filled by the stages: False where a target row was read and is not finite
     """
 
@@ -76,11 +79,11 @@ def verify(given: VerifyBatch) -> Verdict:
     n_accept_B, rejected_B, log_w_B = _decide(batch)
     last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
     n_accept_B1 = n_accept_B[:, None]
-    behind_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
-    # A draft is accepted at a row that is not finite only by SYNTHETIC.
-    finite_B = (batch.finite_BK1 | behind_BK1).all(dim=1)
+    after_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
+    # Only SYNTHETIC accepts a draft at a row that is not finite.
+    finite_B = (batch.finite_BK1 | after_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
-    token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(behind_BK1, -1)
+    token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(after_BK1, -1)
     token_BK1 = token_BK1.scatter_(1, n_accept_B1, last_B1).to(drafts.token_BK.dtype)
     return Verdict(token_BK1, n_accept_B, finite_B)
 
@@ -88,7 +91,7 @@ def verify(given: VerifyBatch) -> Verdict:
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Stages (i) and (ii): n_accept_B, rejected_B, log_w_B.
 
-    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
+    rejected_B: the draft after the accepted ones has a q: the last token comes from the residual
     log_w_B:    log of the residual's weight
     """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.given.params.rules
@@ -116,15 +119,15 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_q(batch: Batch) -> Tensor:
-    """log q(x_i), [B, K]: 0 if one-hot; of real q from the cache, as raw / T - LSE.
+    """log q(x_i), [B, K]: 0 if q is one-hot; for a real q from the cache, raw / T - LSE.
 
-    -inf (q = 0) without a draft, where the draft row is not finite, or where it cannot give x_i:
-    below its threshold, or beyond its vocabulary.
+    -inf (q = 0) without a draft, if the draft row is not finite, or if x_i is below its threshold
+    or outside its vocabulary.
     """
     token_BK, slot_B, cache = batch.token_BK, batch.given.slot_B, batch.given.drafts.cache
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
     known_BK = (index_K < batch.given.drafts.num_B[:, None]) & (token_BK >= 0)
-    # A rate would emit ids that the target does not have.
+    # Under SYNTHETIC a rate would emit ids that the target does not have.
     known_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
     log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
     if cache is not None:
@@ -177,13 +180,13 @@ def _uniforms(given: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
     """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule.
 
-    0 where p is not finite; and where the rule does not read it: for x_1, where q = 0, at T=0.
+    0 where p is not finite, and where the rule does not read it: for x_1, if q = 0, at T=0.
     """
     log_w_BK, mass_BK = log_w_BK1[:, :-1], torch.zeros_like(log_q_BK)
-    asked_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
-    asked_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.own_B)[:, None]
-    asked_BK[:, :1] = False
-    b_M, i_M = asked_BK.nonzero(as_tuple=True)
+    is_read_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
+    is_read_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.own_B)[:, None]
+    is_read_BK[:, :1] = False
+    b_M, i_M = is_read_BK.nonzero(as_tuple=True)
     for part in chunks(len(b_M), batch.vocabulary):
         b, i = b_M[part], i_M[part]
         p = distribution(batch.rows, batch.first_row_B[b] + i)
@@ -209,7 +212,7 @@ def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R
 def _q_rows(
     cache: DraftCache, params: SlotParams, slot_R: Tensor, i_R: Tensor, vocabulary: int
 ) -> Tensor:
-    """q of drafts i_R as the cache states it, float64, of ids that the target has."""
+    """q of drafts i_R from the cache, float64, over ids that the target has."""
     raw_RV = cache.logits_SKV[slot_R, i_R][:, :vocabulary].float()
     log_q_RV = raw_RV / temperatures(params, slot_R)[:, None] - cache.lse_SK[slot_R, i_R, None]
     return log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[slot_R, i_R, None])
@@ -218,9 +221,9 @@ def _q_rows(
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
     """Stage (iii): the token after the i_B accepted ones, int64 [B].
 
-    With RESIDUAL noise from the residual where a draft that has a q was rejected, from p if the
-    residual has no mass; else from p with TARGET noise: the target's own draw, the bonus token, a
-    placeholder's slot, and that of a draft row that is not finite.
+    In place of a rejected draft that has a q: from the residual with RESIDUAL noise, or from p if
+    the residual has no mass. Else from p with TARGET noise: the target's own draw, the bonus token,
+    and the token in place of a placeholder or of a draft with a row that is not finite.
     """
     row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
     b = (~rejected_B).nonzero()[:, 0]
@@ -240,11 +243,11 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
     return last_B
 
 
-class _Asked(NamedTuple):
-    """How a backend reads rows, and the requests that are asked for, by their order there."""
+class _Subset(NamedTuple):
+    """The R requests that need evidence, and how the backend reads their rows."""
 
-    process_logits: Callable[[Rows], Tensor]
-    logprobs: Callable[[Rows, Tensor, int], Logprobs]
+    process_logits: _ProcessLogits
+    logprobs: _Logprobs
     given: VerifyBatch
     slot_R: Tensor
     num_R: Tensor
@@ -253,7 +256,7 @@ class _Asked(NamedTuple):
     token_RK: Tensor
 
     def rows(self, index_RJ: Tensor) -> Rows:
-        """Rows of the requests, one after another; after a request's last one, that again."""
+        """Rows `index_RJ` of the requests; past a request's last row, that row again."""
         row_M = (self.first_row_R[:, None] + index_RJ.minimum(self.num_R[:, None])).flatten()
         real_M, edits = (index_RJ <= self.num_R[:, None]).flatten(), self.given.edits
         slot_M = self.slot_R.repeat_interleave(index_RJ.shape[1])
@@ -262,23 +265,25 @@ class _Asked(NamedTuple):
 
 
 def evidence_by(
-    process_logits: Callable[[Rows], Tensor], logprobs: Callable[[Rows, Tensor, int], Logprobs]
+    process_logits: _ProcessLogits, logprobs: _Logprobs
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
-    """`Backend.evidence` of a backend that reads rows by these functions of its own."""
+    """`Backend.evidence` for a backend with these functions."""
 
     def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-        """Some requests at a time."""
         most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
         parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
-        own = partial(_Asked, process_logits, logprobs, given)
-        found = [_evidence(own, given, verdict, part_R) for part_R in parts]
+        found = [_evidence(process_logits, logprobs, given, verdict, part_R) for part_R in parts]
         return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
 
     return evidence
 
 
 def _evidence(
-    own: Callable[..., _Asked], given: VerifyBatch, verdict: Verdict, request_R: Tensor
+    process_logits: _ProcessLogits,
+    logprobs: _Logprobs,
+    given: VerifyBatch,
+    verdict: Verdict,
+    request_R: Tensor,
 ) -> Evidence:
     drafts, slot_R = given.drafts, given.slot_B[request_R]
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
@@ -288,100 +293,103 @@ def _evidence(
     own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
     real_q_R = drafts.real_q_B[request_R] & ~own_R
     first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
-    asked = own(slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
+    subset = _Subset(
+        process_logits, logprobs, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R,
+        token_RK,
+    )  # fmt: skip
     accepted_R1 = verdict.n_accept_B[request_R, None]
     last_R1 = verdict.token_BK1[request_R].long().gather(1, accepted_R1)
-    p_RK, finite_RK = _p(asked, index_RK, token_RK)
-    p_R1, _ = _p(asked, accepted_R1, last_R1)
-    q_RK = _q_of_drafts(asked, index_RK)
-    q_R1 = _q_of_last(asked, q_RK, accepted_R1, last_R1)
+    p_RK, finite_RK = _p(subset, index_RK, token_RK)
+    p_R1, _ = _p(subset, accepted_R1, last_R1)
+    q_RK = _q_of_drafts(subset, index_RK)
+    q_R1 = _q_of_last(subset, q_RK, accepted_R1, last_R1)
     mass_RK = torch.full_like(p_RK, torch.nan)
     if Rule.BLOCK in given.params.rules and most > 1:
-        mass_RK[:, :-1] = _masses(asked, p_RK, q_RK, finite_RK)
+        mass_RK[:, :-1] = _masses(subset, p_RK, q_RK, finite_RK)
     return Evidence(
         token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
         _uniforms(given, slot_R, given.position_B[request_R]).view_as(p_RK), mass_RK, real_q_R,
     )  # fmt: skip
 
 
-def _p(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
+def _p(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
     """p of tokens in rows of each request, float64; and whether the rows are finite."""
-    vocabulary, rows = asked.given.logits_NV.shape[1], asked.rows(index_RJ)
+    vocabulary, rows = subset.given.logits_NV.shape[1], subset.rows(index_RJ)
     token_M = token_RJ.flatten()
-    found = asked.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
+    found = subset.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
     finite_M = found.top_logprob_NT[:, 0].isfinite()
-    cold_M = rows.params.temperature_S[rows.slot_N] == 0
+    is_greedy_M = rows.params.temperature_S[rows.slot_N] == 0
     is_best_M = found.top_token_NT[:, 0] == token_M
-    p_M = torch.where(cold_M, is_best_M.double(), found.logprob_N.double().exp())
+    p_M = torch.where(is_greedy_M, is_best_M.double(), found.logprob_N.double().exp())
     is_known_M = (token_M >= 0) & (token_M < vocabulary)
     p_M = torch.where(finite_M & is_known_M, p_M, 0.0)
     return p_M.view_as(token_RJ), finite_M.view_as(token_RJ)
 
 
-def _q(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
-    """q of tokens as the cache states it, float64; NaN where the draft's row is not finite."""
-    cache, params = asked.given.drafts.cache, asked.given.params
+def _q(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
+    """q of tokens from the cache, float64; NaN where the draft's row is not finite."""
+    cache, params = subset.given.drafts.cache, subset.given.params
     if cache is None:
         return torch.ones_like(token_RJ, dtype=torch.float64)
-    at, width = (asked.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
+    at, width = (subset.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
     raw_RJ = cache.logits_SKV[(*at, token_RJ.clamp(0, width - 1))].float()
     lse_RJ = cache.lse_SK[at]
-    q_RJ = (raw_RJ / temperatures(params, asked.slot_R)[:, None] - lse_RJ).exp()
+    q_RJ = (raw_RJ / temperatures(params, subset.slot_R)[:, None] - lse_RJ).exp()
     is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[at])
     return torch.where(is_kept_RJ, q_RJ, 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
 
 
-def _q_of_drafts(asked: _Asked, index_RK: Tensor) -> Tensor:
-    given, token_RK = asked.given, asked.token_RK
+def _q_of_drafts(subset: _Subset, index_RK: Tensor) -> Tensor:
+    given, token_RK = subset.given, subset.token_RK
     is_token_RK = token_RK < given.logits_NV.shape[1]
-    is_token_RK |= (given.params.rule_S[asked.slot_R] != Rule.SYNTHETIC)[:, None]
-    q_RK = torch.where(asked.real_q_R[:, None], _q(asked, index_RK, token_RK), 1.0)
+    is_token_RK |= (given.params.rule_S[subset.slot_R] != Rule.SYNTHETIC)[:, None]
+    q_RK = torch.where(subset.real_q_R[:, None], _q(subset, index_RK, token_RK), 1.0)
     return torch.where(is_token_RK & (token_RK >= 0), q_RK, 0.0)
 
 
-def _q_of_last(asked: _Asked, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
-    """q of the token after the accepted drafts, if a draft stood there."""
+def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
+    """q of the token after the accepted drafts, if it replaces a draft."""
     if q_RK.shape[1] == 0:
         return torch.zeros_like(last_R1, dtype=torch.float64)
     place_R1 = accepted_R1.clamp(max=q_RK.shape[1] - 1)
-    replaces_R1 = (accepted_R1 < asked.num_R[:, None]) & (q_RK.gather(1, place_R1) > 0)
-    is_draft_R1 = (asked.token_RK.gather(1, place_R1) == last_R1).double()
-    q_R1 = torch.where(asked.real_q_R[:, None], _q(asked, place_R1, last_R1), is_draft_R1)
+    replaces_R1 = (accepted_R1 < subset.num_R[:, None]) & (q_RK.gather(1, place_R1) > 0)
+    is_draft_R1 = (subset.token_RK.gather(1, place_R1) == last_R1).double()
+    q_R1 = torch.where(subset.real_q_R[:, None], _q(subset, place_R1, last_R1), is_draft_R1)
     return torch.where(replaces_R1, q_R1, 0.0)
 
 
-def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
-    """S_i of the drafts that another one follows, [R, K - 1], as the block rule has it.
+def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
+    """S_i of the block rule for all drafts that another draft follows, [R, K - 1].
 
-    Of a one-hot q it is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
+    For a one-hot q it is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
     """
-    params, cache, most = asked.given.params, asked.given.drafts.cache, p_RK.shape[1]
+    params, cache, most = subset.given.params, subset.given.drafts.cache, p_RK.shape[1]
     is_draft_RK = q_RK > 0
     log_q_RK = torch.where(is_draft_RK, q_RK, 0.0).log()
     w_RK = block_weights(RuleInputs(p_RK.log(), log_q_RK, log_q_RK))[:, 1:-1].exp()
     mass_RK = w_RK * (1 - p_RK[:, 1:])
     if cache is not None:
         following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
-        rows, index_M = asked.rows(following_RK), following_RK.flatten()
-        rest_MV = asked.process_logits(rows).double().softmax(dim=1)
+        rows, index_M = subset.rows(following_RK), following_RK.flatten()
+        rest_MV = subset.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
         q_MV = _q_rows(cache, params, rows.slot_N, index_M, rest_MV.shape[1])
         rest_MV[:, : q_MV.shape[1]] -= q_MV
         sum_RK = rest_MV.clamp_(min=0.0).sum(dim=1).view_as(mass_RK)
-        mass_RK = torch.where(asked.real_q_R[:, None], sum_RK, mass_RK)
+        mass_RK = torch.where(subset.real_q_R[:, None], sum_RK, mass_RK)
     mass_RK = torch.where(finite_RK[:, 1:], mass_RK, 0.0)
     index_RK = torch.arange(most, device=p_RK.device)
-    is_draft_RK = (is_draft_RK & (index_RK < asked.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
-    is_block_R = params.rule_S[asked.slot_R] == Rule.BLOCK
+    is_draft_RK = (is_draft_RK & (index_RK < subset.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
+    is_block_R = params.rule_S[subset.slot_R] == Rule.BLOCK
     return torch.where(is_draft_RK & is_block_R[:, None], mass_RK, torch.nan)
 
 
 def _edits_of(edits: Edits, row_M: Tensor, real_M: Tensor) -> Edits:
-    """The edits of some rows, none twice, except those that are not real and have none."""
+    """The edits of some rows, which are distinct except for padding (not real), which has none."""
     start_M = edits.start_N1[row_M]
     count_M = (edits.start_N1[row_M + 1] - start_M) * real_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))
-    # On a host the truth costs nothing; where it is unknown, no more than there are.
+    # The exact number is free on a host; a device would have to be waited for, so an upper bound.
     size = int(new_M1[-1]) if row_M.is_cpu else len(edits.token_M)
     index_E = torch.arange(size, device=row_M.device)
     owner_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)

@@ -1,7 +1,6 @@
 """C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
 
-Stacks that native code runs attend inside it (`csrc/attention.cpp`); others attend in stock
-operators.
+Native stacks use native attention (`csrc/attention.cpp`); other stacks attend in stock operators.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Belongs here: compiler, flags, file names. Standard library only, and no import of this package: the
 hook that builds a wheel loads this file by its path before anything is installed.
 
-There is one library per instruction set, chosen when it is loaded, so that a wheel built anywhere
-runs anywhere. A file's name holds a digest of the sources, so that a library of other sources is
-never loaded. Its last bytes, which the system's loader does not read, are a digest of the rest: a
-damaged library is noticed before the process dies of SIGBUS in it.
+There is one library per instruction set, chosen at load time, so that a wheel built anywhere runs
+anywhere. A file's name holds a digest of the sources, so that a library of other sources is never
+loaded. Its last bytes, which the system's loader does not read, are a digest of the rest: a damaged
+library is detected before it kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 LIBRARIES = HERE / "lib"
 
-# Most capable first. x86-64-v4 has 512-bit vectors, v3 is every x86 server since about 2014; with
-# VNNI products of eight-bit numbers are added up in one operation in place of three.
+# Most capable first. x86-64-v4 has 512-bit vectors, v3 is every x86 server since about 2014; VNNI
+# adds up products of eight-bit numbers in one operation instead of three.
 VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "x86-64-v4-vnni": ["-march=x86-64-v4", "-mavx512vnni"],
@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"aarch64": []},
 }
-# Flags beyond the first are for this source alone: all others of two variants are compiled once.
+# Flags after the first apply only to this source: the others are compiled once for two variants.
 _EXTENDED = "quantised.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 _SHARED = ["-shared", "-fPIC", "-pthread"]
@@ -49,7 +49,7 @@ _SEAL = hashlib.sha256().digest_size  # bytes at the end of a library
 _PARTIAL = ".partial"
 _SHOWN = 5  # lines of a compiler's errors
 _EVERY_S = 5.0  # between two lines of progress
-_LONGEST_S = 3600.0  # of a build: what is older and half-made, a killed one has left
+_LONGEST_S = 3600.0  # of a build: older unfinished files were left by a killed build
 Report = Callable[[int, int], None]
 
 
@@ -58,7 +58,7 @@ class BuildError(Exception):
 
 
 def digest() -> str:
-    """Twelve digits that change with the sources and with how they are compiled."""
+    """Twelve digits that change with the sources and with the compiler's flags."""
     found = hashlib.sha256(repr((VARIANTS, _EXTENDED, _FLAGS, _SHARED, _SEAL)).encode())
     for path in sorted(SOURCES.iterdir()):
         found.update(path.name.encode() + path.read_bytes())
@@ -66,28 +66,28 @@ def digest() -> str:
 
 
 def library_path(variant: str) -> Path:
-    """Where the library of this variant and of the present sources is, if it was built."""
+    """The path of a variant's library of the present sources, built or not."""
     return LIBRARIES / f"foretoken-{digest()}-{variant}.so"
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is as it was built; 0.35 ms for 200 kB."""
+    """Whether a library is undamaged; takes 0.35 ms for 200 kB."""
     content = path.read_bytes()
     return hashlib.sha256(content[:-_SEAL]).digest() == content[-_SEAL:]
 
 
 def build(report: Report = lambda done, total: None) -> list[Path]:
-    """Compile every variant of this machine's architecture that is missing; drop outdated ones.
+    """Compile every missing variant of this machine's architecture; delete outdated libraries.
 
-    Once it is an hour old, what a killed build has left half-made is dropped, too.
+    Unfinished files of a killed build are deleted, too, once they are an hour old.
 
     Args:
-        report: gets how many files of how many are compiled, every few seconds at least; not
-            called if nothing is missing.
+        report: called with (files compiled, files in all), every few seconds at least; not called
+            if nothing is missing.
 
     Raises:
         BuildError: no C++ compiler, an unknown architecture, or the compiler refused.
-        OSError: the folder of the libraries cannot be written.
+        OSError: the folder of the libraries is not writable.
     """
     variants = VARIANTS.get(platform.machine())
     if variants is None:
@@ -101,7 +101,7 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
         if path not in built:
             path.unlink(missing_ok=True)
     for path in LIBRARIES.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # its build has ended just now
+        with contextlib.suppress(FileNotFoundError):  # its build has just ended
             if time.time() - path.stat().st_mtime <= _LONGEST_S:
                 continue
             if path.is_dir():
@@ -112,18 +112,18 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
 
 
 def _num_cores() -> int:
-    """Cores that this process may use, which a container or `taskset` may have made fewer."""
+    """Cores that this process may use, within the limits of a container or `taskset`."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _compile(missing: dict[Path, list[str]], report: Report) -> None:
-    """Each source by itself, as many at a time as there are cores, then each library."""
+    """Compile each source, as many at a time as there are cores, then link each library."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
-    # The longest first, so that none of them is left to one core at the end.
+    # The longest first, so that no long one is left to a single core at the end.
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
     with (
         tempfile.TemporaryDirectory(dir=LIBRARIES) as folder,
@@ -157,7 +157,7 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
 
 
 def _link(command: list[str], flags: list[str], path: Path) -> None:
-    """Make a library, and seal it. Renamed when whole, so that half a library is never loaded."""
+    """Link and seal a library. It is renamed when whole, so that half a one is never loaded."""
     partial = path.with_suffix(f".{os.getpid()}{_PARTIAL}")
     try:
         _run([*command, "-o", str(partial)], flags)
@@ -176,14 +176,14 @@ def _run(command: list[str], flags: list[str]) -> None:
 
 
 def _first_errors(said: str) -> str:
-    """What a compiler complains of first, without its warnings."""
+    """The compiler's first errors, without its warnings."""
     lines = [line.strip() for line in said.splitlines() if "warning:" not in line]
     errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)]
     return "\n".join(f"  {line}" for line in errors[:_SHOWN] or lines[-_SHOWN:])
 
 
 class _Shown:
-    """A line of progress: on a terminal one that changes, elsewhere one every few seconds."""
+    """Progress: on a terminal one line that changes, elsewhere a line every few seconds."""
 
     def __init__(self) -> None:
         self._start, self._said = time.monotonic(), -math.inf
@@ -199,7 +199,7 @@ class _Shown:
 
 
 def main() -> int:
-    """Build, and say what came of it."""
+    """Build, and print the libraries or the error."""
     try:
         for path in build(_Shown()):
             print(path.relative_to(HERE.parent))

@@ -1,12 +1,12 @@
 """The compiled kernels as Python functions.
 
-Belongs here: choosing and loading a library, the C signatures. Does not: what the kernels read
-(`arguments.py`).
+Belongs here: choosing and loading a library, the C signatures. Does not: the structs that kernels
+read (`arguments.py`).
 
 Pointers are addresses of contiguous arrays that the caller keeps alive during the call; nothing is
-checked on the C side. Calls release the GIL and raise what kept them from being done. Those of a
-step's bookkeeping are too short for that: they keep the GIL, which another thread would have for
-longer than the call takes, and return a status, for `check` if it is not 0.
+checked on the C side. Calls release the GIL and raise an error if they fail. The calls of a step's
+bookkeeping are too short for that: they keep the GIL, which another thread would hold for longer
+than the call takes, and return a status; if it is not 0, pass it to `check`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.native import build
 
 VARIANT = "FORETOKEN_NATIVE_VARIANT"
-"""This variable of the environment names the one library that may be loaded. Processors with the
-same library compute the same bits; tests run the AVX2 library where there is AVX-512, too."""
+"""Environment variable with the only library that may be loaded. Processors with the same library
+compute the same bits; with it, tests run the AVX2 library on machines with AVX-512."""
 
 
 class NotFiniteError(ValueError):
@@ -45,7 +45,7 @@ _NEEDS = {
 
 @cache
 def _variant() -> tuple[str | None, str]:
-    """The most capable variant that this processor runs and that was built, or None and why.
+    """The most capable variant that was built and runs on this processor, or None and the reason.
 
     Raises:
         ConfigError: the environment names a variant that this processor cannot run.
@@ -57,10 +57,10 @@ def _variant() -> tuple[str | None, str]:
     fitting = [v for v in variants if _NEEDS.get(v, set()) <= features]
     if not fitting:
         return None, "this processor is older than x86-64-v3 (AVX2)"
-    asked = from_environment(VARIANT)
-    if asked is not None:
-        check_choice(VARIANT, asked, tuple(fitting), "Unset it to use the most capable one.")
-        fitting = [asked]
+    chosen = from_environment(VARIANT)
+    if chosen is not None:
+        check_choice(VARIANT, chosen, tuple(fitting), "Unset it to use the most capable one.")
+        fitting = [chosen]
     built = [v for v in fitting if build.library_path(v).exists()]
     if not built:
         return None, f"they were not built: {_REMEDY}"
@@ -82,7 +82,7 @@ def missing() -> str | None:
         return reason
     try:
         load()
-    except OSError as error:  # damaged, or built elsewhere, against newer system libraries
+    except OSError as error:  # damaged, or built on a machine with newer system libraries
         return f"they cannot be loaded ({error}): {_REMEDY}"
     return None
 
@@ -143,7 +143,7 @@ _SHORT: dict[str, list[Any]] = {
 
 
 def check(status: int, function: Any, arguments: Any = None) -> None:
-    """Raise what kept a call from being done; `csrc/call.h` names the numbers."""
+    """Raise the error of a failed call; `csrc/call.h` names the numbers."""
     if status == 1:
         raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
     if status == 2:
@@ -157,5 +157,5 @@ def check(status: int, function: Any, arguments: Any = None) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that share one call's work, the calling one included; of the whole process."""
+    """Threads that share each call's work, the calling one included; for the whole process."""
     load().foretoken_set_num_threads(count)

@@ -1,8 +1,8 @@
 """Processing, sampling, drafting, log-probabilities and verification, one native call each.
 
-See `Backend` for each. Rules are stated once more in `csrc/verify.cpp`, where a request's rows are
-read one by one, as far as its own rule needs them, whatever else is in the batch; so `synthetic`
-takes the time of `standard` (decision 015).
+See `Backend` for each. `csrc/verify.cpp` implements the rules again: it reads a request's rows one
+by one, as far as its own rule needs them, whatever else is in the batch; so `synthetic` takes the
+time of `standard` (decision 015).
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import (
-    native_batch,
-    native_cache,
-    native_places,
-    native_rows,
-)
+
+from foretoken.ops.backends.native.arguments import (  # isort: skip
+    native_batch, native_cache, native_places, native_rows,
+)  # fmt: skip
 from foretoken.ops.types import DraftCache, Logprobs, Noise, Rows, Verdict, VerifyBatch
 
 
@@ -40,7 +38,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     library.load().foretoken_draft(
         native_rows(rows), native_places(noise), native_cache(cache), token_B.data_ptr()
     )
-    if cache is not None and cache.logits_SKV.dtype is torch.float64:  # a copy was written
+    if cache is not None and cache.logits_SKV.dtype is torch.float64:  # only a copy was written
         cache.logits_SKV[rows.slot_N, noise.draft_index_N] = rows.logits_NV
     return token_B
 

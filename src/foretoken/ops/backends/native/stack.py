@@ -1,7 +1,7 @@
 """A pass of a stack of layers, or a round of drafting, in one native call.
 
-Belongs here: which stacks native code can run, and handing it weights and batches. Does not: the
-arithmetic (`csrc/stack.cpp`), deciding whether it is right (that is the caller's self-check).
+Belongs here: which stacks native code can run, and passing weights and batches to it. Does not: the
+arithmetic (`csrc/stack.cpp`), checking its results (that is the caller's self-check).
 
 Why: at batch 1 a forward through the modules of the embedded target is mostly the overhead of some
 4 600 operator calls.
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.ops.backends.native import library
+from foretoken.ops.formats import BLOCKS, GROUP
+from foretoken.ops.passes import pass_begins
+from foretoken.ops.steps import ForwardBatch
 
 from foretoken.ops.backends.native.arguments import (  # isort: skip
     Struct, address, native_cache, native_params, struct,
@@ -32,54 +35,50 @@ from foretoken.ops.checks import (  # isort: skip
     INT64, check_attention_batch, check_aux, check_draft_round, check_features, check_hidden,
     check_tensor,
 )  # fmt: skip
-from foretoken.ops.passes import pass_begins
-
 from foretoken.ops.stack import (  # isort: skip
     KV, Blocks, Dense, DraftRound, Features, ForwardOutput, Grouped, Joined, Layer, Linear, Outcome,
     Stack, UnfitError, Weight, format_of, linears, map_linears, parts_of,
 )  # fmt: skip
-from foretoken.ops.formats import BLOCKS, GROUP
-from foretoken.ops.steps import ForwardBatch
 
 KINDS = {
     name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])
 }
-"""Formats of weights by number: `foretoken::Kind`."""
+"""Numbers of weight formats: `foretoken::Kind`."""
 
 FETCHES = ("no hint", "cached")
 """`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
 
 _log = logging.getLogger(__name__)
 
-HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
+HEAD_MULTIPLE = 16  # the widest vector: values are read in whole vectors
 
 _tunings: dict[str, dict[str, dict[str, float | str]]] = {}
 
 
 def tunings() -> dict[str, dict[str, dict[str, float | str]]]:
-    """What this process measured and took: by size of the weights, by rows (`describe_fetches`)."""
+    """This process's measurements by size of the weights, by rows (`describe_fetches`)."""
     return dict(_tunings)
 
 
 def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | str]:
-    """What was taken, and milliseconds of a pass over the weights with each of `FETCHES`."""
+    """The choice, and milliseconds of a pass over the weights with each of `FETCHES`."""
     measured = {name: float(f"{1000 * s:.3g}") for name, s in zip(FETCHES, seconds, strict=True)}
     return {"taken": FETCHES[taken], **measured}
 
 
 class NativeStack:
-    """The native `RoundStack`. Keeps its own copy of all matrices but the embedding, each in the
-    format that it has; all else is float32.
+    """The native `RoundStack`. It copies all matrices except the embedding, each in its own format;
+    all else is float32.
 
-    Keys and values are laid out as `csrc/attention.h` says.
+    `csrc/attention.h` describes the layout of keys and values.
 
     Args:
-        stack: what it reads besides matrices and biases stays where it is.
-        positions, most_rows, deterministic: without effect, as angles are computed where they are
-            used, memory grows with the rows, and a row's bits never depend on the rows next to it.
+        stack: everything except matrices and biases is read in place.
+        positions, most_rows, deterministic: without effect, since angles are computed where they
+            are used, memory grows with the rows, and a row's bits never depend on other rows.
 
     Raises:
-        UnfitError: the stack has something that native code does not implement.
+        UnfitError: native code does not implement some part of the stack.
         CheckpointError: a scale of the weights is not finite.
     """
 
@@ -110,15 +109,15 @@ class NativeStack:
                 "A scale of the quantised weights is NaN or infinite: they are damaged, download "
                 "them again."
             ) from error
-        self._read_there = model  # the embedding's rows
-        # Not at exit: a daemon thread may still compute then.
+        self._read_in_place = model  # keeps the embedding's rows alive
+        # Not at exit: a daemon thread may still be computing.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
-        self.stack = self._read = _without_matrices(stack)  # native code reads what it still has
+        self.stack = self._read = _without_matrices(stack)  # native code reads its norms in place
         self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
         self._aux: tuple[Tensor, ...] = ()
-        self._aux_fields: Struct | None = None  # of those, and what they are for
-        self._aux_for: tuple[Sequence[int], int] = ((), 0)
+        self._aux_fields: Struct | None = None  # addresses of `_aux`
+        self._aux_for: tuple[Sequence[int], int] = ((), 0)  # the layers and tokens of `_aux`
         self._latest_states: tuple[Sequence[Tensor], int, Struct] = ((), -1, struct(()))
 
     def run(
@@ -130,8 +129,8 @@ class NativeStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`; after the last layer's attention only wanted rows are computed,
-        unless `aux_layers` has what follows it."""
+        """See `LoadedStack.run`; after the last layer's attention only rows of `logit_row_N` are
+        computed, unless `aux_layers` includes the input of the output layer."""
         token_T, row_N = batch.token_T, batch.logit_row_N
         num_tokens, wanted = len(token_T), len(row_N)
         hidden_NC = torch.empty(wanted, self._size) if self._has_rule else None
@@ -149,7 +148,6 @@ class NativeStack:
         return ForwardOutput(logits_NV, self._aux, hidden_NC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """See `LoadedStack.logits`."""
         check_hidden(hidden_NC := hidden_NC.contiguous(), len(hidden_NC), self._size)
         logits_NV = torch.empty(len(hidden_NC), self._vocab_size)
         numbers = (hidden_NC.data_ptr(), len(hidden_NC), logits_NV.data_ptr())
@@ -157,14 +155,9 @@ class NativeStack:
         return logits_NV
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
-        """See `RoundStack.draft`."""
         attention, hidden_SC = batch.attention, drafting.hidden_SC
-        length_B, block_BL, block_size = (
-            attention.length_B,
-            attention.block_BL,
-            attention.block_size,
-        )
-        columns = block_BL.shape[1]
+        length_B, block_BL = attention.length_B, attention.block_BL
+        columns, block_size = block_BL.shape[1], attention.block_size
         room, least = columns * block_size, 0 if self._has_rule else 1
         nums = check_draft_round(drafting, length_B, room, self._vocab_size, least)
         if self._has_rule:
@@ -185,25 +178,21 @@ class NativeStack:
         return token_BK
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
-        """See `RoundStack.observe`."""
         token_SL, length_B, slot_B, hidden_SC = outcome
         check_hidden(hidden_SC, len(token_SL), self._size)
         known = struct((), *length_B)
         fields = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
-        self._library.foretoken_stack_observe(
-            self._handle,
-            native_batch(batch, kv),
-            struct((), *fields, token_SL.shape[1]),
-            self._features(features, batch.attention.query_start_B1.tolist()[-1]),
-            *self._addresses(kv),
-        )
+        native, result = native_batch(batch, kv), struct((), *fields, token_SL.shape[1])
+        begins = self._features(features, int(batch.attention.query_start_B1[-1]))
+        given = native, result, begins, *self._addresses(kv)
+        self._library.foretoken_stack_observe(self._handle, *given)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""
+        """Set how weights are fetched (`FETCHES`) for one row and for a few; no logit changes."""
         self._library.foretoken_stack_set_fetches(self._handle, one_row, few_rows)
 
     def _tune(self) -> None:
-        """Measure how weights are fetched fastest on this machine, take it and say so."""
+        """Measure how weights are fetched fastest on this machine, choose that and log it."""
         taken_R, size = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
         seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
         self._library.foretoken_stack_measure_fetches(
@@ -217,7 +206,7 @@ class NativeStack:
             _log.debug("Weights of %s, %s, ms: %s", name, rows, measured)
 
     def _addresses(self, kv: KV) -> tuple[Struct, Struct]:
-        """Where the tensors are; looked up once for a pool that is used again and again."""
+        """The tensors' addresses, looked up once per pool."""
         keys, values, (known_keys, known_values, *addresses) = kv.keys, kv.values, self._cache
         if keys is not known_keys or values is not known_values:
             if not len(keys) == len(values) == self._num_layers:
@@ -230,15 +219,15 @@ class NativeStack:
         return key_addresses, value_addresses
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
-        """Memory for hidden states, which passes of as many tokens share: new tensors, and a look
-        at them by who reads them, would take some 20 us of a step."""
+        """Memory for hidden states, shared by passes of equally many tokens: new tensors, and
+        checks of them in the stack that reads them, would take some 20 us of a step."""
         aux = {i: torch.empty(tokens, self._size) for i in layers}
         every = [aux.get(i) for i in range(self._num_layers + 1)]
         self._aux, self._aux_fields = tuple(aux[i] for i in layers), struct(every) if aux else None
         self._aux_for = (layers, tokens)
 
     def _features(self, features: Features | None, tokens: int) -> Struct | None:
-        """`Features`; of the same tensors as the last time the same."""
+        """`Features`; reused if the tensors are those of the last call."""
         check_features(self._has_rule, features)
         if features is None:
             return None
@@ -248,12 +237,12 @@ class NativeStack:
         known, num_rows, native = self._latest_states
         if features is known and tokens == num_rows:
             return native
-        if features[0].dtype is not torch.float32:  # of a target in stock operators
+        if features[0].dtype is not torch.float32:  # from a target in stock operators
             features = [states.float() for states in features]
         check_aux(features, tokens, self._read_numbers)
         states = struct(features)
         native = struct((None,), address(states), 0, len(features), kept=states)
-        if isinstance(features, tuple):  # a list may hold others by then
+        if isinstance(features, tuple):  # a list could change until the next call
             self._latest_states = (features, tokens, native)
         return native
 
@@ -267,7 +256,7 @@ def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
 
 
 def _native_round(drafting: DraftRound, most: int) -> tuple[Tensor, Struct]:
-    """`DraftRound`, and the drafts [B, most] that it gives."""
+    """The drafts [B, most] that a round will write, and its `DraftRound`."""
     token_BK = torch.empty(len(drafting.num_B), most, dtype=torch.int64)
     hidden_SC = drafting.hidden_SC
     kept = native_params(drafting.params), native_cache(drafting.cache), hidden_SC
@@ -278,7 +267,7 @@ def _native_round(drafting: DraftRound, most: int) -> tuple[Tensor, Struct]:
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError` unless the kernels implement it; they know one shape of all layers."""
+    """Raise `UnfitError` unless the kernels implement the stack; all layers must have one shape."""
     if library.missing() is not None:
         raise UnfitError(f"there are no native kernels: {library.missing()}")
     if stack.device.type != "cpu":
@@ -310,7 +299,7 @@ def _check_fit(stack: Stack) -> None:
 
 
 def _check_weight(name: str, weight: Weight) -> None:
-    """Raise `UnfitError` for a layout that kernels do not read."""
+    """Raise `UnfitError` for a layout that the kernels cannot read."""
     for part in parts_of(weight):
         kind = format_of(part)
         if kind not in KINDS:
@@ -330,7 +319,7 @@ def _group(weight: Grouped) -> int:
 
 
 def _native_kind(weight: Dense | Blocks | Grouped) -> tuple[str, int]:
-    """What parts of one packed matrix have in common."""
+    """Parts of one packed matrix must be equal in this: format and group size."""
     return format_of(weight), _group(weight) if isinstance(weight, Grouped) else 0
 
 
@@ -350,39 +339,36 @@ def _native_part(weight: Dense | Blocks | Grouped) -> Struct:
 
 
 def _native_matrix(weight: Weight) -> tuple[tuple[int, int], object]:
-    """`Matrix`, and what it points to."""
+    """The fields of `Matrix`, and the struct they point to."""
     parts = [_native_part(part) for part in parts_of(weight)]
     pointers = struct((), *map(address, parts), kept=parts)
     return (address(pointers), len(parts)), pointers
 
 
 def _with_wide_norms(stack: Stack) -> Stack:
-    """A stack whose norms and biases are float32: what native code computes in."""
+    """A stack with norms and biases in float32, in which native code computes."""
     if stack.dtype not in (torch.bfloat16, torch.float16):
         return stack
 
     def wide(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.float()
 
-    def widen(linear: Linear) -> Linear:
-        return linear._replace(bias=wide(linear.bias))
+    def widen(record: Any, *names: str) -> Any:
+        return record._replace(**{name: wide(getattr(record, name)) for name in names})
 
-    layers = []
-    for layer in stack.layers:
-        norms = {name: wide(getattr(layer.mixer, name)) for name in ("q_norm_D", "k_norm_D")}
-        mixer = layer.mixer._replace(**norms)
-        layers.append(Layer(wide(layer.mixer_norm_C), mixer, wide(layer.feed_norm_C), layer.feed))
-    rule = stack.features and stack.features._replace(
-        fc_norm_PA=wide(stack.features.fc_norm_PA),
-        feature_norm_C=wide(stack.features.feature_norm_C),
+    layers = tuple(
+        widen(layer, "mixer_norm_C", "feed_norm_C")._replace(
+            mixer=widen(layer.mixer, "q_norm_D", "k_norm_D")
+        )
+        for layer in stack.layers
     )
-    norm_C = stack.norm_C.float()
-    stack = replace(stack, layers=tuple(layers), norm_C=norm_C, features=rule)
-    return map_linears(stack, widen)
+    rule = stack.features and widen(stack.features, "fc_norm_PA", "feature_norm_C")
+    stack = replace(stack, layers=layers, norm_C=stack.norm_C.float(), features=rule)
+    return map_linears(stack, lambda linear: widen(linear, "bias"))
 
 
 def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The norms and biases, if kernels can read them where they are."""
+    """The norms and biases; `UnfitError` if kernels cannot read them in place."""
     for weight in weights:
         if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
             raise UnfitError("a norm or a bias is not contiguous float32")
@@ -430,7 +416,7 @@ def _native_rule(stack: Stack) -> Struct | None:
 
 
 def _without_matrices(stack: Stack) -> Stack:
-    """Shapes in place of what was packed."""
+    """Replace what was packed by its shapes."""
 
     def shape(tensor: Any) -> Any:
         return torch.empty_like(tensor, device="meta") if isinstance(tensor, Tensor) else tensor

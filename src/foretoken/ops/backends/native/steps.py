@@ -1,8 +1,8 @@
-"""What a step does with its slots between the models, in C++; see `foretoken.ops.steps.Steps`.
+"""Bookkeeping of a step over its slots, in C++; see `foretoken.ops.steps.Steps`.
 
-At batch 1 a function takes 0.1 us there and 20 times as long to call. So what is computed anew in
-each step lies in memory that is used again, and the tensors over it are kept, by their sizes. Only
-drafting pass by pass, in stock operators, needs `shift` and `join_drafts`: so these are, too.
+At batch 1 a function takes 0.1 us in C++, and the call 20 times as long. So results are written to
+memory that is reused, and tensors over it are cached by their sizes. `shift` and `join_drafts` are
+inherited: only drafting pass by pass, in stock operators, needs them.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from foretoken.ops.backends.torch import steps as stock
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
-_MOST_KEPT = 256  # sizes whose tensors are kept
+_MOST_KEPT = 256  # tensors are cached for so many different sizes
 _INT64, _NUMPY_INT64 = torch.int64, np.dtype(np.int64)
-# Write fields of a struct that is used again: `arguments.struct` takes 3 times as long.
+# Write fields of a reused struct: `arguments.struct` takes 3 times as long.
 _fill_2, _fill_5, _fill_6, _fill_8 = (Layout(f"{n}q").pack_into for n in (2, 5, 6, 8))
-_SIZES, _OUTCOME = 8 * 5, 8 * 7  # where in `Step` the fields of `pack` and of `advance` begin
+_SIZES, _OUTCOME = 8 * 5, 8 * 7  # offsets in `Step` of the fields of `pack` and of `advance`
 
 
 class Steps(stock.Steps):
-    """The functions on one `SlotState`, of one thread."""
+    """The functions on one `SlotState`, for one thread."""
 
     def __init__(self, state: SlotState) -> None:
         super().__init__(state)
         self._kept_table = struct(state, *state.token_SL.shape, state.block_SL.shape[1])
         self._table = address(self._kept_table)
         self._batches = _Batches()
-        # `Counts`, `Drafts` and `Step` of the C++ side, and where they are.
+        # `Counts`, `Drafts` and `Step` of the C++ side, and their addresses.
         self._counts = array("q", [*[0] * 5, self._table])
         self._drafts = array("q", [*[0] * 8, self._table])
         self._step = array("q", [*[0] * 13, self._table, self._batches.address])
         self._counts_at, self._drafts_at, self._step_at = (
             fields.buffer_info()[0] for fields in (self._counts, self._drafts, self._step)
         )
-        self._known: StepTokens | None = None  # whose addresses are in `Step`
+        self._known: StepTokens | None = None  # `Step` holds the addresses of its tensors
         self._counted: dict[int, tuple[Tensor, Tensor, int, int]] = {}
         native = library.load()
         self._count, self._write = native.foretoken_steps_count, native.foretoken_steps_write
@@ -55,7 +55,6 @@ class Steps(stock.Steps):
         self._look_up = native.foretoken_steps_look_up
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Steps.count_drafts`."""
         if not (slot_B.is_contiguous() and most_B.is_contiguous()):
             slot_B, most_B = slot_B.contiguous(), most_B.contiguous()
         requests = slot_B.numel()
@@ -72,8 +71,7 @@ class Steps(stock.Steps):
     def write_drafts(
         self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """See `Steps.write_drafts`."""
-        slot_B, asked_B, position_B, _, _, _, _ = asked
+        slot_B, asked_B, position_B = asked.slot_B, asked.num_B, asked.position_B
         if num_B.numel() != asked_B.numel():
             raise IntegrityError(f"{num_B.tolist()} drafts, {asked_B.tolist()} asked for")
         if token_BK.dtype is not _INT64 or not (
@@ -81,7 +79,7 @@ class Steps(stock.Steps):
             and asked_B.is_contiguous() and position_B.is_contiguous()
         ):  # fmt: skip
             token_BK, num_B = token_BK.to(_INT64).contiguous(), num_B.contiguous()
-            slot_B, asked_B, position_B = map(Tensor.contiguous, asked[:3])
+            slot_B, asked_B, position_B = map(Tensor.contiguous, (slot_B, asked_B, position_B))
         _fill_8(
             self._drafts, 0, slot_B.data_ptr(), asked_B.data_ptr(), position_B.data_ptr(),
             num_B.data_ptr(), token_BK.data_ptr(), num_B.numel(), token_BK.shape[1], last_id,
@@ -90,14 +88,12 @@ class Steps(stock.Steps):
             library.check(status, self._write)
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """See `Steps.pack`."""
         if tokens is not self._known:
             self._take(tokens)
         _fill_2(self._step, _SIZES, block_size, sizes.ahead)
         return self._batches.batch(self._pack, self._step_at, sizes.queries, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """See `Steps.advance`."""
         if tokens is not self._known:
             self._take(tokens)
         token_BK1, accepted_B, finite_B = verdict
@@ -118,26 +114,25 @@ class Steps(stock.Steps):
         return packet
 
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        """See `Steps.begin_round`."""
-        requests, most = asked.slot_B.numel(), asked.most
+        requests, most, batches = asked.slot_B.numel(), asked.most, _Batches()
         num_B, index_B1 = _empty(requests), _empty(requests + 1)
         place_3KB = _empty(3, most, requests)
-        tensors, batches = (*asked[:3], num_B, index_B1, place_3KB), _Batches()
+        inputs = asked.slot_B, asked.num_B, asked.position_B
         numbers = (requests, most, known, max_len, block_size, self._table, batches.address)
-        given = struct(tensors, *numbers)
+        given = struct((*inputs, num_B, index_B1, place_3KB), *numbers)
         first = batches.batch(self._begin_round, address(given), known, block_size)
         return Round(num_B, first, index_B1, *place_3KB.unbind())
 
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        """See `Steps.look_up`."""
         requests, most = asked.slot_B.numel(), asked.most
         num_B, token_BK = _empty(requests), _empty(requests, most)
-        given = struct((*asked[:3], num_B, token_BK), requests, most, 0, self._table)
+        inputs = asked.slot_B, asked.num_B, asked.position_B
+        given = struct((*inputs, num_B, token_BK), requests, most, 0, self._table)
         self._look_up(given, shortest, longest)
         return token_BK, num_B
 
     def _take(self, tokens: StepTokens) -> None:
-        """Look up addresses, which `advance` has from `pack` if both are given the same object."""
+        """Look up addresses; `advance` reuses those of `pack` if it gets the same object."""
         slot_B, num_tokens_B, of_B, num_D = tokens
         if not (
             slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
@@ -160,20 +155,20 @@ class _Batches:
     """
 
     def __init__(self) -> None:
-        # The memory, its capacity; sizes of the last batch: T, N, B, L.
-        self._told = array("q", bytes(8 * 6))
-        self.address = self._told.buffer_info()[0]
+        # Address and capacity of the memory; sizes of the last batch: T, N, B, L.
+        self._packed = array("q", bytes(8 * 6))
+        self.address = self._packed.buffer_info()[0]
         self._kept: dict[bytes, tuple[Tensor, ...]] = {}
 
     def batch(
         self, pack: Callable[[int], int], given: int, queries: int, block_size: int
     ) -> ForwardBatch:
-        """What the native function packs; it overwrites the last batch."""
+        """Pack a batch with a native function; it overwrites the last batch."""
         if status := pack(given):
             library.check(status, pack)
-        parts = self._kept.get(self._told.tobytes())
+        parts = self._kept.get(self._packed.tobytes())
         if parts is None:
-            if self._grows():
+            if self._grow_if_full():
                 return self.batch(pack, given, queries, block_size)
             parts = self._tensors()
         token_T, position_T, row_N, start_B1, length_B, block_BL = parts
@@ -181,29 +176,29 @@ class _Batches:
         return ForwardBatch(token_T, position_T, row_N, attention)
 
     def _sizes(self) -> tuple[int, ...]:
-        tokens, rows, requests, columns = self._told[2:]
+        tokens, rows, requests, columns = self._packed[2:]
         return tokens, tokens, rows, requests + 1, requests, requests * columns
 
-    def _grows(self) -> bool:
-        """Whether the memory was too small; it no longer is."""
+    def _grow_if_full(self) -> bool:
+        """Enlarge the memory if the last batch did not fit; whether that was so."""
         needed = sum(self._sizes())
-        if needed <= self._told[1]:
+        if needed <= self._packed[1]:
             return False
         self._memory = _empty(2 * needed)
-        self._told[0], self._told[1] = self._memory.data_ptr(), 2 * needed
+        self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * needed
         self._kept.clear()
         return True
 
     def _tensors(self) -> tuple[Tensor, ...]:
         sizes = self._sizes()
         *parts, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
-        parts.append(block.view(*self._told[4:]))
-        _keep(self._kept, self._told.tobytes(), tuple(parts))
+        parts.append(block.view(*self._packed[4:]))
+        _keep(self._kept, self._packed.tobytes(), tuple(parts))
         return tuple(parts)
 
 
 def _keep(kept: dict[Any, Any], key: object, value: object) -> None:
-    """Keep it; once there are many, it alone."""
+    """Cache a value; a full cache is emptied first."""
     if len(kept) >= _MOST_KEPT:
         kept.clear()
     kept[key] = value

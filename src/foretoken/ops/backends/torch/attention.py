@@ -63,25 +63,21 @@ def attention(
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
     calls = _plan(batch, options.sliding_window, query_THD.dtype)
+    caches = key_cache, value_cache
     if len(calls) == 1 and calls[0].num_requests * calls[0].num_queries == len(query_THD):
-        return _run(calls[0], query_THD, key_cache, value_cache, options)
+        return _run(calls[0], query_THD, caches, options)
     out_THD = query_THD.new_zeros(*query_THD.shape[:2], value_cache.shape[-1])  # padding stays 0
     for call in calls:
-        query = query_THD[call.tokens]
-        out_THD[call.tokens] = _run(call, query, key_cache, value_cache, options)
+        out_THD[call.tokens] = _run(call, query_THD[call.tokens], caches, options)
     return out_THD
 
 
 def _run(
-    call: _Call,
-    query_THD: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    options: AttentionOptions,
+    call: _Call, query_THD: Tensor, caches: tuple[Tensor, Tensor], options: AttentionOptions
 ) -> Tensor:
     tokens, heads, size = query_THD.shape
     query = query_THD.view(call.num_requests, call.num_queries, heads, size).transpose(1, 2)
-    key, value = _read(call, key_cache), _read(call, value_cache)
+    key, value = (_read(call, cache) for cache in caches)
     if options.softcap is None and options.sinks_H is None:
         # enable_gqa: 3.5x faster than repeating the K/V heads on a CPU.
         out = F.scaled_dot_product_attention(

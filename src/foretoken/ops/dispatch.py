@@ -76,7 +76,7 @@ class Backend:
         return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
-        """Draw one token per row of raw logits, processed on load; exact (Gumbel-max).
+        """Draw a token per row of raw logits, processed on load; exact (Gumbel-max): int64 [N].
 
         Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
         rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the survivors;
@@ -85,15 +85,12 @@ class Backend:
 
         A row that is not finite gives a meaningless id in [0, V), unmarked. `verify` without drafts
         draws what this does with `TARGET` streams, and marks such rows.
-
-        Returns:
-            int64 [N] token ids.
         """
         checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-        """Draw a draft per row of raw draft logits and keep the q it came from.
+        """Draw a draft per row of raw draft logits, and keep the q it came from: int64 [N].
 
         As `sample` with `DRAFT` noise at (position, draft index); slots under `Rule.COUPLED` draw
         with `TARGET` noise at draft index 0, as the target itself will.
@@ -106,9 +103,6 @@ class Backend:
             noise: its streams are `DRAFT`.
             cache: written at [slot, draft index]; it has the dtype and the width of the logits.
                 None keeps no q and draws the same tokens.
-
-        Returns:
-            int64 [N] token ids.
         """
         checks.check_draft(rows, noise, cache)
         return self._kernels.draft(rows, noise, cache)
@@ -177,7 +171,7 @@ class Backend:
         batch: AttentionBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Causal attention of ragged queries over paged K/V (the new tokens already written).
+        """Causal attention of ragged queries over paged K/V, new tokens included: [T, H, D_v].
 
         Args:
             query_THD: [T, H, D].
@@ -185,9 +179,6 @@ class Backend:
                 in the dtype of the query; H % H_kv == 0.
             batch: which queries belong to which request. Backends keep what they derive from it for
                 the next layer: it must not be written to afterwards.
-
-        Returns:
-            [T, H, D_v].
         """
         checks.check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)

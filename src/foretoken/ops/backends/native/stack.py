@@ -171,7 +171,8 @@ class NativeStack:
         else:
             last_B = attention.query_start_B1[1:] - 1
             first = native_batch(batch._replace(logit_row_N=last_B), kv)
-        token_BK, native = _native_round(drafting, max(nums))
+        token_BK = torch.empty(len(nums), max(nums), dtype=torch.int64)
+        native = _native_round(drafting, token_BK)
         addresses = self._addresses(kv)
         pass_begins()
         self._library.foretoken_stack_draft(self._handle, first, *addresses, native)
@@ -255,15 +256,14 @@ def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
     return struct(tensors, *where.block_BL.shape, where.block_size, len(token_T), len(row_N))
 
 
-def _native_round(drafting: DraftRound, most: int) -> tuple[Tensor, Struct]:
-    """The drafts [B, most] that a round will write, and its `DraftRound`."""
-    token_BK = torch.empty(len(drafting.num_B), most, dtype=torch.int64)
+def _native_round(drafting: DraftRound, token_BK: Tensor) -> Struct:
+    """`DraftRound`; the round writes its drafts to `token_BK`."""
     hidden_SC = drafting.hidden_SC
-    kept = native_params(drafting.params), native_cache(drafting.cache), hidden_SC
+    params, cache = native_params(drafting.params), native_cache(drafting.cache)
     tensors = (drafting.slot_B, drafting.num_B, token_BK)
     hidden = 0 if hidden_SC is None else hidden_SC.data_ptr()
-    numbers = (*map(address, kept[:2]), hidden, most, drafting.fp64_noise)
-    return token_BK, struct(tensors, *numbers, kept=kept)
+    numbers = (address(params), address(cache), hidden, token_BK.shape[1], drafting.fp64_noise)
+    return struct(tensors, *numbers, kept=(params, cache, hidden_SC))
 
 
 def _check_fit(stack: Stack) -> None:

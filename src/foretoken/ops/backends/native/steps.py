@@ -168,33 +168,19 @@ class _Batches:
             library.check(status, pack)
         parts = self._kept.get(self._packed.tobytes())
         if parts is None:
-            if self._grow_if_full():
+            tokens, rows, requests, columns = self._packed[2:]
+            sizes = (tokens, tokens, rows, requests + 1, requests, requests * columns)
+            if sum(sizes) > self._packed[1]:  # the memory was too small, nothing was written
+                self._memory = _empty(2 * sum(sizes))
+                self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * sum(sizes)
+                self._kept.clear()
                 return self.batch(pack, given, queries, block_size)
-            parts = self._tensors()
+            *flat, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
+            parts = (*flat, block.view(requests, columns))
+            _keep(self._kept, self._packed.tobytes(), parts)
         token_T, position_T, row_N, start_B1, length_B, block_BL = parts
         attention = AttentionBatch(start_B1, length_B, block_BL, block_size, queries, True)
         return ForwardBatch(token_T, position_T, row_N, attention)
-
-    def _sizes(self) -> tuple[int, ...]:
-        tokens, rows, requests, columns = self._packed[2:]
-        return tokens, tokens, rows, requests + 1, requests, requests * columns
-
-    def _grow_if_full(self) -> bool:
-        """Enlarge the memory if the last batch did not fit; whether that was so."""
-        needed = sum(self._sizes())
-        if needed <= self._packed[1]:
-            return False
-        self._memory = _empty(2 * needed)
-        self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * needed
-        self._kept.clear()
-        return True
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        sizes = self._sizes()
-        *parts, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
-        parts.append(block.view(*self._packed[4:]))
-        _keep(self._kept, self._packed.tobytes(), tuple(parts))
-        return tuple(parts)
 
 
 def _keep(kept: dict[Any, Any], key: object, value: object) -> None:

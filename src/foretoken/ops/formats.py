@@ -24,11 +24,7 @@ _LEAST = 2.0**-100  # 127 / this is finite
 
 
 class BlockKind(NamedTuple):
-    """A block format.
-
-    size:   numbers in a block
-    nbytes: bytes of a block
-    """
+    """A block format: how many numbers a block holds, in how many bytes."""
 
     size: int
     nbytes: int

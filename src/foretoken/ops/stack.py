@@ -142,9 +142,8 @@ def first_columns(weight: Weight, count: int) -> Weight:
         return weight
     if isinstance(weight, Blocks):
         block = BLOCKS[weight.kind]
-        return weight._replace(
-            rows=weight.rows[:, : count // block.size * block.nbytes].contiguous()
-        )
+        kept = count // block.size * block.nbytes
+        return weight._replace(rows=weight.rows[:, :kept].contiguous())
     if isinstance(weight, Grouped):
         groups = weight.scale_NG.shape[1]
         kept = weight.codes.shape[1] * count // weight.shape[1]

@@ -238,6 +238,14 @@ class Logprobs(NamedTuple):
     top_logprob_NT: Tensor
     top_token_NT: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, top: int, device: torch.device) -> Logprobs:
+        """Memory for a result; must be filled before it is read."""
+        shapes = ((rows,), (rows,), (rows, top), (rows, top))
+        dtypes = (torch.float32, torch.int64, torch.float32, torch.int64)
+        pairs = zip(shapes, dtypes, strict=True)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs))
+
 
 class Verdict(NamedTuple):
     """The outcome of verification.

@@ -45,13 +45,8 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """A row that is not finite has NaN throughout."""
-    token_N, shape = token_N.long().contiguous(), (len(token_N), num_top)
-    found = Logprobs(
-        torch.empty(shape[0], dtype=torch.float32),
-        torch.empty(shape[0], dtype=torch.int64),
-        torch.empty(shape, dtype=torch.float32),
-        torch.empty(shape, dtype=torch.int64),
-    )
+    token_N = token_N.long().contiguous()
+    found = Logprobs.empty(len(token_N), num_top, token_N.device)
     addresses = (tensor.data_ptr() for tensor in (token_N, *found))
     library.load().foretoken_logprobs(native_rows(rows), *addresses, num_top)
     return found

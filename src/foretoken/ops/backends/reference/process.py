@@ -95,12 +95,7 @@ def softmax(row: Row) -> Row:
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """See `Backend.logprobs`. log p(v) = logit_v - log sum exp of the row."""
     x_NV = (process_logits(rows) if isinstance(rows, Rows) else rows.detach().double()).numpy()
-    out = Logprobs(
-        logprob_N=torch.empty(len(x_NV), dtype=torch.float32),
-        rank_N=torch.empty(len(x_NV), dtype=torch.int64),
-        top_logprob_NT=torch.empty(len(x_NV), num_top, dtype=torch.float32),
-        top_token_NT=torch.empty(len(x_NV), num_top, dtype=torch.int64),
-    )
+    out = Logprobs.empty(len(x_NV), num_top, token_N.device)
     for n, x in enumerate(token_N.tolist()):
         with np.errstate(invalid="ignore"):  # inf - inf, in rows that are not finite
             log_p = x_NV[n] - log_sum_exp(x_NV[n])

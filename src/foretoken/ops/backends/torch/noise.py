@@ -31,7 +31,8 @@ class RowNoise(NamedTuple):
         return 2 if self.fp64 else 4
 
     def take(self, index: Tensor | slice) -> RowNoise:
-        return RowNoise(*(x[index] for x in self if isinstance(x, Tensor)), fp64=self.fp64)
+        key_N, position_N, draft_index_N, token_N, block_N = (x[index] for x in self[:5])
+        return RowNoise(key_N, position_N, draft_index_N, token_N, block_N, self.fp64)
 
     def tokens(self, first_N: Tensor, count: int) -> Tensor:
         """Gumbel noise of `count` ids from `first_N` on, a multiple of 4: float64 [N, count]."""

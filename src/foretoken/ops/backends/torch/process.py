@@ -213,12 +213,7 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """See `Backend.logprobs`."""
     logits_NV = rows.logits_NV if isinstance(rows, Rows) else rows.detach()
     count, vocabulary = logits_NV.shape
-    out = Logprobs(
-        logprob_N=torch.empty_like(token_N, dtype=torch.float32),
-        rank_N=torch.empty_like(token_N, dtype=torch.int64),
-        top_logprob_NT=token_N.new_empty(count, num_top, dtype=torch.float32),
-        top_token_NT=token_N.new_empty(count, num_top, dtype=torch.int64),
-    )
+    out = Logprobs.empty(count, num_top, token_N.device)
     index_N, id_V = (torch.arange(n, device=token_N.device) for n in (count, vocabulary))
     for part in chunks(count, vocabulary):
         x_RV = processed(rows, index_N[part]) if isinstance(rows, Rows) else logits_NV[part].float()

@@ -98,7 +98,7 @@ def native_rows(rows: Rows | Tensor) -> Struct:
     else:
         logits_NV, slot_N, kept = rows, None, (_NULL, _NULL)
     logits_NV = _as_native(logits_NV)
-    numbers = (address(kept[0]), address(kept[1]), len(logits_NV))
+    numbers = (*map(address, kept), len(logits_NV))
     return struct((slot_N,), *_logits_fields(logits_NV), *numbers, kept=(logits_NV, kept))
 
 

@@ -103,7 +103,7 @@ class Steps(stock.Steps):
             token_BK1 = token_BK1.to(_INT64).contiguous()
             accepted_B, finite_B = accepted_B.contiguous(), finite_B.contiguous()
         deciding, width = token_BK1.shape
-        size = len(tokens.slot_B) + deciding * (width + 3)
+        size = tokens.slot_B.numel() + deciding * (width + 3)
         packet = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
         _fill_6(
             self._step, _OUTCOME, token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(),

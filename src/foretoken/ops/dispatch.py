@@ -62,8 +62,8 @@ class Backend:
     def process_logits(self, rows: Rows) -> Tensor:
         """Apply each row's edits, temperature, min_p, top_k, top_p, in this order.
 
-        The other functions do so on load. A row that is not finite does not become finite (see
-        `verify`); nothing else is promised about it.
+        The other functions process rows in the same way when they load them. A row that is not
+        finite does not become finite (see `verify`); its logits may be anything else.
 
         Returns:
             New [N, V] logits (float32; float64 in the reference): divided by the temperature,
@@ -83,8 +83,8 @@ class Backend:
         others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
         argmax(logit + G_token) within it.
 
-        A row that is not finite gives a meaningless id in [0, V), unmarked. `verify` without drafts
-        draws what this does with `TARGET` streams, and marks such rows.
+        A row that is not finite gives a meaningless id in [0, V), without a mark. With `TARGET`
+        streams, `verify` without drafts draws the same tokens, and marks such rows.
         """
         checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
@@ -92,14 +92,14 @@ class Backend:
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
         """Draw a draft per row of raw draft logits, and keep the q it came from: int64 [N].
 
-        As `sample` with `DRAFT` noise at (position, draft index); slots under `Rule.COUPLED` draw
-        with `TARGET` noise at draft index 0, as the target itself will.
+        Rows are drawn as `sample` draws them with `DRAFT` noise at (position, draft index). Slots
+        under `Rule.COUPLED` draw with `TARGET` noise at draft index 0, as the target itself will.
 
         Args:
-            rows: of the draft model, V' tokens, without edits. No two have the same (slot, draft
-                index), except for the last slot, which may pad a batch. A row that is not finite
-                gives some id in [0, V'), as `sample` does, and at T > 0 an lse that is not finite:
-                `verify` then counts it as no draft.
+            rows: rows of the draft model, V' tokens, without edits. No two rows have the same
+                (slot, draft index), except for the last slot, which may pad a batch. A row that is
+                not finite gives some id in [0, V'), as in `sample`, and at T > 0 an lse that is
+                not finite: `verify` then does not count the id as a draft.
             noise: its streams are `DRAFT`.
             cache: written at [slot, draft index]; it has the dtype and the width of the logits.
                 None keeps no q and draws the same tokens.
@@ -113,10 +113,10 @@ class Backend:
         Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
         draft is the argmax, except under SYNTHETIC.
 
-        - These count as no draft: -1; a draft with a q row that is not finite; one with q(x) = 0 in
-          a finite row, which no drafter sampled; under SYNTHETIC an id >= V, since a rate cannot
-          make it a token of the target. Neither it nor anything after it is accepted. The token in
-          its place is drawn from p with TARGET noise, as the bonus token is.
+        - These ids count as no draft: -1; an id with a q row that is not finite; an id with
+          q(x) = 0 in a finite row, which no drafter sampled; under SYNTHETIC an id >= V, since a
+          rate cannot make it a token of the target. Neither such an id nor any draft after it is
+          accepted. The token in its place is drawn from p with TARGET noise, like the bonus token.
         - In place of a rejected draft a token is drawn from norm(max(w p - q, 0)) with RESIDUAL
           noise; if that has zero mass, from p with RESIDUAL noise. A backend may treat less than
           1e-40 as zero; only SYNTHETIC rejects there.
@@ -135,7 +135,7 @@ class Backend:
         return self._kernels.verify(batch)
 
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-        """The numbers that decided some requests of a verification: p, q and u of all their drafts.
+        """The numbers that decided some requests of a verification: p, q and u of their drafts.
 
         p and q are those of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which
         compares draws, p is the probability of these draws. In both cases q is not read and counts
@@ -151,7 +151,7 @@ class Backend:
         return self._kernels.evidence(batch, verdict, request_R)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of a given token and of the `num_top` likeliest of every row.
+        """Log-probabilities of one given token and of the `num_top` likeliest tokens in each row.
 
         Dropped tokens have -inf. Nothing is promised for rows that are not finite.
 
@@ -184,11 +184,11 @@ class Backend:
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def load_stack(self, stack: Stack, positions: int, most_rows: int) -> LoadedStack:
-        """A stack in this backend's own layout; in stock operators if it has none of its own.
+        """Load a stack in this backend's own layout, or in stock operators if there is none.
 
         Args:
             positions: length of the longest context.
-            most_rows: for a stack with `target_ids`: how many rows of logits memory is kept for;
+            most_rows: for a stack with `target_ids`: memory is kept for logits of this many rows;
                 more rows work, but are slower.
 
         Raises:
@@ -196,16 +196,16 @@ class Backend:
             ConfigError: the outputs of its head do not match its vocabulary.
         """
         checks.check_stack(stack)
-        own = self._kernels.load_stack
-        if own is None:
+        load_stack = self._kernels.load_stack
+        if load_stack is None:
             return self.stock_stack(stack)
-        return own(stack, positions, most_rows, deterministic=self.deterministic)
+        return load_stack(stack, positions, most_rows, deterministic=self.deterministic)
 
     def stock_stack(self, stack: Stack) -> LoadedStack:
         """A stack in stock operators, around this backend's `attention`.
 
         Raises:
-            UnfitError: a weight has a format that they do not know.
+            UnfitError: stock operators do not know the format of a weight.
             ConfigError: as in `load_stack`.
         """
         checks.check_stack(stack)
@@ -213,7 +213,7 @@ class Backend:
         return loaded
 
     def multiply(self, x: Tensor, linear: Linear) -> Tensor:
-        """[..., in] times a layer, plain or from `pack`: [..., out]."""
+        """The product of x [..., in] with a layer, plain or from `pack`: [..., out]."""
         product: Tensor = self._stock.multiply(x, linear)
         return product
 
@@ -241,8 +241,8 @@ class Backend:
 
         `run` is called once. While it runs in this thread, this backend's functions and stacks
         launch no kernel and return zeros; PyTorch's operators do run. `run` should be a step on
-        scratch memory: that saves most of the first real step's time. Backends without kernels to
-        compile do not call it.
+        scratch memory: then the first real step takes much less time. Backends without kernels to
+        compile do not call `run`.
         """
         self._kernels.compile_ahead(run)
 
@@ -254,7 +254,7 @@ class Backend:
         self._kernels.set_num_threads(count)
 
     def tunings(self) -> dict[str, Any]:
-        """What this process measured to choose between ways to compute, and what it chose."""
+        """The timings by which this process chose between ways to compute, and its choices."""
         return self._kernels.tunings()
 
 
@@ -308,12 +308,12 @@ def draft_cache(
     if not hasattr(backend, "draft"):
         raise ConfigError("backend", backend, "what `get_backend` returns")
     checks.check_draft_cache(logits_BKV, params, slot_B)
-    slots, (_, most, vocabulary) = params.key_S.shape[0], logits_BKV.shape
-    cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
+    slots, (_, drafts, vocabulary) = params.key_S.shape[0], logits_BKV.shape
+    cache = DraftCache.empty(slots, drafts, vocabulary, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)
     cache.lse_SK.fill_(torch.nan)  # no q
-    nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used
-    for i in range(most):
+    position_B = torch.zeros_like(slot_B)  # any position: only the cache is used, not the draws
+    for i in range(drafts):
         rows = Rows(logits_BKV[:, i], params, slot_B)
-        backend.draft(rows, Noise(nowhere_B, nowhere_B + i, DRAFT), cache)
+        backend.draft(rows, Noise(position_B, torch.full_like(slot_B, i), DRAFT), cache)
     return cache

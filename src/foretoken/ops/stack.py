@@ -6,8 +6,8 @@ checkpoints become which records (`models/families.py`), arithmetic (`ops/backen
 A new weight format is a class like `Dense`, and a product in each backend that supports it; a new
 kind of layer is a record like `Attention` or `Gated`.
 
-Shape suffixes: B requests, K drafts, S slots, L tokens of a slot, T packed tokens, N rows that are
-needed, V vocabulary, C hidden size, D head size, R half of the rotated numbers of a head, P parts
+Shape suffixes: B requests, K drafts, S slots, L tokens of a slot, T packed tokens, N rows with
+logits, V vocabulary, C hidden size, D head size, R half of the rotated numbers of a head, P parts
 that a feature is made of, A numbers of such a part.
 """
 
@@ -32,8 +32,8 @@ class UnfitError(Exception):
 class Dense(NamedTuple):
     """A weight as plain numbers: [out, in], contiguous.
 
-    rounds: they were decoded from blocks or groups, so that activations are rounded to eight bits
-            before the product (`ops.formats.round_rows`)
+    rounds: whether the values were decoded from blocks or groups. Then activations are rounded to
+            eight bits before the product (`ops.formats.round_rows`)
     """
 
     values: Tensor
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
 
     kind:    one of `ops.formats.BLOCKS`
     rows:    uint8 [stored rows, bytes of a row]; may be mapped from a file
-    order_N: int64 [out]: the stored row of each output; None: they are in order
+    order_N: int64 [out]: the stored row of each output; None: rows are stored in order
     """
 
     kind: str
@@ -77,8 +77,8 @@ class Blocks(NamedTuple):
 class Grouped(NamedTuple):
     """A weight of small integers with a scale for each group of a row, symmetric.
 
-    codes:    int8 [out, in]; or uint8 [out, in / 2], two of four bits per byte, the first in its
-              low half, each 8 more than its value
+    codes:    int8 [out, in]; or uint8 [out, in / 2] with two codes of four bits per byte, the first
+              one in the low half, each stored as its value + 8
     scale_NG: float32 [out, groups]
     """
 
@@ -96,7 +96,7 @@ class Grouped(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Weights with the same inputs, their outputs one after the other; none is `Joined`."""
+    """Several weights with the same inputs, read as one: their outputs are concatenated."""
 
     parts: tuple[Dense | Blocks | Grouped, ...]
 
@@ -113,7 +113,7 @@ Weight = Dense | Blocks | Grouped | Joined
 
 
 def plain(weight: Weight) -> Tensor:
-    """The numbers of a `Dense` weight; `UnfitError` for any other."""
+    """The values of a `Dense` weight; `UnfitError` for any other weight."""
     if not isinstance(weight, Dense):
         raise UnfitError(f"a weight is stored as {format_of(weight)}")
     return weight.values
@@ -126,7 +126,7 @@ def rounds_rows(stack: Stack) -> bool:
 
 
 def first_rows(weight: Weight, count: int) -> Weight:
-    """The first `count` outputs of a weight."""
+    """The weight of the first `count` outputs."""
     if isinstance(weight, Blocks) and weight.order_N is not None:
         return weight._replace(order_N=weight.order_N[:count])
     if isinstance(weight, Blocks):
@@ -137,18 +137,18 @@ def first_rows(weight: Weight, count: int) -> Weight:
 
 
 def first_columns(weight: Weight, count: int) -> Weight:
-    """The first `count` inputs of a weight: whole blocks or groups, or all."""
+    """The weight of the first `count` inputs: a whole number of blocks or groups, or all inputs."""
     if count == weight.shape[1]:
         return weight
     if isinstance(weight, Blocks):
         block = BLOCKS[weight.kind]
-        kept = count // block.size * block.nbytes
-        return weight._replace(rows=weight.rows[:, :kept].contiguous())
+        nbytes = count // block.size * block.nbytes
+        return weight._replace(rows=weight.rows[:, :nbytes].contiguous())
     if isinstance(weight, Grouped):
         groups = weight.scale_NG.shape[1]
-        kept = weight.codes.shape[1] * count // weight.shape[1]
+        columns = weight.codes.shape[1] * count // weight.shape[1]  # half of `count` if packed
         scale_NG = weight.scale_NG[:, : max(groups * count // weight.shape[1], 1)]
-        return Grouped(weight.codes[:, :kept].contiguous(), scale_NG.contiguous())
+        return Grouped(weight.codes[:, :columns].contiguous(), scale_NG.contiguous())
     return Dense(plain(weight)[:, :count].contiguous())
 
 
@@ -174,10 +174,10 @@ def parts_of(weight: Weight) -> tuple[Dense | Blocks | Grouped, ...]:
 
 
 class Linear(NamedTuple):
-    """A linear layer, or several with the same input, their outputs one after the other.
+    """A linear layer, or several layers with the same input and concatenated outputs.
 
     bias:  [out]
-    split: the number of outputs of each, if there are several
+    split: the number of outputs of each layer, if there are several
     """
 
     weight: Weight
@@ -186,9 +186,9 @@ class Linear(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embedding: numbers i and i + R of a head are rotated by position * frequency.
+    """Rotary embedding: elements i and i + R of a head are rotated by position * frequency_R[i].
 
-    frequency_R: float32; a head's numbers from 2R on are not rotated
+    frequency_R: float32; elements 2R and higher of a head are not rotated
     scale:       factor of cosines and sines
     """
 
@@ -199,7 +199,8 @@ class Rope(NamedTuple):
 class Attention(NamedTuple):
     """A mixer: softmax attention over the cache.
 
-    qkv:     queries, keys, values: `split` has their sizes
+    qkv:     projects to queries, keys and values; `split` has their sizes
+    o:       output projection
     q_norm_D, k_norm_D: gains of the norms of each head's query and key, before the rotation
     """
 
@@ -217,7 +218,7 @@ class Attention(NamedTuple):
 class Gated(NamedTuple):
     """A feed-forward: down(silu(gate) * up).
 
-    gate_up: `split` has both sizes
+    gate_up: projects to gate and up; `split` has both sizes
     """
 
     gate_up: Linear
@@ -225,7 +226,7 @@ class Gated(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A mixer, then a feed-forward; each reads the stream through its norm and adds to it."""
+    """A mixer, then a feed-forward. Each reads the normed residual stream and adds its output."""
 
     mixer_norm_C: Tensor
     mixer: Attention
@@ -236,16 +237,17 @@ class Layer(NamedTuple):
 class FeatureRule(NamedTuple):
     """The input of a drafting stack (an EAGLE-3 head): a feature next to each token.
 
-    Each row has a *feature* of C numbers. At positions that the target has computed, it is `fc` of
-    several of the target's hidden states, one after the other; after them it is the output of the
-    previous row. The mixer of the first layer reads 2C numbers: the token's vector, normed, and the
-    feature, normed. The residual stream begins with the feature.
+    Each row has a *feature* of C numbers. At positions that the target has computed, the feature is
+    `fc` applied to several concatenated hidden states of the target. At later positions it is the
+    output of the previous row. The mixer of the first layer reads 2C numbers: the token's normed
+    embedding and the normed feature. The residual stream begins with the feature.
 
     fc:           [C, states]
-    fc_norm_PA:   gains of P equal parts of the input of `fc`, each normed separately
+    fc_norm_PA:   the input of `fc` consists of P parts, which are normed separately: their gains
     feature_norm_C: gain of the feature's norm
     norm_before_residual: the stream begins with the normed feature
-    norm_output:  the next row reads the normed output; False: only the logits do
+    norm_output:  whether the next row reads the normed output; False: only the logits are computed
+                  from it
     """
 
     fc: Linear
@@ -259,12 +261,12 @@ class FeatureRule(NamedTuple):
 class Stack:
     """A decoder: its weights and switches. All norms are RMSNorms with one `eps`.
 
-    embedding: vectors of `vocab_size` tokens or more, [V, C]
+    embedding: [V, C]; may have more rows than `vocab_size`
     norm_C, head: final norm and output layer
     vocab_size:   V, columns of the logits
-    target_ids:   int64 [head's outputs], in 0..V-1, no two alike: the token of each output; all
-                  other tokens have -inf. None: output i is token i
-    features:     None: the input is the tokens' vectors
+    target_ids:   int64 [outputs of the head], in 0..V-1, no two alike: the token of each output.
+                  Logits of all other tokens are -inf. None: output i is token i
+    features:     None: the input is the tokens' embeddings
     """
 
     embedding: Weight
@@ -291,12 +293,12 @@ class Stack:
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """For a `KVPool`: number of K/V heads, size of a key, size of a value of each layer."""
+        """Per layer: number of K/V heads, size of a key, size of a value; for a `KVPool`."""
         return [(m.kv_heads, m.head_size, m.head_size) for _, m, _, _ in self.layers]
 
 
 def linears(stack: Stack) -> Iterator[tuple[str, Linear]]:
-    """All linear layers, each with its field's name."""
+    """All linear layers of a stack, as (name of the field, layer)."""
     for _, mixer, _, feed in stack.layers:
         yield from (("qkv", mixer.qkv), ("o", mixer.o))
         yield from (("gate_up", feed.gate_up), ("down", feed.down))
@@ -306,7 +308,7 @@ def linears(stack: Stack) -> Iterator[tuple[str, Linear]]:
 
 
 def map_linears(stack: Stack, change: Callable[[Linear], Linear]) -> Stack:
-    """The stack with every linear layer changed."""
+    """The stack with every linear layer replaced by `change(layer)`."""
     layers = [
         layer._replace(
             mixer=layer.mixer._replace(qkv=change(layer.mixer.qkv), o=change(layer.mixer.o)),
@@ -358,18 +360,19 @@ class KV(Protocol):
 
 
 Features = Sequence[Tensor] | Tensor
-"""Per row: the target's hidden states, [T, C] per layer; or the previous row's output, [T, C]."""
+"""The target's hidden states, one [T, C] per layer; or the output of each previous row, [T, C]."""
 
 
 class ForwardOutput(NamedTuple):
     """The result of one forward pass. The next pass may overwrite it.
 
-    logits_NV: raw logits, one row per `ForwardBatch.logit_row_N`, in its order; [0, V] if they were
-               left out
+    logits_NV: raw logits, one row per entry of `ForwardBatch.logit_row_N`, in the same order;
+               [0, V] if no logits were requested
     aux:       the requested hidden states of all tokens, [T, hidden] each, numbered as in
-               Transformers' `hidden_states`: i is the input of layer i, the last one the normed
-               input of the output layer
-    hidden_NC: with a `FeatureRule`: outputs of the same rows; no later pass overwrites them
+               Transformers' `hidden_states`: state i is the input of layer i, and the last one is
+               the normed input of the output layer
+    hidden_NC: with a `FeatureRule`: the output of each row that has logits; no later pass
+               overwrites it
     """
 
     logits_NV: Tensor
@@ -378,15 +381,15 @@ class ForwardOutput(NamedTuple):
 
 
 class DraftRound(NamedTuple):
-    """Which requests a round of `RoundStack.draft` drafts for, and how drafts are drawn.
+    """The requests of a round of drafting (`RoundStack.draft`), and how their drafts are drawn.
 
     params:     the parameters of all slots
     slot_B:     int64, no two alike
-    num_B:      int64, number of drafts of each: >= 1, with a `FeatureRule` >= 0
+    num_B:      int64, number of drafts of each request: >= 1, with a `FeatureRule` >= 0
     cache:      float32; receives the q of each draft. None: each draft is the argmax of the logits,
                 whatever the temperature
     fp64_noise: as `Noise.fp64`
-    hidden_SC:  with a `FeatureRule`: by slot, the output of the request's last row
+    hidden_SC:  with a `FeatureRule`: the output of the last row of each slot's request
     """
 
     params: SlotParams
@@ -398,12 +401,13 @@ class DraftRound(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a pass of the target, for a stack that reads its hidden states.
+    """The outcome of a pass of the target, for a stack that reads the target's hidden states.
 
     token_SL:  int32, the tokens of each slot
-    length_B:  for each request of the pass, how many tokens of its slot are known
+    length_B:  for each request of the pass, the number of known tokens of its slot
     slot_B:    int64, the slot of each request
-    hidden_SC: by slot; receives the output of each request's last row with a known token after it
+    hidden_SC: output, by slot: receives the drafting stack's output of each request's last row that
+               has a known token after it
     """
 
     token_SL: Tensor
@@ -415,13 +419,14 @@ class Outcome(NamedTuple):
 class LoadedStack(Protocol):
     """A stack in a backend's own layout.
 
-    Within each block it may lay out keys and values in its own way: neither `attention` nor another
-    backend's stack can read them.
+    It may have its own layout of keys and values within each block, which neither `attention` nor
+    another backend's stack can read.
 
-    stack: what it runs; weights that exist only in its own layout are shapes on the device `meta`
-    dtype: of keys, values, hidden states and logits
-    multiplies_masked_keys: whether a NaN in an unused part of a block would spread: such blocks
-        must be cleared before another request uses them
+    stack: the stack as records. A weight that exists only in the backend's layout is a tensor on
+        the device `meta` here: a shape without values
+    dtype: the dtype of keys, values, hidden states and logits
+    multiplies_masked_keys: whether a NaN in an unused part of a block would spread to results. Then
+        blocks must be cleared before another request uses them
     """
 
     multiplies_masked_keys: ClassVar[bool]
@@ -442,15 +447,17 @@ class LoadedStack(Protocol):
         """Run packed tokens and write their K/V.
 
         Args:
-            batch: with a `FeatureRule`, `token_T` is the token *after* each row's position.
+            batch: with a `FeatureRule`, `token_T` holds the token *after* each row's position.
             aux_layers: numbers of the hidden states to return; see `ForwardOutput.aux`.
             features: given iff the stack has a `FeatureRule`.
-            logits: False leaves them out.
+            logits: False: compute no logits.
         """
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """With a `FeatureRule`: raw logits [N, V] of rows' outputs. The next call may overwrite
-        them."""
+        """With a `FeatureRule`: raw logits [N, V] from the outputs of N rows.
+
+        The next call may overwrite the result.
+        """
 
 
 @runtime_checkable
@@ -458,23 +465,25 @@ class RoundStack(LoadedStack, Protocol):
     """A stack on a host that runs a whole round of drafting in one call."""
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
-        """A whole round of autoregressive drafting; each draft as `Backend.draft` draws it.
+        """A whole round of autoregressive drafting. Drafts are drawn as in `Backend.draft`.
 
         Args:
-            batch: each request's tokens that the cache lacks, up to its last known one. The first
-                draft is at position `length_B`, draft index 0. The block table also covers all
-                drafts except the last, which has no K/V computed. With a `FeatureRule` the cache
-                lacks nothing, and only two fields are read: `length_B`, known tokens; and
-                `block_BL`, which has a row for each slot.
+            batch: the known tokens of each request that are not in the cache yet. The first draft
+                is at position `length_B`, draft index 0. The block table also covers all drafts
+                except the last one, for which no K/V are computed. With a `FeatureRule` all known
+                tokens are in the cache, and only two fields are read: `length_B`, the number of
+                known tokens; and `block_BL`, which here has a row for each slot.
 
         Returns:
             int64 [B, K], -1 after a request's last draft.
         """
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
-        """With a `FeatureRule`: run those rows of a target's pass that have a known token after
-        them, with that token as input.
+        """With a `FeatureRule`: run the rows of a target's pass that have a known next token.
+
+        The next token is the row's input.
 
         Args:
-            batch, features: of the target's pass; its tokens are not read.
+            batch, features: the batch and the hidden states of the target's pass; `token_T` is not
+                read.
         """

@@ -1,12 +1,12 @@
-"""The bookkeeping of a step over its slots, between the models: the contract and its data.
+"""The bookkeeping of a step's slots, between the passes of models: the contract and its data.
 
 On an asynchronous device only the device knows tokens and lengths; sizes are upper bounds known to
 the host. There every function launches one or two kernels, whatever the batch, and reads nothing
 back, so that steps can be captured. On a CPU batches have their true sizes. The engine is the only
 caller: arguments are not checked. All tensors are contiguous.
 
-The last slot is the spare: it pads batches and may occur in one several times. It has one token,
-may have no more, and its whole block table names one block that belongs to no request.
+The last slot is the spare slot. It pads batches, and may occur several times in one batch. It has
+one token, may have no more, and its whole block table names one block that belongs to no request.
 
 A request *decides* in a step if the step verifies its drafts and samples its next token.
 
@@ -28,11 +28,12 @@ class SlotState(NamedTuple):
     """Tokens, blocks and lengths of all slots, as contiguous tensors on the slots' device.
 
     Attributes:
-        token_SL: int32 [S, W], known tokens, then drafts, then anything.
+        token_SL: int32 [S, W], known tokens, then drafts; any values after these.
         block_SL: int64 [S, L], cache blocks by position.
         length_S: int64, known tokens, those of the latest step included.
         computed_S: int64, leading tokens with K/V in the target's cache.
-        limit_S: int64, most tokens the request may have; its length, once nothing may be added.
+        limit_S: int64, the number of tokens that the request may have; it is lowered to the
+            request's length once no token may be added.
     """
 
     token_SL: Tensor
@@ -43,12 +44,12 @@ class SlotState(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """The tokens that a step computes of each request: known ones, then drafts if it decides.
+    """The tokens that a step computes for each request: known tokens, then drafts if it decides.
 
-    slot_B:       int64, no two alike except the spare
-    num_tokens_B: int64, known tokens, at least one
-    of_B:         int64, index of the request among the D that decide, -1 if it does not; None: all
-                  B decide, in this order
+    slot_B:       int64, no two alike except the spare slot
+    num_tokens_B: int64, number of known tokens to compute, at least one
+    of_B:         int64, the request's index among the D requests that decide, -1 if it does not
+                  decide; None: all B decide, in this order
     num_D:        int64, number of drafts of each request that decides
     """
 
@@ -59,11 +60,11 @@ class StepTokens(NamedTuple):
 
 
 class PackSizes(NamedTuple):
-    """How large a batch is: upper bounds known to the host.
+    """The size of a batch: upper bounds known to the host.
 
-    tokens, rows: most tokens, and most rows of logits, in the batch
-    queries:      most new tokens of a request
-    ahead:        positions after a request's last token that its block table also covers
+    tokens, rows: number of tokens, and of rows of logits, in the batch
+    queries:      number of new tokens of one request
+    ahead:        number of positions after a request's last token that its block table also covers
     """
 
     tokens: int
@@ -75,15 +76,15 @@ class PackSizes(NamedTuple):
 class ForwardBatch(NamedTuple):
     """Packed input of one forward pass, request by request.
 
-    On a device the batch may be padded: T with the spare slot's token at position 0, N with index
-    0. Results of padding are not read.
+    On a device the batch may be padded: tokens with the spare slot's token at position 0, rows of
+    logits with index 0. Results of padding are not read.
 
     token_T, position_T: int64
     logit_row_N: int64 indices into T of the tokens that need logits; if N = T, all in order
     attention:   which request each token belongs to, and where its K/V go; `block_BL` is filled
                  only as far as the batch reads it
-    num_deciding: how many of the N rows decide: the first ones, which are the last K_b + 1 of each
-                 deciding request, in order; None: all
+    num_deciding: the first `num_deciding` of the N rows decide: the last K_b + 1 rows of each
+                 deciding request, in order. None: all N rows decide
     """
 
     token_T: Tensor
@@ -101,9 +102,9 @@ class DraftRequests(NamedTuple):
     """Requests to draft for, and how many drafts to make.
 
     slot_B:     int64
-    num_B:      int64, most drafts of each, 0 allowed: K_b
-    position_B: int64, known tokens of each: the position of its first draft
-    most:       upper bound of `num_B`, known to the host
+    num_B:      int64, K_b: the largest number of drafts of each request, 0 allowed
+    position_B: int64, number of known tokens of each request: the position of its first draft
+    most:       upper bound of all `num_B`, known to the host
     params:     the parameters of all slots; their promises hold for this step
     samples:    False: no request draws at random; True promises nothing
     drafters:   numbers of the drafters that requests of the step may have
@@ -121,15 +122,16 @@ class DraftRequests(NamedTuple):
 class Round(NamedTuple):
     """The batches of all passes of a round of drafting, over the block table of `first.attention`.
 
-    Pass i > 0 computes one token of each request, draft i - 1, even if the request needs no more:
-    past the request's own blocks the table names the spare's block.
+    Pass i > 0 computes one token of each request, draft i - 1, even if the request needs no more
+    drafts: after the request's own blocks the table names the spare slot's block. Row i of the
+    fields with suffix KB belongs to pass i; these rows are contiguous.
 
-    num_B:       int64, drafts of each request that fit the positions of the model
-    first:       the batch of pass 0: known tokens, with logits of each request's last one
+    num_B:       int64, number of drafts of each request that fit the positions of the model
+    first:       the batch of pass 0: known tokens, with logits of each request's last known token
     index_B1:    0..B
-    position_KB: position that pass i computes
-    length_KB:   tokens in the cache after it, which is also the position of draft i if there is one
-    index_KB:    i. Rows of all three are contiguous
+    position_KB: position of the token that the pass computes
+    length_KB:   tokens in the cache after the pass, which is also the position of draft i
+    index_KB:    the number i
     """
 
     num_B: Tensor
@@ -150,72 +152,80 @@ class Round(NamedTuple):
 
 
 class Steps(Protocol):
-    """Functions of a backend on one `SlotState`; `write_drafts` and `advance` change it.
+    """Functions of a backend on one `SlotState`; `write_drafts` and `advance` change the state.
 
-    On a CPU the next call of `count_drafts` or `pack` on the same object may overwrite what the
-    last one returned.
+    On a CPU the next call of `count_drafts` or `pack` on the same object may overwrite the tensors
+    that the last call returned.
     """
 
     def __init__(self, state: SlotState) -> None: ...
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """K_b = min(most, tokens that may follow - 1), at least 0; and each slot's known tokens."""
+        """The number of drafts of each slot, and its number of known tokens.
+
+        K_b = min(most_B[b], number of tokens that may still be added - 1), at least 0.
+        """
 
     def write_drafts(
-        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """Write each request's first `num_B` drafts after its known tokens, as ids in 0..last_id.
 
         Raises:
-            IntegrityError: on a CPU, if a request has more than it was asked for.
+            IntegrityError: on a CPU, if a request has more drafts than were requested.
         """
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """Pack the tokens after the computed ones; K_b + 1 rows of each deciding request.
+        """Pack each request's next tokens to compute; K_b + 1 rows of each deciding request.
 
-        The spare replaces a request that may have no more tokens. On a CPU the batch has exactly
-        the tokens, rows and columns of blocks that it needs, whatever the bounds.
+        The spare slot replaces a request that may have no more tokens. On a CPU the batch has
+        exactly the tokens, rows and columns of blocks that it needs, whatever the bounds.
         """
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         """Apply a verdict: accepted drafts and the token after them become known tokens.
 
-        Requests that may have no more tokens do not change; a request with a row that was not
-        finite stops.
+        Requests that may have no more tokens do not change. A request with a row that was not
+        finite may have no more tokens from now on.
 
         Returns:
-            What the host reads later, in memory of its own, int64 [B + D * (K + 4)]: the tokens of
-            each request computed before the step; then, for each request that decided: number of
-            drafts, accepted, finite, `token_BK1`.
+            A new tensor for the host to read later, int64 [B + D * (K + 4)]. First, for each
+            request, the number of its tokens that were computed before the step. Then, for each
+            request that decided: number of drafts, number of accepted drafts, whether it was
+            finite, and its row of `token_BK1`.
         """
 
-    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        """Plan a round of `asked.most` passes of a model that has `max_len` positions.
+    def begin_round(
+        self, requests: DraftRequests, known: int, max_len: int, block_size: int
+    ) -> Round:
+        """Plan a round of `requests.most` passes of a model that has `max_len` positions.
 
-        The first pass computes the last `known` tokens of each request, or all it has. The blocks
-        of a slot hold position + num tokens. The spare replaces a request that has more tokens than
-        the model has positions.
+        The first pass computes the last `known` tokens of each request, or all if it has fewer.
+        The blocks of each slot must hold position_B + num_B tokens. The spare slot replaces a
+        request that has more tokens than the model has positions.
         """
 
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """The token that follows each token of a pass, after `advance` of its step.
+        """The token that follows each token of a pass; call it after `advance` of the step.
 
         Args:
-            num_tokens: T; tokens after the batch's last are padding.
+            num_tokens: T; tokens after the batch's last token are padding.
 
         Returns:
-            int64 [T], the token at the next position, which may be a draft; some id if there is
-            none. And int64 [B], the index in T of each request's last token that has a known token
-            after it; of its first token if none has.
+            int64 [T]: the token at the next position, which may be a draft; any id if there is no
+            next token. And int64 [B]: the index in T of each request's last token that has a known
+            token after it, or of the request's first token if no token has.
         """
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-        """The drafts of each pass, [B], as `DraftBlock.token_BK`: -1 after a request's last."""
+        """`DraftBlock.token_BK` from each pass's drafts [B]; -1 after a request's last draft."""
 
-    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        """`token_BK` of `asked.most` columns and `num_B`, by prompt lookup (`drafting/ngram.py`).
+    def look_up(
+        self, requests: DraftRequests, shortest: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts by prompt lookup (`drafting/ngram.py`): `token_BK` and `num_B` of a `DraftBlock`.
 
         Args:
             shortest, longest: lengths of the suffixes that are looked up.

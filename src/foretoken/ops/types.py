@@ -113,7 +113,7 @@ class Rows(NamedTuple):
     logits_NV: any float dtype, unit stride along V; rows may lie apart
     params:    the parameters of all slots
     slot_N:    int64, the slot of each row, which gives its parameters
-    edits:     of these N rows, applied before temperature; None changes nothing
+    edits:     the edits of these N rows, applied before temperature; None changes nothing
     """
 
     logits_NV: Tensor
@@ -128,7 +128,7 @@ class Noise(NamedTuple):
     position_N:    int64, sequence position of the token that is drawn
     draft_index_N: int64, 0 for target and residual streams
     streams:       `TARGET`, `RESIDUAL` or `DRAFT`
-    fp64:          53 bits to a uniform, not 24
+    fp64:          a uniform has 53 random bits instead of 24
     """
 
     position_N: Tensor
@@ -139,18 +139,19 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DraftCache:
-    """The q of every draft, by request *slot* and draft index, in a form to recompute it from.
+    """The numbers to recompute the q of every draft from, by request *slot* and draft index.
 
     The three tensors are contiguous, and have at least one row per slot of the parameters. Their
     shapes, dtypes and device do not change: ops check these once.
-    q is softmax of logits / temperature over the tokens with a raw logit >= threshold. Filled by
-    `Backend.draft`, or by `draft_cache` for drafts made elsewhere; valid until the slot's next
-    draft at that index. The slot's temperature must not change until then.
+    q is softmax of logits / temperature over the tokens with a raw logit >= threshold. An entry is
+    filled by `Backend.draft`, or by `draft_cache` for drafts made elsewhere. It is valid until the
+    slot's next draft at that index; until then the slot's temperature must not change.
 
     logits_SKV:   raw draft logits, any float dtype; V' may differ from the target's V
     threshold_SK: float32, in units of raw logits; -inf where nothing is dropped
-    lse_SK:       float64, log sum exp of logits / temperature over the tokens kept; not finite if
-                  the row is not (NaN, +inf or all -inf): such a q counts as 0 everywhere
+    lse_SK:       float64, log sum exp of logits / temperature over the kept tokens. It is not
+                  finite if the row is not (NaN, +inf or all -inf): its q then counts as 0
+                  everywhere
 
     At T=0 q is never read: the threshold is -inf and lse 0.
     """
@@ -182,10 +183,11 @@ class DraftBlock:
     cache:    holds the q of this batch's slots; None if no request has a real q
     real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request without its q).
               At T=0 and under COUPLED q is not read either way.
-    source_B: int64, the number of the drafter that made them; None: the one that was asked for
-    expected_B: float64, for drafts by lookup: how many would be accepted if tokens followed as
-              often as they did before; None: not counted
-    faults:   by slot, the error that drafting for this request alone raised: it has no drafts
+    source_B: int64, the number of the drafter that made each request's drafts; None: the requested
+              drafter made them all
+    expected_B: float64, for drafts by lookup: how many drafts would be accepted if tokens followed
+              as often as they did before; None: not counted
+    faults:   by slot, an error in drafting that concerns only this request, which has no drafts
     """
 
     token_BK: Tensor
@@ -204,11 +206,11 @@ class VerifyBatch(NamedTuple):
     params:     the parameters of all slots
     slot_B:     int64, the slot of each request
     position_B: int64, sequence position of the token that a request's first row decides
-    edits:      of the N rows; those of row i of a request assume that the drafts before it were
-                accepted
-    synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those before
-                it are; at least as long as `token_BK` is wide. Needed iff a slot of the batch is
-                under `Rule.SYNTHETIC`
+    edits:      the edits of the N rows; the edits of a request's row i assume that its drafts
+                before row i were accepted
+    synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once all earlier
+                drafts are; at least one rate per column of `token_BK`. Needed iff a slot of the
+                batch is under `Rule.SYNTHETIC`
     fp64_noise: as `Noise.fp64`
     values_fit: True promises all of the above, so that ops need not check
     """
@@ -225,7 +227,7 @@ class VerifyBatch(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities in N rows: of one given token each, and of the T likeliest tokens.
+    """Log-probabilities in N rows: of one given token per row, and of its T likeliest tokens.
 
     logprob_N:      float32, of the given token
     rank_N:         int64, 1 + the number of likelier tokens; equal logits have equal ranks
@@ -240,7 +242,7 @@ class Logprobs(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, top: int, device: torch.device) -> Logprobs:
-        """Memory for a result; must be filled before it is read."""
+        """Uninitialised memory for log-probabilities: `rows` rows with `top` likeliest tokens."""
         shapes = ((rows,), (rows,), (rows, top), (rows, top))
         dtypes = (torch.float32, torch.int64, torch.float32, torch.int64)
         pairs = zip(shapes, dtypes, strict=True)
@@ -252,9 +254,11 @@ class Verdict(NamedTuple):
 
     token_BK1:  accepted drafts, then the resampled or bonus token, or -1 where `finite_B` is False,
                 then -1; dtype of the drafts
-    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, one less if it is not finite
-    finite_B:   bool; False if there is no token after the accepted drafts: one of the target rows
-                that decided (0..n_accept) was not finite after its edits, or no rule decides it
+    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, or n_accept where `finite_B`
+                is False
+    finite_B:   bool; False if there is no token after the accepted drafts, because one of the
+                deciding target rows (0..n_accept) was not finite after its edits, or because the
+                request's rule is unknown
     """
 
     token_BK1: Tensor
@@ -268,13 +272,13 @@ class Evidence(NamedTuple):
     Values after a request's last draft may be anything, except in column K of p and q.
 
     token_RK: int64, the drafts x_i
-    p_RK1:    float64, p(x_i); column K: of the token that follows the accepted drafts
-    q_RK1:    float64, q(x_i): 1 if q is one-hot; 0 for what counts as no draft, but NaN if the
-              reason is a draft row that is not finite; column K: of the token that follows the
-              accepted drafts, in the row of the draft that it replaces, 0 if it replaces none
+    p_RK1:    float64, p(x_i); column K: p of the token that follows the accepted drafts
+    q_RK1:    float64, q(x_i): 1 if q is one-hot; NaN if the draft row is not finite; 0 if x_i
+              counts as no draft for another reason. Column K: q of the token that follows the
+              accepted drafts, in the row of the draft that it replaces; 0 if it replaces none
     u_RK:     float64, the acceptance uniforms
-    mass_RK:  float64, under BLOCK the S of the prefix that ends with draft i, if a draft follows
-              it; NaN elsewhere
+    mass_RK:  float64, under BLOCK S_i, the residual mass after the prefix that ends with draft i,
+              if a draft follows draft i; NaN elsewhere
     real_q_R: bool, whether q is not one-hot
     """
 
@@ -299,13 +303,13 @@ class AttentionBatch:
                     request has at least one token
     length_B:       int64 [B], tokens in the cache after this pass, the new ones included
     block_BL:       int64 [B, L] block ids, contiguous; after a request's last block any valid id,
-                    0 by convention. With `values_fit` anything: it is not read
+                    0 by convention. With `values_fit` it may be anything, as it is not read
     block_size:     tokens per block
-    most_queries:   upper bound of a request's new tokens, known to the host; 0: T
+    most_queries:   upper bound of a request's new tokens, known to the host; 0 stands for T
     values_fit:     True promises all of the above, so that ops need not check
 
-    On a device T may exceed query_start_B1[B]: tokens from there on are padding, and their results
-    are not read.
+    On a device T may exceed query_start_B1[B]. Tokens at that index and later are padding; their
+    results are not read.
     """
 
     query_start_B1: Tensor

@@ -9,7 +9,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """Why there are no native kernels on this machine; None if there are."""
+    """The reason why there are no native kernels on this machine; None if there are."""
     from foretoken.ops.backends.native import library
 
     return library.missing()

@@ -18,7 +18,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `csrc/rows.
 
 
 class Struct(array):  # type: ignore[type-arg]
-    """The fields, which keep alive what they point to. `ctypes` passes it by address."""
+    """The fields of a C struct; keeps what they point to alive. `ctypes` passes its address."""
 
     __slots__ = ("_as_parameter_", "_kept")
     _as_parameter_: int
@@ -26,17 +26,18 @@ class Struct(array):  # type: ignore[type-arg]
 
 
 def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None) -> Struct:
-    """Addresses of tensors, made contiguous (None: a null pointer), then numbers.
+    """A struct of the addresses of tensors (0 for None), followed by numbers.
 
-    It keeps the tensors alive, and `kept`, which holds whatever else its numbers point to.
+    Tensors that are not contiguous are copied. The struct keeps the tensors alive, and also `kept`:
+    objects with the memory that `numbers` point to.
     """
-    held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    fields = [0 if tensor is None else tensor.data_ptr() for tensor in held]
+    contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    fields = [0 if tensor is None else tensor.data_ptr() for tensor in contiguous]
     fields += numbers
-    made = Struct("q", fields)
-    made._as_parameter_ = made.buffer_info()[0]
-    made._kept = held, kept
-    return made
+    result = Struct("q", fields)
+    result._as_parameter_ = result.buffer_info()[0]
+    result._kept = contiguous, kept
+    return result
 
 
 address = attrgetter("_as_parameter_")
@@ -48,16 +49,16 @@ _latest: tuple[SlotParams, Struct] | None = None  # an engine has one slot table
 
 
 def native_params(params: SlotParams) -> Struct:
-    """`Params`, the slot table's columns; made once if they are contiguous."""
+    """The C struct `Params`: the slot table's columns. If they are contiguous, it is made once."""
     global _latest
     latest = _latest
     if latest is not None and latest[0] is params:
         return latest[1]
-    made = struct(params.columns)
-    # Otherwise the struct points to copies, which become outdated.
+    native = struct(params.columns)
+    # A struct of columns that are not contiguous points to copies, which become outdated.
     if all(map(Tensor.is_contiguous, params.columns)):
-        _latest = (params, made)
-    return made
+        _latest = (params, native)
+    return native
 
 
 def _as_native(logits: Tensor) -> Tensor:
@@ -66,13 +67,13 @@ def _as_native(logits: Tensor) -> Tensor:
 
 
 def _logits_fields(logits_NV: Tensor) -> tuple[int, int, int, int]:
-    """`Logits`, from `_as_native`; rows may be any distance apart."""
+    """The fields of the C struct `Logits`, for logits from `_as_native` with any row stride."""
     stride, vocabulary = logits_NV.stride(0), logits_NV.shape[1]
     return logits_NV.data_ptr(), _DTYPES[logits_NV.dtype], stride, vocabulary
 
 
 def _native_edits(edits: Edits | None) -> Struct:
-    """`Edits`, or a null pointer."""
+    """The C struct `Edits`, or a null pointer."""
     if edits is None:
         return _NULL
     entries = (edits.start_N1, edits.token_M, edits.bias_M, edits.repetition_M, edits.subtract_M)
@@ -81,7 +82,10 @@ def _native_edits(edits: Edits | None) -> Struct:
 
 
 def native_cache(cache: DraftCache | None) -> Struct:
-    """`Cache`, or a null pointer; float64 as a copy (`sampling.draft` then writes the logits)."""
+    """The C struct `Cache`, or a null pointer.
+
+    For float64 logits it points to a float32 copy; `sampling.draft` then writes the logits itself.
+    """
     if cache is None:
         return _NULL
     logits_SKV = _as_native(cache.logits_SKV)
@@ -91,7 +95,7 @@ def native_cache(cache: DraftCache | None) -> Struct:
 
 
 def native_rows(rows: Rows | Tensor) -> Struct:
-    """`Rows`; for a tensor, raw logits without parameters."""
+    """The C struct `Rows`; a tensor stands for raw logits without parameters and edits."""
     if isinstance(rows, Rows):
         logits_NV, params, slot_N, edits = rows
         kept = native_params(params), _native_edits(edits)
@@ -103,12 +107,12 @@ def native_rows(rows: Rows | Tensor) -> Struct:
 
 
 def native_places(noise: Noise) -> Struct:
-    """`Places`: the name of each row's noise."""
+    """The C struct `Places`: the name of each row's noise."""
     return struct((noise.position_N, noise.draft_index_N), *noise.streams, noise.fp64)
 
 
 def native_batch(batch: VerifyBatch) -> Struct:
-    """`VerifyBatch`."""
+    """The C struct `VerifyBatch`."""
     logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, _ = batch
     token_BK, logits_NV = drafts.token_BK, _as_native(logits_NV)
     kept = native_params(params), _native_edits(edits), native_cache(drafts.cache)

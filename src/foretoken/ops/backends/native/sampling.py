@@ -1,8 +1,8 @@
 """Processing, sampling, drafting, log-probabilities and verification, one native call each.
 
-See `Backend` for each. `csrc/verify.cpp` implements the rules again: it reads a request's rows one
-by one, as far as its own rule needs them, whatever else is in the batch; so `synthetic` takes the
-time of `standard` (decision 015).
+`Backend` documents each function. `csrc/verify.cpp` implements the rules again. It reads only those
+rows of a request that its own rule needs, whatever other requests are in the batch; so `synthetic`
+takes the time of `standard` (decision 015).
 """
 
 from __future__ import annotations
@@ -19,46 +19,53 @@ from foretoken.ops.types import DraftCache, Logprobs, Noise, Rows, Verdict, Veri
 
 
 def process_logits(rows: Rows) -> Tensor:
-    """Rows that are not finite (NaN, +inf or all -inf) are edited and scaled, not filtered."""
+    """Processed logits; rows that are not finite are edited and scaled, but not filtered."""
     out_NV = torch.empty(rows.logits_NV.shape, dtype=torch.float32)
     library.load().foretoken_process(native_rows(rows), out_NV.data_ptr())
     return out_NV
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
-    """int64 [N]; a row that is not finite gives 0."""
+    """Draw a token per row, int64 [N]; a row that is not finite gives 0."""
     token_N = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_sample(native_rows(rows), native_places(noise), token_N.data_ptr())
     return token_N
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """int64 [B]. Rows at T=0 leave threshold -inf and LSE 0: their q is never read."""
+    """Draw a draft per row, int64 [B], and store its q.
+
+    For rows at T=0, where q is never read, the stored threshold is -inf and the LSE is 0.
+    """
     token_B = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_draft(
         native_rows(rows), native_places(noise), native_cache(cache), token_B.data_ptr()
     )
-    if cache is not None and cache.logits_SKV.dtype is torch.float64:  # only a copy was written
+    # The kernel wrote float64 logits only to a float32 copy of the cache.
+    if cache is not None and cache.logits_SKV.dtype is torch.float64:
         cache.logits_SKV[rows.slot_N, noise.draft_index_N] = rows.logits_NV
     return token_B
 
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-    """A row that is not finite has NaN throughout."""
+    """Log-probabilities; all of them are NaN in a row that is not finite."""
     token_N = token_N.long().contiguous()
-    found = Logprobs.empty(len(token_N), num_top, token_N.device)
-    addresses = (tensor.data_ptr() for tensor in (token_N, *found))
+    out = Logprobs.empty(len(token_N), num_top, token_N.device)
+    addresses = (tensor.data_ptr() for tensor in (token_N, *out))
     library.load().foretoken_logprobs(native_rows(rows), *addresses, num_top)
-    return found
+    return out
 
 
 def verify(batch: VerifyBatch) -> Verdict:
-    """The output's distribution is exactly the target's (Leviathan et al. 2023, appendix A.1; Chen
-    et al. 2023, theorem 1; Sun et al. 2024, theorem 1)."""
+    """Verify drafts. The distribution of the emitted tokens is exactly the target's.
+
+    Proofs: Leviathan et al. 2023, appendix A.1; Chen et al. 2023, theorem 1; Sun et al. 2024,
+    theorem 1.
+    """
     token_BK = batch.drafts.token_BK
-    num_requests, most = token_BK.shape
+    num_requests, num_columns = token_BK.shape
     verdict = Verdict(
-        torch.empty(num_requests, most + 1, dtype=torch.int64),
+        torch.empty(num_requests, num_columns + 1, dtype=torch.int64),
         torch.empty(num_requests, dtype=torch.int64),
         torch.empty(num_requests, dtype=torch.bool),
     )

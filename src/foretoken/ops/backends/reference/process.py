@@ -31,7 +31,7 @@ def process_logits(rows: Rows) -> Tensor:
 
 
 def edit(row: Row, edits: Edits, n: int) -> None:
-    """Row n's mask, then its entries, in place."""
+    """Apply row n's mask, then its entries, in place."""
     if edits.mask_RW is not None and edits.mask_N is not None and edits.mask_N[n] >= 0:
         words = edits.mask_RW[int(edits.mask_N[n])].tolist()
         for v in range(len(row)):
@@ -39,15 +39,18 @@ def edit(row: Row, edits: Edits, n: int) -> None:
                 row[v] = -np.inf
     start, stop = edits.start_N1[n : n + 2].tolist()
     columns = (edits.token_M, edits.bias_M, edits.repetition_M, edits.subtract_M)
-    each = zip(*(column[start:stop].tolist() for column in columns), strict=True)
-    for v, bias, repetition, subtract in each:
+    entries = zip(*(column[start:stop].tolist() for column in columns), strict=True)
+    for v, bias, repetition, subtract in entries:
         x = float(row[v]) + bias
         x = x / repetition if x > 0 else x * repetition
         row[v] = x - subtract
 
 
 def filter_row(row: Row, params: SlotParams, slot: int) -> None:
-    """Temperature and filters of a slot, in place; T=0 and rows that are not finite stay as is."""
+    """Apply a slot's temperature and filters, in place.
+
+    At T=0 the row does not change. A row that is not finite is scaled but not filtered.
+    """
     temperature = float(params.temperature_S[slot])
     if temperature == 0:
         return
@@ -79,7 +82,7 @@ def _keep_top_p(row: Row, top_p: float) -> None:
 
 
 def log_sum_exp(row: Row) -> float:
-    """log sum exp; -inf for an empty set, NaN or +inf if the row holds one."""
+    """log sum exp of a row: -inf if all its values are, NaN or +inf if the row holds one."""
     largest = float(np.max(row))
     if not math.isfinite(largest):
         return largest
@@ -87,7 +90,7 @@ def log_sum_exp(row: Row) -> float:
 
 
 def softmax(row: Row) -> Row:
-    """exp of a finite row over its sum."""
+    """exp(row) / sum(exp(row)) of a finite row."""
     weight = np.exp(row - np.max(row))
     return np.asarray(weight / weight.sum())
 
@@ -100,7 +103,8 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         with np.errstate(invalid="ignore"):  # inf - inf, in rows that are not finite
             log_p = x_NV[n] - log_sum_exp(x_NV[n])
         likeliest = np.argsort(-x_NV[n], kind="stable")[:num_top]
-        out.logprob_N[n] = torch.from_numpy(log_p)[x]  # a float beyond float32 would raise
+        # As a tensor: a Python float outside the range of float32 would raise an error.
+        out.logprob_N[n] = torch.from_numpy(log_p)[x]
         out.rank_N[n] = 1 + int((x_NV[n] > x_NV[n][x]).sum())
         out.top_token_NT[n] = torch.from_numpy(likeliest)
         out.top_logprob_NT[n] = torch.from_numpy(log_p[likeliest])

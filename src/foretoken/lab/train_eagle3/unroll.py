@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from foretoken.errors import IntegrityError
-from foretoken.ops.backends.torch.stack import begin, feature, finish, norm, project, turns
+from foretoken.ops.backends.torch.stack import begin, cos_sin, feature, finish, norm, project
 from foretoken.ops.stack import FeatureRule, Stack
 
 # Numbers of a piece of logits: its copies in float32 shall fit a CPU's cache, or be few on a GPU.
@@ -86,7 +86,7 @@ def _project(
     """What a pass does before its attention: the residual [X, C], and what that takes."""
     hidden_XC, read_XW = begin(head, token_X, feature_XC)
     mixer = head.layers[0].mixer
-    return hidden_XC, project(head, mixer, read_XW, turns(mixer.rope, position_X, head.dtype))
+    return hidden_XC, project(head, mixer, read_XW, cos_sin(mixer.rope, position_X, head.dtype))
 
 
 def _finish(head: Stack, hidden_XC: Tensor, attended_XD: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.gguf.config import config_values, generation_values
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.sizes import check_sizes, config_file
 
 TOKENIZER_JSON = (

@@ -42,8 +42,7 @@ from foretoken.models.families import (
     twin_of,
 )
 from foretoken.models.gguf.config import generation_values
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.kernel_check import check_kernels
 from foretoken.models.locate import resolve_checkpoint

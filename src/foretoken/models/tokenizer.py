@@ -25,8 +25,7 @@ from foretoken.models.checkpoint import (
     read_json,
     reading,
 )
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.gguf.tokenizer import build_tokenizer
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.sizes import check_sizes

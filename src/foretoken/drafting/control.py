@@ -1,10 +1,10 @@
 """How many drafts pay: acceptance from past rounds, costs of steps, and the choice. No torch.
 
 Charter: numbers in, numbers out; no request is known here. `Acceptance` estimates how likely each
-draft is to be accepted, `StepCosts` how long a step takes, and `by_gain` or `by_width` gives each
-request of the next step its number of drafts, such that the expected tokens per second are most.
-Only rounds that are over are looked at: a choice that has seen a token it is about biases the
-output, also where only the batch's total depends on it (`lab/laws/mutants.py` has both).
+draft is to be accepted, `StepCosts` how long a step takes. `by_gain` or `by_width` gives each
+request of the next step the number of drafts that maximises the expected tokens per second. Only
+completed rounds are used: if a choice had seen a token that it decides about, the output would be
+biased, even if only the batch's total depended on that token (`lab/laws/mutants.py` has both).
 
 Shape suffixes: B requests that decode, K drafts, S slots, R rounds, J measured batch sizes.
 """
@@ -21,33 +21,33 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 ADAPTS = -1
-"""In the place of a number of drafts: it is to be chosen."""
+"""Stands for a number of drafts that is still to be chosen."""
 
-_FIRST_GUESS = 0.8  # the chance of a first draft before anything was seen: hopeful, to be seen
-_FIRST = 4.0  # rounds that this counts for
-_NEIGHBOUR = 2.0  # rounds that the estimate of the draft before counts for
-_SHARED = 8.0  # rounds that all requests' estimate counts for in a request's own
+_FIRST_GUESS = 0.8  # assumed chance of the first draft; high, so that drafts get tried
+_FIRST = 4.0  # rounds that this assumption counts for
+_NEIGHBOUR = 2.0  # rounds that the estimate of the preceding draft counts for
+_SHARED = 8.0  # rounds that the estimate over all requests counts for in a request's own
 _SHARED_DECAY = 1 - 1 / 256  # per round of any request
-_OWN_DECAY = 1 - 1 / 48  # per round of its own
-_FORGETTING = 1 - 1 / 48  # of either, per choice: rounds are few where drafts do not pay
+_OWN_DECAY = 1 - 1 / 48  # per round of the request itself
+_FORGETTING = 1 - 1 / 48  # of both, per choice: there are few rounds where drafts do not pay
 
 
 class Acceptance:
-    """How likely drafts are accepted, by request and draft index; of one drafter.
+    """How likely one drafter's drafts are accepted, by request and draft index.
 
-    A request's estimate is its own rounds', recent ones above all, and as many of everybody's as
-    stand for a prior. A draft that the drafter did not have counts as rejected.
+    A request's estimate is from its own rounds, recent ones weighing most, with the estimate over
+    all requests as a prior. A draft that was asked for but not made counts as rejected.
     """
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._index_K = np.arange(max_drafts)
         self._tried_SK = np.zeros((num_slots, max_drafts))
         self._accepted_SK = np.zeros((num_slots, max_drafts))
-        # For all: drafts asked for, offered, tried (all before accepted) and accepted.
+        # Over all requests: drafts asked for, offered, tried (those before accepted), accepted.
         self._shared_4K = np.zeros((4, max_drafts))
 
     def observe(self, rounds: Iterable[tuple[int, int, int, int]]) -> None:
-        """Take in rounds that are over, as (slot, drafts asked for, drafted, accepted)."""
+        """Count completed rounds, given as (slot, drafts asked for, drafted, accepted)."""
         columns = np.array([*rounds], dtype=np.int64).reshape(-1, 4).T
         slot_R, asked_R, drafted_R, accepted_R = columns
         if not len(slot_R):
@@ -58,7 +58,7 @@ class Acceptance:
         accepted_RK = index_K < accepted_R[:, None]
         offered_RK = index_K < drafted_R[:, None]
         counts = [x.sum(axis=0) for x in (asked_RK, offered_RK, tried_RK, accepted_RK)]
-        # What is tried seldom is forgotten as seldom: index by index.
+        # Decay each index by its own number of trials: what is tried seldom is forgotten slowly.
         self._shared_4K[:2] *= _SHARED_DECAY ** counts[0]
         self._shared_4K[2:] *= _SHARED_DECAY ** counts[2]
         self._shared_4K += counts
@@ -68,12 +68,12 @@ class Acceptance:
             np.add.at(table_SK, slot_R, new_RK)
 
     def age(self) -> None:
-        """Let time pass: what was seen counts for less."""
+        """Make everything counted so far weigh less."""
         for table in (self._tried_SK, self._accepted_SK, self._shared_4K):
             table *= _FORGETTING
 
     def shared(self) -> Array:
-        """Of each draft [K], its chance to be accepted once those before it are."""
+        """Each draft's chance to be accepted if those before it are, [K]."""
         _, _, tried_K, accepted_K = self._shared_4K.tolist()
         chance, weight, chances = _FIRST_GUESS, _FIRST, []
         for tried, accepted in zip(tried_K, accepted_K, strict=True):
@@ -82,7 +82,7 @@ class Acceptance:
         return np.array(chances)
 
     def offered(self) -> Array:
-        """Of each draft [K], how likely the drafter has it if it is asked for."""
+        """How likely the drafter makes each draft that it is asked for, [K]."""
         asked_K, offered_K, _, _ = self._shared_4K
         return (offered_K + 1) / (asked_K + 1)
 
@@ -104,16 +104,16 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class StepTable:
-    """What steps of decoding took when they were measured, in seconds.
+    """Measured seconds of decoding steps.
 
     Attributes:
         batches: requests of the measured steps, [J], rising.
-        rest_JK1: steps by K = 0.., drafting left out.
+        rest_JK1: steps without drafting, by K = 0...
         draft_JK1: drafting alone.
         context_K1: per token of a request's context, by K: it jumps where one more draft needs
             another tile of rows.
-        missed: of drafting, per token of a request that the drafter has not seen since it was
-            last asked.
+        missed: drafting, per token of a request that the drafter has not seen since it was last
+            asked.
     """
 
     batches: Array
@@ -123,14 +123,14 @@ class StepTable:
     missed: float = 0.0
 
     def shown(self) -> str:
-        """A line per batch size: milliseconds of steps with 0, 1, .. drafts of each request."""
+        """A line per batch size: milliseconds of steps with 0, 1, .. drafts per request."""
         step_JK1 = 1e3 * (self.rest_JK1 + self.draft_JK1)
         rows = zip(self.batches.tolist(), step_JK1.tolist(), strict=True)
         return "\n".join(f"batch {b}: {' '.join(f'{ms:.2f}' for ms in row)} ms" for b, row in rows)
 
 
 class Curve(NamedTuple):
-    """Costs at one batch size: by drafts per request, and of each draft index.
+    """Costs at one batch size, in seconds: by drafts per request, and by draft index.
 
     A pass for draft i takes `first_K[i]` for one request and `more_K[i]` for each further one.
     """
@@ -142,10 +142,11 @@ class Curve(NamedTuple):
     deviation_K1: Array
 
     def seconds(self, per_request: Any, draft: Any, context: int) -> Any:
-        """A step with so many drafts per request on average, drafting included.
+        """Seconds of a step, drafting included.
 
         Args:
-            per_request: a number or an array, as is `draft`, the seconds of drafting.
+            per_request: drafts per request on average, a number or an array.
+            draft: seconds of drafting, a number or an array like it.
             context: tokens of all requests together.
         """
         index_K1 = np.arange(len(self.rest_K1))
@@ -154,16 +155,16 @@ class Curve(NamedTuple):
         return (rest + draft) * np.exp(np.interp(per_request, index_K1, self.deviation_K1))
 
     def drafting(self, live_K: Array) -> Any:
-        """Seconds of drafting if so many requests take part in each pass, [..., K]."""
+        """Seconds of drafting if `live_K` requests take part in each pass, [..., K]."""
         return ((live_K > 0) * self.first_K + np.maximum(live_K - 1, 0) * self.more_K).sum(axis=-1)
 
 
 class StepCosts:
-    """Seconds of a step, from what was measured at start and from the steps since.
+    """Seconds of a step, from the measurements at start and from the steps since.
 
-    A step is off by what all steps are off (the machine is busy, contexts are long), which changes
-    no choice, and by what its number of drafts is off there. The first is followed quickly, the
-    second slowly, within bounds, and forgotten.
+    Measured steps differ from the table in two ways. `off` is common to all steps (the machine is
+    busy, contexts are long) and changes no choice; it is followed quickly. Deviations by number of
+    drafts and batch size are followed slowly, within bounds, and decay.
     """
 
     _QUICK, _SLOW, _KEPT = 0.2, 0.03, 0.995
@@ -172,11 +173,11 @@ class StepCosts:
     def __init__(self, table: StepTable) -> None:
         self.table = table
         self.off = 0.0  # logarithm of measured to expected
-        self._beside: float | None = None  # the host's work for one request in one step
+        self._host: float | None = None  # seconds of the host's work for one request in one step
         self._deviations: dict[int, Array] = {}
 
     def curve(self, batch: int) -> Curve:
-        """Costs of steps of so many requests."""
+        """Costs of steps of `batch` requests."""
         table = self.table
         rest_K1, draft_K1 = (
             _at(table.batches, x, batch) for x in (table.rest_JK1, table.draft_JK1)
@@ -184,14 +185,14 @@ class StepCosts:
         first_K = np.maximum(np.diff(table.draft_JK1[0]) / table.batches[0], 0)
         pass_K = np.maximum(np.diff(draft_K1), 0)
         first_K = np.minimum(first_K, pass_K)
-        rest_K1 = rest_K1 + draft_K1[0] + batch * (self._beside or 0.0)
+        rest_K1 = rest_K1 + draft_K1[0] + batch * (self._host or 0.0)
         return Curve(
             rest_K1, first_K, (pass_K - first_K) / max(batch - 1, 1),
             table.context_K1, self._deviation(batch),
         )  # fmt: skip
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:
-        """See what a step took that was expected to take something else, `off` left aside."""
+        """Compare a step's measured seconds with those expected without `off`."""
         deviation_K1 = self._deviation(batch)
         gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.off
         gap = min(max(gap, -self._MOST_AT_ONCE), self._MOST_AT_ONCE)
@@ -201,21 +202,21 @@ class StepCosts:
         moved = deviation_K1[at] + self._SLOW * gap
         deviation_K1[at] = min(max(moved, -self._MOST), self._MOST)
 
-    def learn_beside(self, batch: int, measured: float) -> None:
-        """See what a step took outside the runner."""
+    def learn_host(self, batch: int, measured: float) -> None:
+        """Learn from the seconds that a step took outside the runner."""
         measured = max(measured, 0.0) / batch
-        known = measured if self._beside is None else self._beside
-        most = known + 1e-5  # twice what is known, about
-        self._beside = known + self._QUICK * min(measured - known, most)
+        known = measured if self._host is None else self._host
+        most = known + 1e-5  # an outlier counts as about twice the known time
+        self._host = known + self._QUICK * min(measured - known, most)
 
     def _deviation(self, batch: int) -> Array:
-        """By drafts per request, at about this batch size."""
+        """Logarithms of measured to expected by drafts per request, at about this batch size."""
         width = self.table.rest_JK1.shape[1]
         return self._deviations.setdefault(batch.bit_length(), np.zeros(width))
 
 
 def _at(batches: Array, table_JK1: Array, batch: int) -> Array:
-    """A table's row for a batch size: on a line between measured ones, in proportion beyond."""
+    """A table's row for a batch size: interpolated, and in proportion above the largest one."""
     if batch >= batches[-1]:
         return np.asarray(table_JK1[-1] * (batch / batches[-1]))
     j = int(np.searchsorted(batches, batch, side="right"))  # 1 is the first, so there is one below
@@ -227,10 +228,10 @@ class Load(NamedTuple):
     """The requests of a step.
 
     Attributes:
-        joint_BK: `Acceptance.joint` of each.
-        fixed_B: drafts of each that are not to be chosen; `ADAPTS`: they are.
+        joint_BK: `Acceptance.joint`.
+        fixed_B: drafts of each request; `ADAPTS` where the number is to be chosen.
         offered_K: `Acceptance.offered`.
-        context: tokens of all together.
+        context: tokens of all requests together.
     """
 
     joint_BK: Array
@@ -240,9 +241,10 @@ class Load(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Drafts of each request [B], and what is expected of the step.
+    """The numbers of drafts of a step's requests, and what they are expected to yield.
 
-    per_request: drafts that the drafter has, on average.
+    asked_B:     drafts to ask for
+    per_request: drafts that the drafter is expected to make per request, on average
     """
 
     asked_B: Array
@@ -257,19 +259,19 @@ class Choice(NamedTuple):
 
 
 def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
-    """Numbers of drafts that steps are padded to when they are captured: none and all of them, and
-    where K is chosen step by step some between. Without 3 the 8B shape lost 4 to 11 % on an H200,
-    since 4 rows of each request are what a tile of attention holds."""
+    """Numbers of drafts that captured steps are padded to: none and all, and some between if K is
+    chosen step by step. Without 3 the 8B shape lost 4 to 11 % on an H200, because a tile of
+    attention holds 4 rows of each request."""
     between = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24) if k < num_drafts] if adapts else []
     return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = False) -> Choice:
-    """What is expected of a step with so many drafts.
+    """The expected result of a step with `asked_B` drafts.
 
     Args:
-        in_lockstep: on a GPU every request takes part in every pass, and has as many rows, as the
-            one that asks for most.
+        in_lockstep: on a GPU, where every request takes part in as many passes and has as many rows
+            as the one that asks for most.
     """
     batch, most = load.joint_BK.shape
     asked_BK = np.arange(most) < asked_B[:, None]
@@ -286,7 +288,7 @@ def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = Fals
 
 
 def by_gain(curve: Curve, load: Load) -> Choice:
-    """Give drafts one by one, always the likeliest one, as long as the rate rises."""
+    """Add drafts one by one, the likeliest first, and take the number at which the rate peaks."""
     batch, most = load.joint_BK.shape
     adapts_B = load.fixed_B == ADAPTS
     base_B = np.where(adapts_B, 0, load.fixed_B)
@@ -294,7 +296,7 @@ def by_gain(curve: Curve, load: Load) -> Choice:
     of_N = np.flatnonzero(adapts_B)
     gain_N = load.joint_BK[of_N].ravel()
     index_N = np.tile(np.arange(most), len(of_N))
-    # A draft comes after those before it: chances never rise, and ties keep their order.
+    # A draft comes after those before it: joint chances never rise, and ties keep their order.
     order_N = np.argsort(-gain_N, kind="stable")
     index_N = index_N[order_N]
     live_K = base_BK.sum(axis=0)
@@ -318,6 +320,6 @@ def by_gain(curve: Curve, load: Load) -> Choice:
 
 
 def by_width(curve: Curve, load: Load, widths: Sequence[int]) -> Choice:
-    """One K for all that adapt, of a few: a GPU replays steps that were captured at these."""
+    """One of a few K for all requests that adapt: a GPU replays steps captured at these."""
     asked = (np.where(load.fixed_B == ADAPTS, width, load.fixed_B) for width in widths)
     return max((expect(curve, load, a, in_lockstep=True) for a in asked), key=lambda c: c.rate)

@@ -1,16 +1,16 @@
-"""A draft model whose tokenizer is wholly another: it continues the text.
+"""A draft model with a completely different tokenizer: it continues the text.
 
-What the target has said is cut anew by the draft's tokenizer; the draft model continues it by its
-likeliest tokens, and what these say is cut into tokens of the target. No q: they are verified as
-one-hot. Drafts by ids (`vocabulary.py`) have one, so they are better where tokens are drawn at
+The draft's tokenizer encodes the text so far, the draft model continues it with its likeliest
+tokens, and the target's tokenizer encodes their text as drafts. There is no q: drafts are verified
+as one-hot. Drafts by ids (`vocabulary.py`) do have a q, so they are better where tokens are drawn at
 random and the tokenizers share nine tenths of the text.
 
-Its positions are not the target's, so its K/V cannot lie in the target's blocks: each slot has rows
-of its own, as long as the draft model's context. What was computed stays as far as the tokens do;
-those at the end of a text may become others as it grows.
+Positions differ from the target's, so K/V cannot use the target's blocks: each slot has blocks of
+its own, for the draft model's longest context. K/V stay valid as long as the tokens do; the last
+tokens of a text may change as it grows.
 
-Drafts are a function of the request's tokens alone: texts are cut at fixed multiples of tokens,
-wherever rounds end.
+Drafts depend only on the request's tokens: texts are cut at fixed multiples of tokens, wherever
+rounds end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.stacks import DraftModel
-from foretoken.drafting.vocabulary import DraftNetwork, find_draft, load_weights
+from foretoken.drafting.vocabulary import PARTIAL, DraftNetwork, find_draft, load_weights
 from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock
@@ -33,18 +33,18 @@ from foretoken.ops.steps import DraftRequests
 from foretoken.slots.plan import StepPlan
 from foretoken.slots.table import SlotSizes, SlotTable
 
-_PIECE = 32  # tokens of the target that are cut together, once as many have followed
-_MOST = 4  # tokens of the draft model for each draft that is asked for, at most
-_BYTES = 4  # of a character, at most
-_PARTIAL = "\ufffd"  # what bytes decode to that are no whole character
+_PIECE = 32  # target tokens that are encoded together, once as many have followed them
+_MOST = 4  # at most so many tokens of the draft model for each draft asked for
+_BYTES = 4  # the most bytes of a character
 
 
 @dataclass(slots=True)
 class Transcript:
-    """A request's tokens by the draft's tokenizer.
+    """A request's text in tokens of the draft's tokenizer.
 
     Attributes:
-        ids: as of the latest `read`; the first `num_settled` stay, `num_read` tokens of the target.
+        ids: as of the latest `read`. The first `num_settled` of them are final; they encode the
+            first `num_read` tokens of the target.
     """
 
     target: Any
@@ -54,7 +54,8 @@ class Transcript:
     num_read: int = 0
 
     def read(self, known: list[int]) -> int | None:
-        """Take in all known tokens; how many ids are as before. None: a character is incomplete."""
+        """Encode all known tokens; return how many leading ids are unchanged, or None if the last
+        character is incomplete."""
         before = self.ids
         settled = before[: self.num_settled]
         while len(known) >= self.num_read + 2 * _PIECE:
@@ -71,18 +72,18 @@ class Transcript:
 
     def _is_whole(self, known: list[int]) -> bool:
         last = decode_after(self.target, known[:-_BYTES], known[-_BYTES:])
-        return not last.endswith(_PARTIAL)
+        return not last.endswith(PARTIAL)
 
     def _cut(self, settled: Sequence[int], known: list[int], end: int) -> list[int]:
         text = decode_after(self.target, known[: self.num_read], known[self.num_read : end])
         return encode_after(self.draft, settled, text)
 
     def drafts(self, known: Sequence[int], continuation: Sequence[int]) -> list[int]:
-        """Tokens of the target in a continuation; without the last, which may go on, unless the
-        text ends there."""
+        """A continuation as target tokens; without the last one, which may be incomplete, unless
+        the text ends there."""
         end = self.draft.eos_token_id
         said = [*takewhile(lambda token: token != end, continuation)]
-        text = decode_after(self.draft, self.ids, said).partition(_PARTIAL)[0]
+        text = decode_after(self.draft, self.ids, said).partition(PARTIAL)[0]
         tokens = encode_after(self.target, known, text)
         if len(said) == len(continuation) or self.target.eos_token_id is None:
             return tokens[:-1]
@@ -90,7 +91,7 @@ class Transcript:
 
 
 class DraftText(Drafter):
-    """Drafts what a draft model's text says."""
+    """Drafts the text of a draft model with another tokenizer."""
 
     options = frozenset({"model", "revision"})
 
@@ -111,7 +112,7 @@ class DraftText(Drafter):
         self.bytes_per_slot = self._num_blocks * self._model.kv_bytes_per_block + tokens
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """A table of the draft model's own tokens, and blocks that no slots share."""
+        """Make a slot table of the draft model's own tokens, with blocks that no slots share."""
         self.slots, count, total = slots, self._num_blocks, slots.num_slots * self._num_blocks
         sizes = SlotSizes(slots.num_slots, self._max_tokens, self._max_drafts, count, total)
         own = SlotTable(sizes, slots.device, self._model.backend.steps, on_host=True)
@@ -142,7 +143,8 @@ class DraftText(Drafter):
         return one_hot_block([drafts.get(slot, [])[:num] for slot, num in pairs], self.slots.device)
 
     def _read(self, slot: int, num_drafts: int) -> int:
-        """Let the draft model have a request's text; how many of its tokens may say that much."""
+        """Give the draft model a request's text; return how many of its tokens may be needed for
+        `num_drafts` target tokens, 0 if it cannot draft."""
         transcript = self._transcripts.setdefault(slot, Transcript(*self._tokenizers))
         known = self.slots.text(slot).tolist()
         same, ids = transcript.read(known), transcript.ids
@@ -150,7 +152,7 @@ class DraftText(Drafter):
             return 0
         if not same:
             self._forget(slot)
-        # The last one again, if the target's tokens said nothing: drafts go on from its row.
+        # Compute the last id again even if no id changed: drafts start from its row.
         self._model.take_back(slot, min(same, len(ids) - 1))
         own = self._own
         own.token_SL[slot, : len(ids)], own.length_S[slot] = ids, len(ids)
@@ -167,5 +169,5 @@ class DraftText(Drafter):
         self._model.release(slot)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots whose text it has read."""
+        """Slots with a text that it has read."""
         return self._transcripts

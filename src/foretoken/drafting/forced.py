@@ -1,6 +1,6 @@
 """Draft the tokens that a request's own parameters force: see `sampling/forced.py`.
 
-No model and no q: they are verified as one-hot.
+No model and no q: drafts are verified as one-hot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.slots.table import SlotTable
 
 
 class Forced(Drafter):
-    """Drafts what the first continuation says that says anything."""
+    """Drafts the tokens of the first continuation that has any."""
 
     looks_up = True
 
@@ -30,7 +30,7 @@ class Forced(Drafter):
         self._continuations: dict[int, list[Continuation]] = {}
 
     def continuations(self, params: SamplingParams) -> list[Continuation]:
-        """What is asked for a sample with these parameters, in this order."""
+        """The continuations of a sample with these parameters, first choice first."""
         made = (force(params) for force in FORCING)
         return [continuation for continuation in made if continuation is not None]
 
@@ -40,7 +40,7 @@ class Forced(Drafter):
         for slot, most in zip(asked.slot_B.tolist(), asked.num_B.tolist(), strict=True):
             try:
                 drafts.append(self._draft(slot, most))
-            except Exception as error:  # a source's: it ends its own request
+            except Exception as error:  # from a continuation; it ends only this request
                 drafts.append([])
                 faults[slot] = error
         return replace(one_hot_block(drafts, self.slots.device), faults=faults)

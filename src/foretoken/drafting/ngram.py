@@ -1,4 +1,4 @@
-"""Prompt lookup: draft what followed the last occurrence of the current suffix.
+"""Prompt lookup: draft the tokens that followed the last occurrence of the current suffix.
 
 No model and no q: drafts are verified as one-hot. The longest suffix of `prompt_lookup_max` down
 to `prompt_lookup_min` tokens that occurred before wins; among its occurrences the latest one that

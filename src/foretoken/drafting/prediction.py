@@ -1,9 +1,9 @@
-"""Draft from a text that the caller expects, as in OpenAI's predicted outputs: most of a file that
-is edited, say. Forced tokens go first.
+"""Draft from a text that the caller expects, as in OpenAI's predicted outputs; for example a file
+that is to be edited. Forced tokens go first.
 
 No model and no q: drafts are verified as one-hot.
 
-Shape suffix: N places of the prediction after a token like the output's last one.
+Shape suffix: N places in the prediction after a token equal to the output's last one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from foretoken.sampling.forced import Continuation
 from foretoken.sampling.history import Array
 from foretoken.sampling.params import SamplingParams
 
-_LONGEST = 8  # tokens that are compared; of more, nearness decides
-_FAR = 10  # tokens of an edit; more of them cost no more, so that 3 in a row are followed anywhere
+_LONGEST = 8  # tokens that are compared; among longer runs the nearest place wins
+_FAR = 10  # the most that an edit can cost, so that 3 equal tokens in a row are followed anywhere
 
 
 class Alignment:
-    """Follows a prediction while the output is like it, and finds the way back after an edit.
+    """Follows a prediction while the output agrees with it, and finds it again after an edit.
 
-    A function of the two texts alone, token by token: where rounds of drafting end, what else is in
-    the batch, and preemption change nothing.
+    The state depends only on the two texts, token by token: not on where rounds of drafting end,
+    on the rest of the batch, or on preemption.
 
     Args:
         prediction: token ids; 4 bytes of memory each.
@@ -37,20 +37,20 @@ class Alignment:
         self._bytes = np.array(prediction, dtype=np.int32).tobytes()
         self.text: Array = np.frombuffer(self._bytes, dtype=np.int32)
         self._num_read = 0
-        self._next = 0  # where it is followed; its end, while nothing is alike
-        self._left = 0  # how far it was surely followed, and how many tokens came since
-        self._since = 0
-        self._doubts = 0  # tokens that have to agree before it surely is
+        self._next = 0  # the place in the prediction that comes next; its end: it is not followed
+        self._left = 0  # how far the output surely followed it
+        self._since = 0  # tokens of the output since then
+        self._doubts = 0  # tokens that must agree before it surely follows again
 
     def __call__(self, output: Array) -> Array:
-        """What the prediction goes on with after this output."""
+        """The rest of the prediction after this output."""
         for end in range(self._num_read, len(output)):
             self._read(output[: end + 1])
         self._num_read = len(output)
         return self.text[self._next :]
 
     def _read(self, output: Array) -> None:
-        """Take in the last token."""
+        """Update the state with the output's last token."""
         self._since += 1
         if self._next == len(self.text) or self.text[self._next] != output[-1]:
             self._resume(output)
@@ -61,15 +61,16 @@ class Alignment:
             self._left, self._since = self._next, 0
 
     def _resume(self, output: Array) -> None:
-        """Find where the prediction goes on after a token that was not expected.
+        """Find where the prediction goes on after an unexpected token.
 
-        Of all places after such a token the best has the longest run of equal tokens before it, at
-        4 points each, less the tokens of the edit that it makes of the difference: inserted or
-        deleted ones, whichever are more. One with less than -1 points is not followed. Where there
-        is none, the first token off the text is taken to stand in the place of another.
+        Candidates are all places after an equal token. A candidate has 4 points for each token of
+        the run of equal tokens before it, less the size of the edit that it implies: inserted or
+        deleted tokens, whichever are more. The best one is followed unless it has less than -1
+        points. If there is none, the first unexpected token is assumed to replace one token.
         """
         if self._since >= _FAR + 3 and output[-3:].tobytes() not in self._bytes:
-            self._next = len(self.text)  # so far away three in a row are the least: seen at once
+            # A shortcut: this far away it takes three equal tokens in a row.
+            self._next = len(self.text)
             return
         end_N = np.flatnonzero(self.text == output[-1]) + 1
         run_N = np.ones_like(end_N)
@@ -93,7 +94,7 @@ class Alignment:
 
 
 class Prediction(Forced):
-    """Drafts what a request's `prediction` goes on with."""
+    """Drafts the rest of a request's `prediction`."""
 
     prediction_readers = ("prediction",)
 
@@ -103,6 +104,6 @@ class Prediction(Forced):
 
     def continuations(self, params: SamplingParams) -> list[Continuation]:
         """Forced tokens, then the prediction."""
-        prediction = cast(Sequence[int], params.prediction)  # a text was encoded at admission
+        prediction = cast(Sequence[int], params.prediction)  # a text is encoded at admission
         aligned = [Alignment(prediction)] if prediction else []
         return [*super().continuations(params), *aligned]

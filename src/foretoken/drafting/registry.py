@@ -22,13 +22,13 @@ DRAFTERS = {
 }
 
 ON_DEVICE = {"draft_model": "foretoken.drafting.stacks:LockstepDraftModel"}
-"""Those that are others on an asynchronous device."""
+"""Drafters with another class on an asynchronous device."""
 
 ON_HOST_ALONE = {
     name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
     for name in ("draft_text", "forced", "prediction", "suffix")
 }
-"""What is not to be had on such a device, and what to take instead."""
+"""Drafters that cannot run on such a device, and what to use instead."""
 
 _SEVERAL = "foretoken.drafting.several:Several"
 _FOR_ALL = (
@@ -38,7 +38,7 @@ _FOR_ALL = (
 
 
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
-    """The class that `method` names; `ConfigError` for a name or an option it does not know."""
+    """The class that `method` names; `ConfigError` for an unknown name or option."""
     if speculation.drafters is not None:
         for i, member in enumerate(speculation.members.values()):
             with of_drafter(i):
@@ -53,10 +53,10 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
         remedy = (
             'It needs `drafters`, for example [{"method": "ngram"}, {"method": "draft_model"}].'
         )
-    told = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
-    if told is not None:  # not what the nearest name would be
+    instead = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
+    if instead is not None:  # vLLM's name: more helpful than the nearest one here
         bound = f"one of {', '.join(named)}"
-        raise ConfigError("speculative_config.method", method, bound, told)
+        raise ConfigError("speculative_config.method", method, bound, instead)
     check_choice("speculative_config.method", method, tuple(named), remedy)
     found = _imported(named[method])
     for field in fields(speculation):

@@ -1,15 +1,16 @@
-"""Several drafters loaded at once: each request has the one that it names, or `hybrid`.
+"""Several drafters loaded together: each request uses the one that it names, or `hybrid`.
 
-A drafter made of drafters: it routes what it is given by slot, and merges what they return. What a
-member keeps stays as right as if it were alone: one that runs in lock-step with the target observes
-requests of the others, too, since its own requests find the blocks that those have filled.
+This is a drafter made of drafters, its members. It routes requests to them by slot and merges the
+blocks that they return. Each member's state stays as correct as if it were alone: one that runs in
+lock-step with the target also observes other members' requests, because its own requests may reuse
+the blocks that those have filled.
 
-`hybrid` is a choice among them for each request and round: drafts that are looked up, where they
-are worth it (`choice.py`), else those of the first drafter that runs a model.
+`hybrid` chooses a member for each request and round: looked-up drafts if they are worth it
+(`choice.py`), else those of the first drafter that runs a model.
 
-Where numbers may be read at once, each member is asked for its own requests. On an asynchronous
-device all members that the step's requests may have take part, each with as many rows as there are
-requests: the spare stands in the place of those of others.
+On a host each member is asked only for its own requests. On an asynchronous device every member
+that some request of the step may have is asked for all requests, with the spare slot in the place
+of other members' requests.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
-from foretoken.drafting.choice import Choice, follow
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, select_requests
+from foretoken.drafting.choice import Chooser, follow
 from foretoken.drafting.registry import find_drafter
 from foretoken.drafting.stacks import Autoregressive
 from foretoken.errors import ConfigError, IntegrityError
@@ -36,11 +37,11 @@ from foretoken.slots.table import SlotTable
 
 
 class Several(Drafter):
-    """The drafters of `SpeculativeConfig.drafters`, by number in its order."""
+    """The drafters of `SpeculativeConfig.drafters`, numbered in its order."""
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """What all of them want; `ConfigError` if two want different hidden states."""
+        """What all members want; `ConfigError` if two want different hidden states."""
         merged = TargetView()
         for i, own in enumerate(_configs(config)):
             with of_drafter(i):
@@ -62,11 +63,12 @@ class Several(Drafter):
                 build = find_drafter(own, on_host=setup.on_host)
                 self.members.append(build(replace(setup, config=config, speculation=own)))
         members, names = self.members, tuple(setup.speculation.members)
+        look_ups = [i for i, member in enumerate(members) if member.looks_up]
         models = [i for i, member in enumerate(members) if not member.looks_up]
-        self._order = [i for i in range(len(members)) if i not in models] + models
-        self._model = models[0] if models else None  # that of `hybrid`
-        self._of_hybrid = frozenset(i for i in self._order if i not in models[1:])
-        has_hybrid = setup.on_host and len(models) < len(members) and len(members) > 1
+        self._order = look_ups + models
+        self._model = models[0] if models else None  # the one that `hybrid` may use
+        self._of_hybrid = frozenset(look_ups + models[:1])
+        has_hybrid = setup.on_host and bool(look_ups) and len(members) > 1
         self.names = (*names, HYBRID) if has_hybrid else names
         _check_default(setup, self.names)
         keep = _keepers(members)
@@ -83,12 +85,12 @@ class Several(Drafter):
         self._shares_blocks = setup.config.enable_prefix_caching
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """What each allocates, the q of drafts once for all."""
+        """Have all members allocate; those that keep q share one cache."""
         self.slots, shared = slots, None
-        self._choice = Choice()
-        self._maker: dict[int, int] = {}  # by slot: who made the latest drafts under `hybrid`
+        self._chooser = Chooser()
+        self._maker: dict[int, int] = {}  # by slot: the member of its latest drafts under `hybrid`
         self._proposed_at = 0.0
-        for member in self.members:  # no cache of before is kept while another is made
+        for member in self.members:  # free all old caches before a new one is made
             if isinstance(member, Autoregressive):
                 member.cache = member.shared_cache = None
         for member in self.members:
@@ -99,13 +101,13 @@ class Several(Drafter):
                 shared = shared or member.cache
 
     def propose(self, asked: DraftRequests) -> DraftBlock:
-        """See `Drafter.propose`; a request under `hybrid` has what is looked up first, if any."""
-        chooses = len(self.members) in asked.drafters  # that is the number of `hybrid`
+        """See `Drafter.propose`; for a request under `hybrid` look-ups come first."""
+        chooses = len(self.members) in asked.drafters  # the number of `hybrid`
         if len(asked.drafters) == 1 and not chooses:
             return self.members[min(asked.drafters)].propose(asked)
         drafter_B, merged = self.slots.drafter_S[asked.slot_B], None
         source_B = torch.zeros_like(drafter_B)
-        open_B = drafter_B == len(self.members)  # under `hybrid`, and without drafts so far
+        open_B = drafter_B == len(self.members)  # under `hybrid`, still without drafts
         if chooses:
             open_B &= asked.num_B > 0
         for number in self._order:
@@ -130,8 +132,8 @@ class Several(Drafter):
         return merged
 
     def _propose_for(self, mine_B: Tensor, number: int, asked: DraftRequests) -> DraftBlock | None:
-        """A member's drafts of these requests, in a block with a row for each request of the step;
-        None if none of them is the member's."""
+        """A member's drafts for the requests in `mine_B`, in a block with a row for each request of
+        the step; None if it has no requests."""
         member = self.members[number]
         if not self.slots.on_host:
             if number not in asked.drafters:
@@ -146,54 +148,50 @@ class Several(Drafter):
         index_A = mine_B.nonzero()[:, 0]
         if not len(index_A):
             return None
-        slot_B, num_B, position_B = (column[index_A] for column in asked[:3])
-        some = asked._replace(
-            slot_B=slot_B, num_B=num_B, position_B=position_B, most=int(num_B.max())
-        )
-        with self._choice.timing(number, len(index_A)):
-            block = member.propose(some)
+        with self._chooser.timing(number, len(index_A)):
+            block = member.propose(select_requests(asked, index_A))
         return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
 
     def _takes(
         self, open_B: Tensor, number: int, block: DraftBlock, asked: DraftRequests
     ) -> Tensor:
-        """Which of the open requests under `hybrid` have a member's drafts, by past rounds."""
+        """Which of the open requests under `hybrid` take a member's drafts."""
         taken_B = torch.zeros_like(open_B)
         num_B, token_BK = block.num_B.tolist(), block.token_BK.tolist()
         expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
         for b in open_B.nonzero()[:, 0].tolist():
             request, wanted = self.slots.admitted[int(asked.slot_B[b])], int(asked.num_B[b])
             if not self.members[number].looks_up:
-                self._choice.leave_to_model(request, number, wanted)
+                self._chooser.leave_to_model(request, number, wanted)
                 taken_B[b] = True
             elif num_B[b] and self._model is not None:
                 found, rival = token_BK[b][: num_B[b]], (self._model, wanted)
-                taken_B[b] = self._choice.takes(request, number, found, expected_B[b], rival)
+                taken_B[b] = self._chooser.takes(request, number, found, expected_B[b], rival)
             else:
                 taken_B[b] = num_B[b] > 0
         return taken_B
 
     def observes(self, requests: StepRequests) -> bool:
-        """Where decisions teach the choice, always."""
+        """On a host always, because the chooser learns from every decision."""
         return self.slots.on_host or any(True for _ in self._observers(requests))
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """See `Drafter.observe`; each member sees as its own what became of its own drafts."""
+        """See `Drafter.observe`; each member sees only its own drafts as drafts."""
         if self.slots.on_host:
             if self._proposed_at and requests.of_B is None:
                 seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
-                self._choice.pass_seconds = follow(self._choice.pass_seconds, seconds)
+                self._chooser.pass_seconds = follow(self._chooser.pass_seconds, seconds)
             self._proposed_at = 0.0
             for slot, outcome in result.decisions.items():
-                self._choice.learn(slot, outcome)
+                self._chooser.learn(slot, outcome)
         for number, seen in self._observers(requests):
             self.members[number].observe(seen, batch, self._own_part(number, requests, result))
 
     def _observers(self, requests: StepRequests) -> Iterator[tuple[int, StepRequests]]:
         """Members that have something to observe.
 
-        Unused members still observe: their blocks may be reused. Where blocks are not shared, they
-        do not.
+        Unused members still observe: their blocks may be reused. Without prefix caching they do
+        not.
         """
         present = requests.drafters
         if len(self.members) in present:
@@ -204,7 +202,7 @@ class Several(Drafter):
                 yield number, seen
 
     def _own_part(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
-        """The result without the drafts of other members, as far as the host knows it."""
+        """The result without other members' drafts; on a device unchanged."""
         if not self.slots.on_host or requests.drafters == {number}:
             return result
         own = replace(result)
@@ -215,7 +213,7 @@ class Several(Drafter):
         return own
 
     def _made_by(self, slot: int) -> int:
-        """The number of the member that made its latest drafts."""
+        """The number of the member that made a slot's latest drafts."""
         return self._maker.get(slot, self.slots.admitted[slot].drafter)
 
     def clear(self, block_ids: Sequence[int]) -> None:
@@ -228,16 +226,16 @@ class Several(Drafter):
         for member in self.members:
             member.release(slot)
         self._maker.pop(slot, None)
-        self._choice.forget(slot)
+        self._chooser.forget(slot)
 
     def held_slots(self) -> Iterable[int]:
         """See `Drafter.held_slots`."""
-        held = {*self._maker, *self._choice.held_slots()}
+        held = {*self._maker, *self._chooser.held_slots()}
         return held.union(*(member.held_slots() for member in self.members))
 
 
 def _configs(config: EngineConfig) -> list[EngineConfig]:
-    """The engine's options as each of its drafters sees them."""
+    """The engine's options once per member, with that member's `speculative_config`."""
     members = _speculation(config).members.values()
     return [replace(config, speculative_config=member) for member in members]
 
@@ -249,7 +247,7 @@ def _speculation(config: EngineConfig) -> SpeculativeConfig:
 
 
 def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for `hybrid` where there is none."""
+    """Raise `ConfigError` if the default is `hybrid` and these drafters do not allow it."""
     method = setup.speculation.method
     if method not in names:
         remedy = (
@@ -263,7 +261,7 @@ def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
 
 
 def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
-    """Members that keep q, all in one cache, since a slot has one drafter in a round."""
+    """Members that keep q. They can share one cache: a slot has one drafter in a round."""
     keep = list[Autoregressive]()
     for i, member in enumerate(members):
         if isinstance(member, Autoregressive) and member.probabilistic:
@@ -278,7 +276,7 @@ def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
 
 
 def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
-    """The block with rows for `size` requests: those of `index_A` in order, no drafts of others."""
+    """A block for `size` requests: the given one's rows at `index_A`, no drafts elsewhere."""
 
     def spread(column_A: Tensor, fill: int) -> Tensor:
         empty = column_A.new_full((size, *column_A.shape[1:]), fill)
@@ -295,7 +293,7 @@ def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
 
 
 def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:
-    """For each request one of two blocks."""
+    """Merge two blocks: rows of `first` where `first_B` is true, else of `second`."""
     most = max(first.token_BK.shape[1], second.token_BK.shape[1])
     one_BK, other_BK = (
         pad(token_BK, (0, most - token_BK.shape[1]), value=-1)

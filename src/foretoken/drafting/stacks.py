@@ -1,29 +1,30 @@
-"""Drafters that run a stack: a small language model, or an EAGLE-3 head on the target's own states.
+"""Drafters that run a stack: a small language model, or an EAGLE-3 head on the target's states.
 
-Their K/V lie by the target's block ids, so that accepting, rejecting and freeing need little here;
-q of their drafts lies by slot. A round of drafting is one native call where there is one, else a
-pass for each draft. In these passes all requests take part: what one that wants no more drafts
-leaves in its blocks is what a rejected draft leaves, and is computed again before it counts. Where
-its blocks end, the round's table leads to the spare's.
+Their K/V use the target's block ids, so that accepting, rejecting and freeing need little code
+here; q of their drafts is kept by slot. A round of drafting is one native call where a backend has
+one, else one pass per draft. All requests take part in every pass. A request that wants no more
+drafts writes K/V that count as a rejected draft's: they are overwritten before they are read. After
+the end of its blocks, the round's table leads to the spare slot's block.
 
-Blocks are shared between requests that begin with the same tokens. The drafter's half of one may be
-missing: whoever filled the target's half may never have been drafted for.
+Blocks are shared between requests that begin with the same tokens. The drafter's half of a block
+may be missing, because the request that filled the target's half may never have had drafts.
 
-- `DraftModel` (on a host) counts by slot how many leading tokens its cache holds, and catches up on
-  what it missed in steps in which it was not asked. A block is marked `complete` once all of its
-  positions were computed here from known tokens; a request that is new to its slot starts after its
-  leading complete blocks. That is right: a block is in two tables only if all tokens up to its end
-  are equal, so who computed it does not matter; drafts stand after all known tokens, hence in no
-  complete block; and one that is handed out anew passes through `clear`, which removes the mark.
-  Requests that share a block which is not complete each compute it; they write the same values.
-- `LockstepDraftModel` (on a device, whose host does not know how far the cache reaches) computes in
-  every step what the target computes. After it only the last of these tokens may be missing: the
-  last draft of a round that was accepted whole was drawn, not computed. The next step computes it.
-  A block is found by others once the target has computed two tokens past its end (`num_behind`):
-  a request that reaches its limit in a step of decoding alone takes no part in the draft pass of
-  that step, so the token of that step is missing, and the last draft of the round before may be.
-- `Eagle3` runs over the very rows that the target has computed, each with the token after it, also
-  in steps without drafts: there is never anything to catch up on.
+- `DraftModel` (on a host) counts for each slot how many leading tokens its cache holds, and catches
+  up on tokens of steps in which it was not asked. A block is marked `complete` once all of its
+  positions were computed here from known tokens. A request that is new to its slot starts after its
+  leading complete blocks. This is correct for three reasons: two tables share a block only if all
+  tokens up to its end are equal, so it does not matter which request computed it; drafts come after
+  all known tokens, so no complete block contains one; and reused blocks pass through `clear`, which
+  removes the mark. Requests that share an incomplete block each compute it, with equal values.
+- `LockstepDraftModel` (on a device, where the host does not know how far the cache reaches)
+  computes in every step what the target computes. After a step only the last of these tokens may be
+  missing: if all drafts of a round are accepted, the last was drawn but not computed. The next step
+  computes it. Other requests find a block once the target has computed two tokens past its end
+  (`num_behind`): a request that reaches its limit in a step of only decoding takes no part in that
+  step's draft pass, so the step's token is missing, and so may be the last draft of the round
+  before.
+- `Eagle3` runs over exactly the rows that the target has computed, each with the token after it,
+  also in steps without drafts: it never has to catch up.
 
 Shape suffixes: B requests, K drafts, S slots, L tokens or blocks of a slot, T packed rows, V the
 target's vocabulary, C a head's hidden size, N wanted rows; A, G some of the requests, W words.
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, q_flags
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, q_flags, select_requests
 from foretoken.drafting.vocabulary import DraftNetwork, load_draft
 from foretoken.errors import ConfigError, IntegrityError, RequestError
 from foretoken.models import CausalLM, TargetView, folder_of
@@ -64,30 +65,30 @@ from foretoken.ops import (  # isort: skip
 )  # fmt: skip
 
 BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3", "smollm2-135m": "smollm2-135m-eagle3"}
-_ALL = 2**62  # a limit that no request reaches
+_NO_LIMIT = 2**62  # more tokens than any request has
 _FIRST = 2  # known tokens that a round in lock-step computes
 
 
 class Autoregressive(Drafter):
-    """What drafters that run a stack keep and share. A subclass has a round, and a pass of it.
+    """Memory and passes of drafters that run a stack; a subclass adds the round and its pass.
 
-    `probabilistic` (q kept for verification) or `greedy` (one-hot).
+    A drafter is `probabilistic` (q is kept for verification) or `greedy` (q is one-hot).
 
     Attributes:
         cache_shape: K, V and dtype of the q that it keeps for a slot; K = 0: none.
         follows_grammars: whether its tokens are the target's, so that a grammar's masks fit them.
-        shared_cache: such a cache, kept together with other drafters; None: it makes its own.
+        shared_cache: a `DraftCache` shared with other drafters; None: it makes its own.
     """
 
     options = frozenset({"model", "revision", "draft_sample_method"})
     follows_grammars = True
     shared_cache: DraftCache | None = None
-    _behind: ClassVar[int] = 0  # the pass for a draft runs so many positions before its token's
+    _pass_offset: ClassVar[int] = 0  # the pass for draft i uses row i - _pass_offset of `Round`
 
     def __init__(
         self, setup: DrafterSetup, sizes: CausalLM | Stack, stack: LoadedStack | ModuleNetwork
     ) -> None:
-        """sizes: of the K/V that `stack` keeps."""
+        """`sizes` has the shapes of the K/V that `stack` keeps."""
         self.config, self.backend, self.block_size = setup.config, setup.backend, setup.block_size
         self._sizes, self._stack = sizes, stack
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
@@ -100,7 +101,7 @@ class Autoregressive(Drafter):
         self.kv_bytes_per_block = KVPool.bytes_per_block(*shape)
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """K/V for as many blocks as the target has, and q for every slot, the spare too."""
+        """Allocate K/V for as many blocks as the target has, and q for every slot and the spare."""
         sizes, stack = self._sizes, self._stack
         self.slots, self.cache = slots, self.shared_cache if self.probabilistic else None
         if self.probabilistic and self.cache is None:
@@ -109,10 +110,10 @@ class Autoregressive(Drafter):
         shape = (sizes.layer_shapes, num_blocks, self.block_size)
         self.kv = KVPool(*shape, dtype=stack.dtype, device=sizes.device)
         self._rounds = stack if slots.on_host and isinstance(stack, RoundStack) else None
-        self._matchers: dict[int, tuple[Matcher | None, int]] = {}  # and tokens that were read
+        self._matchers: dict[int, tuple[Matcher | None, int]] = {}  # with the tokens it has read
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero K/V of blocks that change hands, if masked keys are multiplied with, too."""
+        """Zero K/V of reused blocks if masked keys are multiplied, too: a NaN would spread."""
         if self._stack.multiplies_masked_keys:
             self.kv.clear(block_ids)
 
@@ -121,25 +122,25 @@ class Autoregressive(Drafter):
         self._matchers.pop(slot, None)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots with a grammar that were drafted for."""
+        """Slots that have a grammar and have had drafts."""
         return self._matchers
 
     def has_grammar(self, slot: int) -> bool:
-        """Whether the drafts of a request on a host keep to a grammar."""
+        """Whether the request's drafts must match a grammar; always False on a device."""
         may_follow = self.slots.on_host and self.follows_grammars
         return may_follow and self.slots.admitted[slot].has_grammar
 
     def _matcher(self, slot: int) -> Matcher | None:
-        """Where a request's output has come in its grammar; None: that became too complex to say.
+        """The state of a request's output in its grammar; None: it became too complex.
 
-        The drafts are any then; what is accepted still keeps to the grammar.
+        Its drafts are then unconstrained; accepted tokens still match the grammar.
         """
         admission = self.slots.admitted[slot]
         if slot not in self._matchers and admission.params.grammar is not None:
             self._matchers[slot] = admission.params.grammar.matcher(), admission.num_prompt
         matcher, num_read = self._matchers[slot]
         new = self.slots.text(slot, num_read).tolist()
-        if matcher is not None and new:  # else it may be ahead, after drafts of this round
+        if matcher is not None and new:  # without new tokens it may be ahead, after drafts
             try:
                 matcher.append(new)
             except RequestError:
@@ -148,69 +149,71 @@ class Autoregressive(Drafter):
         return matcher
 
     def _mask(self, logits_BV: Tensor, slots: Sequence[int], drafts: Sequence[Tensor]) -> Tensor:
-        """Leave out of q what no grammar allows after a request's drafts so far, where p is 0.
+        """Remove from q the tokens that a request's grammar forbids after its drafts so far: p is
+        0 there.
 
-        Of JSON by the embedded pair, K = 5, temperature 1: 3.1 drafts accepted in a round; without
+        For JSON by the embedded pair, K = 5, temperature 1: 3.1 accepted drafts per round; without
         this 0.3.
         """
-        asked = {b: self._matcher(slot) for b, slot in enumerate(slots)}
-        matchers = {b: matcher for b, matcher in asked.items() if matcher is not None}
+        states = {b: self._matcher(slot) for b, slot in enumerate(slots)}
+        matchers = {b: matcher for b, matcher in states.items() if matcher is not None}
         if not matchers:
             return logits_BV
         guided, size, columns = [*matchers], logits_BV.shape[1], [d.tolist() for d in drafts]
         so_far = [[column[b] for column in columns] for b in guided]
         mask_GW = fill_ahead([*matchers.values()], so_far, -(-size // 32))
         bit_GV = np.unpackbits(mask_GW.view(np.uint8), axis=1, bitorder="little")[:, :size]
-        # A copy: logits that were made in inference mode cannot be written to.
+        # A copy, because logits made in inference mode cannot be written to.
         logits_GV = logits_BV[guided].masked_fill(torch.from_numpy(bit_GV == 0), -torch.inf)
         return logits_BV.index_copy(0, torch.tensor(guided), logits_GV)
 
     @abstractmethod
     def _pass(self, batch: ForwardBatch, features: Features | None = None) -> ForwardOutput:
-        """Run a batch; a head begins with `features`."""
+        """Run a batch; an EAGLE-3 head also reads `features`."""
 
     def _drafting(
         self, asked: DraftRequests, cache: DraftCache | None, hidden_SC: Tensor | None = None
     ) -> DraftRound:
-        """What a native round is told: it makes all passes and draws in one call."""
+        """The arguments of a native round, which makes all passes and draws in one call."""
         fp64 = self.config.use_fp64_gumbel
         return DraftRound(asked.params, asked.slot_B, asked.num_B, cache, fp64, hidden_SC)
 
     def _passes(
         self,
         asked: DraftRequests,
-        plan: Round,
+        places: Round,
         first: ForwardOutput,
         cache: DraftCache | None,
         *,
         masked: bool = False,
     ) -> Tensor:
-        """Draft by draft, each from a pass over the one before it, for all requests until none
-        wants more.
+        """Draw drafts [B, K], each from a pass over the one before it; -1 after a request's last.
 
         Args:
-            first: what the first draft is drawn from.
+            first: the output that the first draft is drawn from.
+            masked: whether all requests have grammars.
         """
         output, drafts, fp64 = first, list[Tensor](), self.config.use_fp64_gumbel
         slots = asked.slot_B.tolist() if masked else []
         for i in range(asked.most):
             if i:
-                output = self._pass(plan.batch(i - self._behind, drafts[-1]), output.hidden_NC)
+                batch = places.batch(i - self._pass_offset, drafts[-1])
+                output = self._pass(batch, output.hidden_NC)
             logits_BV = output.logits_NV
             if masked:
                 logits_BV = self._mask(logits_BV, slots, drafts)
             if cache is None and (asked.samples or self.slots.on_host):
                 drafts.append(logits_BV.argmax(dim=-1))
                 continue
-            noise = Noise(plan.length_KB[i], plan.index_KB[i], DRAFT, fp64)
+            noise = Noise(places.length_KB[i], places.index_KB[i], DRAFT, fp64)
             logits = Rows(logits_BV, asked.params, asked.slot_B)
             drafts.append(self.backend.draft(logits, noise, cache))
-        return self.slots.steps.join_drafts(drafts, plan.num_B)
+        return self.slots.steps.join_drafts(drafts, places.num_B)
 
     def _block(self, token_BK: Tensor, num_B: Tensor, cache: DraftCache | None) -> DraftBlock:
-        """Drafts, all of them from a q if there is a cache: at T=0 and under COUPLED nothing of it
-        is read."""
-        # To compare on the host takes 25 us.
+        """A block whose drafts all have a real q if there is a cache. At T=0 and under COUPLED that
+        q is not read."""
+        # The comparison `num_B > 0` takes 25 us on the host.
         alike = cache is None or (self.slots.on_host and all(num_B.tolist()))
         flags = (len(num_B), self.slots.device)
         real_q_B = q_flags(*flags, real=cache is not None) if alike else num_B > 0
@@ -218,7 +221,7 @@ class Autoregressive(Drafter):
 
 
 class _ModelDrafter(Autoregressive):
-    """A draft model, wherever it runs."""
+    """A draft model, on a host or a device."""
 
     def __init__(self, setup: DrafterSetup, network: DraftNetwork | None = None) -> None:
         self.network = network or load_draft(setup)
@@ -229,7 +232,7 @@ class _ModelDrafter(Autoregressive):
         return self.network.forward(batch, self.kv)
 
     def _fill(self, batch: ForwardBatch) -> None:
-        """Run a batch for its K/V alone."""
+        """Run a batch only to write its K/V."""
         self._pass(batch._replace(logit_row_N=batch.logit_row_N[:0]))
 
 
@@ -237,23 +240,24 @@ class DraftModel(_ModelDrafter):
     """A draft model on a host.
 
     Attributes:
-        complete: by block, its mark.
+        complete: by block, whether its K/V are complete (see the module's docstring).
     """
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """See `Autoregressive`; and how far the cache reaches, by slot and by block."""
+        """See `Autoregressive`; also track how far the cache reaches, by slot and by block."""
         super().allocate(slots, num_blocks)
-        if self.network.ids is not None:  # a native round knows one vocabulary
+        if self.network.ids is not None:  # a native round supports only one vocabulary
             self._rounds = None
         state = slots.state
-        computed_S, all_S = torch.zeros_like(state.computed_S), torch.full_like(state.limit_S, _ALL)
+        computed_S = torch.zeros_like(state.computed_S)
         self._num_computed_S: Array = computed_S.numpy()
-        own = state._replace(computed_S=computed_S, limit_S=all_S)
+        limit_S = torch.full_like(state.limit_S, _NO_LIMIT)
+        own = state._replace(computed_S=computed_S, limit_S=limit_S)
         self._steps = self.backend.steps(own)  # the same tokens, other K/V
         self.complete = bytearray(num_blocks)
 
     def propose(self, asked: DraftRequests) -> DraftBlock:
-        """See `Drafter.propose`. Drafts end where the draft model's context does."""
+        """See `Drafter.propose`. Drafts end at the draft model's longest context."""
         slots, length_S = asked.slot_B.tolist(), self.slots.length_S
         end = self.model.max_model_len + 1  # the last draft is drawn, not computed
         pairs = zip(slots, asked.num_B.tolist(), strict=True)
@@ -264,13 +268,13 @@ class DraftModel(_ModelDrafter):
         for slot in wanted:
             self._skip_complete(slot)
         self._catch_up(wanted)
-        # Coupled requests draw, if without keeping q.
+        # Coupled requests draw at random, too, but their q is not kept.
         samples = self.slots.draws_at_random(wanted)
         cache, num_B = self.cache if samples else None, torch.from_numpy(np.array(counts))
         asked = asked._replace(num_B=num_B, most=max(counts), samples=samples)
         drafting = set(wanted)
         kinds = [self.has_grammar(slot) if slot in drafting else None for slot in slots]
-        token_BK = _apart(asked, kinds, partial(self._round, cache))
+        token_BK = _draft_by_kind(asked, kinds, partial(self._round, cache))
         for slot in wanted:
             self._advance(slot, length_S[slot])
         real = [cache is not None and slot in drafting and self._keeps_q(slot) for slot in slots]
@@ -283,16 +287,16 @@ class DraftModel(_ModelDrafter):
         first = self._pack(slot_B, missing_B, asked.most - 1)
         if self._rounds is not None and not masked:
             return self._rounds.draft(first, self.kv, self._drafting(asked, cache))
-        plan = self._steps.begin_round(asked, 1, self.model.max_model_len, self.block_size)
-        return self._passes(asked, plan, self._pass(first), cache, masked=masked)
+        places = self._steps.begin_round(asked, 1, self.model.max_model_len, self.block_size)
+        return self._passes(asked, places, self._pass(first), cache, masked=masked)
 
     def _keeps_q(self, slot: int) -> bool:
-        """Whether verification will ask for the q of its drafts, if they are drawn from one."""
+        """Whether verification reads the q of the request's drafts."""
         request = self.slots.admitted[slot]
         return request.params.temperature > 0 and request.rule is not Rule.COUPLED
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
+        """Count the K/V of accepted drafts as computed; the last draft proposed never was."""
         for slot, outcome in result.decisions.items():
             if outcome.num_drafts:
                 kept = min(outcome.num_accepted, outcome.num_drafts - 1)
@@ -301,10 +305,10 @@ class DraftModel(_ModelDrafter):
             self._follow_prompts(requests.step)
 
     def _follow_prompts(self, step: StepInput) -> None:
-        """Compute the chunks that the target has computed of prompts that go on.
+        """Compute the chunks of unfinished prompts that the target has computed.
 
-        Otherwise the first round after a long prompt computes all of it, in one step that other
-        requests wait for.
+        Otherwise the first round after a long prompt would compute all of it, in one step that
+        other requests wait for.
         """
         counts = {}
         for slot, size, ends in zip(step.slot_B, step.num_tokens_B, step.decides_B, strict=True):
@@ -316,7 +320,7 @@ class DraftModel(_ModelDrafter):
         self._compute({slot: count for slot, count in counts.items() if count > 0})
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """See `Autoregressive`; and remove these blocks' marks."""
+        """See `Autoregressive`; also remove these blocks' marks."""
         super().clear(block_ids)
         for block in block_ids:
             self.complete[block] = False
@@ -327,15 +331,16 @@ class DraftModel(_ModelDrafter):
         self._num_computed_S[slot] = 0
 
     def take_back(self, slot: int, length: int) -> None:
-        """Of a slot that shares no block: its tokens after the first `length` are others now."""
+        """Forget a slot's tokens after the first `length`, which have changed. Only for a slot that
+        shares no block."""
         self._num_computed_S[slot] = min(self._num_computed_S[slot], length)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots whose tokens it has computed, or read."""
+        """Slots with tokens that it has computed or read."""
         return [*np.flatnonzero(self._num_computed_S).tolist(), *super().held_slots()]
 
     def _skip_complete(self, slot: int) -> None:
-        """Start a request that is new to its slot after the leading blocks that are complete."""
+        """Let a request that is new to its slot start after its leading complete blocks."""
         if self._num_computed_S[slot]:
             return
         size, last = self.block_size, self.slots.length_S[slot] - 1
@@ -345,20 +350,20 @@ class DraftModel(_ModelDrafter):
             self._num_computed_S[slot] += size
 
     def _advance(self, slot: int, num_computed: int) -> None:
-        """Count a request's leading known tokens that were computed, and mark blocks they fill."""
+        """Set a request's number of computed leading tokens, and mark the blocks they fill."""
         size, first = self.block_size, self._num_computed_S[slot]
         self._num_computed_S[slot] = num_computed
         for block in self.slots.block_SL[slot, first // size : num_computed // size]:
             self.complete[block] = True
 
     def _pack(self, slot_B: Tensor, count_B: Tensor, ahead: int = 0) -> ForwardBatch:
-        """So many missing tokens of each request, with the logits of the last one."""
+        """A batch of `count_B` missing tokens of each request, with logits of each one's last."""
         tokens, total = StepTokens(slot_B, count_B, None, torch.zeros_like(count_B)), count_B.sum()
         sizes = PackSizes(int(total), len(slot_B), int(total), ahead)
         return self._steps.pack(tokens, sizes, self.block_size)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
-        """Compute missing tokens until those left fit one pass of the engine's token budget."""
+        """Compute missing tokens until the rest fits one pass of the engine's token budget."""
         budget = self.config.max_num_batched_tokens
         share, counts = max(budget // len(slots), 1), {0: 1}
         while counts:
@@ -371,7 +376,7 @@ class DraftModel(_ModelDrafter):
             self._compute(counts)
 
     def _compute(self, counts: Mapping[int, int]) -> None:
-        """Compute so many tokens of each slot that the cache lacks."""
+        """Compute that many missing tokens of each slot."""
         if not counts:
             return
         numbers = np.array([[*counts], [*counts.values()]], dtype=np.int64)
@@ -381,26 +386,26 @@ class DraftModel(_ModelDrafter):
 
 
 class LockstepDraftModel(_ModelDrafter):
-    """A draft model on an asynchronous device: its cache follows the target's."""
+    """A draft model on an asynchronous device, in lock-step with the target."""
 
     num_behind = 2
 
     def propose(self, asked: DraftRequests) -> DraftBlock:
-        """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
+        """See `Drafter.propose`; every request takes part in every pass, at least as padding."""
         max_len, cache = self.model.max_model_len, self.cache if asked.samples else None
-        plan = self.slots.steps.begin_round(asked, _FIRST, max_len, self.block_size)
-        token_BK = self._passes(asked, plan, self._pass(plan.first), cache)
-        return self._block(token_BK, plan.num_B, cache)
+        places = self.slots.steps.begin_round(asked, _FIRST, max_len, self.block_size)
+        token_BK = self._passes(asked, places, self._pass(places.first), cache)
+        return self._block(token_BK, places.num_B, cache)
 
     def observes(self, requests: StepRequests) -> bool:
-        """Not where a round of drafting has computed all that the target has."""
+        """False if the step's own round of drafting has computed all that the target has."""
         return requests.others or not (requests.most_drafts and _decodes(requests))
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """Compute what the target computed, drafts of other drafters too.
+        """Compute the tokens that the target computed, other drafters' drafts included.
 
-        In a step without drafts, also the token before the last one of each request that decodes:
-        no pass has computed it if it was the last draft of a round that was accepted whole.
+        In a step without drafts also compute, for each decoding request, the token before its last
+        one: it is missing if it was the last draft of a round in which all were accepted.
         """
         if not requests.most_drafts:
             if _decodes(requests):
@@ -411,20 +416,20 @@ class LockstepDraftModel(_ModelDrafter):
         self._fill(batch._replace(position_T=batch.position_T.clamp(max=last)))
 
     def _last_two(self, requests: StepRequests) -> ForwardBatch:
-        """Of a step of decoding alone: the last two tokens that the target has computed."""
+        """For a step of only decoding: the last two tokens that the target has computed."""
         max_len, length_S = self.model.max_model_len, self.slots.state.length_S
         end_B = (length_S[requests.slot_D] - 1).clamp(min=1)  # the last has no block yet
         known = DraftRequests(requests.slot_D, torch.zeros_like(end_B), end_B, 1, requests.params)
         return self.slots.steps.begin_round(known, _FIRST, max_len, self.block_size).first
 
     def _with_prompts(self, requests: StepRequests) -> ForwardBatch:
-        """Of a step that also computes prompts: what the target computed, and one token before
-        that of each request that decodes; of a chunk of a prompt nothing before it is missing.
+        """For a step that also computes prompts: the tokens that the target computed, and for each
+        decoding request one token before them. Before a chunk of a prompt no token is missing.
 
-        Such steps are not captured, and have no padding. The slots hold the outcome already, so
-        `pack` is given them as they were. A request that has just reached its limit takes part: it
-        may be a prompt of which one token was asked for. One that had reached it before computes
-        its last tokens again.
+        Such steps are not captured and have no padding. The slots already hold the outcome, so
+        `pack` gets them as they were before. A request that has just reached its limit takes part,
+        since it may be a prompt with one token to generate. One that had reached it earlier
+        computes its last tokens again.
         """
         state, num_tokens_B = self.slots.state, requests.num_tokens_B
         end_B = state.computed_S[requests.slot_B]
@@ -440,22 +445,21 @@ class LockstepDraftModel(_ModelDrafter):
 
 
 class Eagle3(Autoregressive):
-    """An EAGLE-3 head. By slot is kept what it put out in the last row that counts: the first draft
-    is drawn from that, and each further one after a pass of one row a request.
+    """An EAGLE-3 head. It keeps for each slot its hidden state of the last valid row: the first
+    draft is drawn from that, and each further one after a pass of one row per request.
 
-    Rows at and after a request's last known token are of rejected drafts; what they leave in the
-    cache is written again before another row reads it. Drafts are drawn by the target's ids, also
-    where the head knows only some of them: q is real, and `coupled` drafts share the target's
-    noise.
+    Rows at and after a request's last known token belong to rejected drafts; their K/V are
+    overwritten before another row reads them. Drafts are target ids, even if the head knows only
+    some of these: so q is real, and `coupled` drafts share the target's noise.
     """
 
     reads_next_token = True
-    _behind = 1
+    _pass_offset = 1
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """Hidden states that the head reads, by its `config.json` or by the target's depth; and
-        the target's output layer, if it has none."""
+        """The hidden states that the head reads, by its `config.json` or by the target's depth; and
+        the target's output layer, if the head has none."""
         is_dummy, folder = config.load_format == "dummy", _head_folder(config)
         head = read_eagle3_config(folder)
         target = folder_of(config, config.model, config.revision, weights=False)
@@ -464,7 +468,7 @@ class Eagle3(Autoregressive):
         depth = parsed.get_text_config().num_hidden_layers
         layers = head.aux_layers or default_aux_layers(depth)
         if not all(0 <= layer < depth for layer in layers):
-            # Trained on what leaves the last layer; here the last state is normed already.
+            # It was trained on the last layer's output; the last state here is already normed.
             bound = f"a head that reads hidden states in 0..{depth - 1} of its target"
             remedy = f"It reads {list(layers)}; the target has {depth} layers."
             name = config.speculative_config and config.speculative_config.model
@@ -475,22 +479,21 @@ class Eagle3(Autoregressive):
         self.head = _load_head(setup)
         stack = self.head.stack
         super().__init__(setup, stack, self.head)
-        # A backend's own has a room for logits, too.
-        row_numbers = 0 if self.head.multiplies_masked_keys else setup.vocab_size
-        self.bytes_per_slot += (stack.hidden_size + row_numbers) * self.head.dtype.itemsize
+        # A backend's own layout also has a buffer for logits.
+        num_logits = 0 if self.head.multiplies_masked_keys else setup.vocab_size
+        self.bytes_per_slot += (stack.hidden_size + num_logits) * self.head.dtype.itemsize
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """See `Autoregressive`; and a hidden state for every slot."""
+        """See `Autoregressive`; also allocate a hidden state for every slot."""
         super().allocate(slots, num_blocks)
-        stack, count = self.head.stack, len(slots.state.length_S)
-        self._hidden_SC = torch.zeros(
-            count, stack.hidden_size, dtype=self.head.dtype, device=stack.device
-        )
+        stack, dtype = self.head.stack, self.head.dtype
+        shape = (len(slots.state.length_S), stack.hidden_size)
+        self._hidden_SC = torch.zeros(shape, dtype=dtype, device=stack.device)
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token after it."""
         slots, slot_B = self.slots, requests.slot_B
-        if self._rounds is not None:  # and not over what was rejected
+        if self._rounds is not None:  # it leaves out rejected rows
             length_B = [int(slots.length_S[slot]) for slot in requests.step.slot_B]
             outcome = Outcome(slots.state.token_SL, length_B, slot_B, self._hidden_SC)
             self._rounds.observe(batch, self.kv, result.aux, outcome)
@@ -507,55 +510,54 @@ class Eagle3(Autoregressive):
         cache, kinds = self.cache if asked.samples else None, [False]
         if self.slots.on_host:
             kinds = [self.has_grammar(slot) for slot in asked.slot_B.tolist()]
-        token_BK = _apart(asked, kinds, partial(self._round, cache))
+        token_BK = _draft_by_kind(asked, kinds, partial(self._round, cache))
         return self._block(token_BK, asked.num_B, cache)
 
     def _round(self, cache: DraftCache | None, asked: DraftRequests, masked: bool) -> Tensor:
         slot_B, block_SL = asked.slot_B, self.slots.state.block_SL
         if self._rounds is not None and not masked:
-            # Of all slots: to gather rows of the table would take 45 us.
+            # The table of all slots: gathering its rows would take 45 us.
             known = AttentionBatch(slot_B, asked.position_B, block_SL, self.block_size)
-            batch = ForwardBatch(slot_B, slot_B, slot_B, known)  # of which `known` alone is read
+            batch = ForwardBatch(slot_B, slot_B, slot_B, known)  # only `known` is read
             drafting = self._drafting(asked, cache, self._hidden_SC)
             return self._rounds.draft(batch, self.kv, drafting)
         longest = block_SL.shape[1] * self.block_size
-        plan = self.slots.steps.begin_round(asked, 1, longest, self.block_size)
+        places = self.slots.steps.begin_round(asked, 1, longest, self.block_size)
         hidden_BC = self._hidden_SC[slot_B]
         first = ForwardOutput(self.head.logits(hidden_BC), (), hidden_BC)
-        return self._passes(asked, plan, first, cache, masked=masked)
+        return self._passes(asked, places, first, cache, masked=masked)
 
     def _pass(self, batch: ForwardBatch, features: Features | None = None) -> ForwardOutput:
         return self.head.run(batch, self.kv, features=features)
 
 
-def _apart(
+def _draft_by_kind(
     asked: DraftRequests,
     kinds: Sequence[bool | None],
     draft: Callable[[DraftRequests, bool], Tensor],
 ) -> Tensor:
-    """Drafts [B, K], -1 after a request's last. Those of a kind are drafted for apart: no request's
-    text may depend on what others ask for.
+    """Drafts [B, K], -1 after a request's last. Requests with and without a grammar are drafted for
+    separately, so that no request's text depends on whether others have one.
 
     Args:
-        kinds: of each request, whether it has a grammar; None: it has no drafts. One alone is that
-            of all.
-        draft: for requests of one kind.
+        kinds: for each request whether it has a grammar, None if it has no drafts; or one value
+            for all.
+        draft: drafts for requests of one kind.
     """
     if len({*kinds}) == 1:
         return draft(asked, bool(kinds[0]))
     token_BK = torch.full((len(kinds), asked.most), -1)
     for kind in {*kinds} - {None}:
         index_A = torch.tensor([b for b, one in enumerate(kinds) if one == kind])
-        slot_A, num_A, position_A = (column[index_A] for column in asked[:3])
-        if most := int(num_A.max()):
-            some = asked._replace(slot_B=slot_A, num_B=num_A, position_B=position_A, most=most)
+        some = select_requests(asked, index_A)
+        if some.most:
             drawn_AK = draft(some, bool(kind))
             token_BK[index_A, : drawn_AK.shape[1]] = drawn_AK
     return token_BK
 
 
 def _load_head(setup: DrafterSetup) -> LoadedStack:
-    """Load the head; `ConfigError` unless it was made for a target of this shape."""
+    """Load the head; `ConfigError` if it was trained for a target of other sizes."""
     is_dummy, embedding = setup.config.load_format == "dummy", setup.embedding
     if embedding is None:
         raise IntegrityError("`eagle3` was given no embedding of its target")
@@ -572,14 +574,14 @@ def _load_head(setup: DrafterSetup) -> LoadedStack:
             raise ConfigError("speculative_config.model", setup.speculation.model, bound, remedy)
     return load_head(
         folder, config, embedding=embedding, backend=setup.backend, head=setup.head,
-        # Blocks may reach further than the longest request.
+        # Blocks may reach past the end of the longest request.
         positions=setup.max_model_len + setup.block_size, most_rows=setup.config.max_num_seqs,
         dummy_seed=setup.config.seed if is_dummy else None,
     )  # fmt: skip
 
 
 def _head_folder(config: EngineConfig) -> Path:
-    """Where the head is; `ConfigError` if it is not said."""
+    """The head's folder; `ConfigError` if the options name none."""
     speculation = config.speculative_config
     if speculation is None:
         raise IntegrityError("`eagle3` was asked for a head without a configuration")

@@ -1,8 +1,9 @@
-"""Suffix decoding: draft what most often followed the longest suffix that occurred before.
+"""Suffix decoding: draft the tokens that most often followed the longest suffix seen before.
 
-It is looked up in the request's own tokens, in what finished requests put out, and in a corpus;
-drafts go on as long as they are likely, by counts. No model and no q: they are verified as one-hot
-(Oliaro et al. 2024, "SuffixDecoding"). How: `ops/backends/native/csrc/suffix.cpp`.
+The suffix is looked up in the request's own tokens, in the outputs of finished requests, and in a
+corpus. Drafts continue as long as they are likely, by counts. No model and no q: drafts are
+verified as one-hot (Oliaro et al. 2024, "SuffixDecoding"). The algorithm is in
+`ops/backends/native/csrc/suffix.cpp`.
 
 Shape suffixes: S slots, N indexes that all requests share.
 """
@@ -25,12 +26,12 @@ from foretoken.slots.table import SlotTable
 
 
 class Suffix(Drafter):
-    """Drafts by looking up tokens, the request's own and others'.
+    """Drafts by looking up the request's own tokens and other requests' outputs.
 
-    A request with a seed of its own that draws at random does not look at what others put out: its
-    text would depend on them. Where one of them had the same seed, its drafts would even have been
-    drawn with the noise that verifies them, which biases the output. At T=0 and under `coupled`
-    drafts change no text: such requests do look.
+    A request with its own seed that draws at random does not use other requests' outputs: its text
+    would depend on them. If one of them had the same seed, its drafts would even have been drawn
+    with the noise that verifies them, which biases the output. At T=0 and under `coupled` drafts
+    change no text, so such requests do use them.
     """
 
     options = frozenset(
@@ -70,15 +71,15 @@ class Suffix(Drafter):
         self.bytes_per_slot = SuffixIndexes.num_bytes(width)
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """An index for each slot, over the row of its tokens."""
+        """Make an index over each slot's tokens."""
         self.slots = slots
         if self._max_finished:
             self._shared.resize(self._num_fixed, 0)
             self._finished.clear()
         self._own = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
-        self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
-        self._num_shared: dict[int, int] = {}  # of slots that are looked up
-        self._apart = set[int]()  # of them those with a `cache_salt`
+        self._first_S = [0] * slots.num_slots  # where each request's output begins
+        self._num_shared: dict[int, int] = {}  # shared indexes that a slot may use
+        self._salted = set[int]()  # slots with a `cache_salt`
 
     def propose(self, asked: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
@@ -91,29 +92,29 @@ class Suffix(Drafter):
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
 
     def _entered(self, slot: int) -> int:
-        """How many indexes of others a request looks at; of one that is new, or preempted again,
-        remember where the tokens begin that it puts out.
+        """How many shared indexes a request may use. If it is new to its slot, remember where its
+        output begins.
 
-        One with a `cache_salt` sees the corpus alone: drafts are others' text, and a trace shows
-        them.
+        A request with a `cache_salt` uses only the corpus: drafts are other requests' text, and a
+        trace would show them.
         """
         if (number := self._num_shared.get(slot)) is None:
             request, length = self.slots.admitted[slot], int(self.slots.length_S[slot])
             self._first_S[slot] = max(request.num_prompt, length - 1)
             may_learn = not request.shows_drafts or request.params.seed is None
             if request.params.cache_salt is not None:
-                self._apart.add(slot)
-            is_open = may_learn and slot not in self._apart
+                self._salted.add(slot)
+            is_open = may_learn and slot not in self._salted
             number = len(self._shared.size_N) if is_open else self._num_fixed
             self._num_shared[slot] = number
         return number
 
     def release(self, slot: int) -> None:
-        """Forget a request; keep what it put out since it was first seen, unless it has a salt."""
+        """Forget a request; index its output since it was first seen, unless it has a salt."""
         if self._num_shared.pop(slot, None) is not None:
             self._own.resize(slot, 0)
-            if slot in self._apart:
-                self._apart.remove(slot)
+            if slot in self._salted:
+                self._salted.remove(slot)
             elif self._max_finished:
                 self._learn(self.slots.text(slot, self._first_S[slot]))
 
@@ -122,7 +123,7 @@ class Suffix(Drafter):
         return self._num_shared
 
     def _learn(self, text: Array) -> None:
-        """Index a text, in place of the oldest ones where there are too many, or too long ones."""
+        """Index a text; drop the oldest ones as far as number and total length require."""
         finished, at = self._finished, self._num_fixed
         size, room = int(self._shared.size_N[at]), self._shared.room(at, text)
         while finished and (len(finished) == self._max_finished or size > room):
@@ -135,7 +136,7 @@ def _read(path: str, setup: DrafterSetup) -> Array:
     """Token ids of a corpus, a file of UTF-8 text.
 
     Raises:
-        ConfigError: there is no such file, it is no text, or the target has no tokenizer.
+        ConfigError: there is no such file, it is not text, or the target has no tokenizer.
     """
     field, bound = "speculative_config.suffix_corpus", "a file of UTF-8 text"
     try:

@@ -1,14 +1,14 @@
-"""A draft model whose token ids are not the target's: drafts, and their q, by the target's ids.
+"""A draft model with other token ids than the target: its drafts and their q use the target's ids.
 
-What both tokenizers have (the same text, whatever its ids) the draft model can draft. Its logits
-are put in the order of the target's ids, -inf where it has no such token, before a draft is drawn:
-the softmax of that is q restricted to the shared tokens and normalised there. So q is real, noise
-is the target's own, and every rule verifies as ever. It is not lossy: q may be any distribution.
+The draft model can draft the tokens that both tokenizers have: equal texts, whatever their ids.
+Before a draft is drawn, its logits are put in the order of the target's ids, with -inf for tokens
+that it lacks. Their softmax is q restricted to the shared tokens and normalised there. So q is
+real, the noise is the target's own, and every rule verifies as usual. This is lossless, because q
+may be any distribution.
 
 The draft model reads one of its tokens for each token of the target, so that positions, lengths and
-cache blocks are the same in both. For a token that it lacks it reads the last of those into which
-its own tokenizer cuts the text: it misses what stands before that. This costs acceptance after such
-tokens, and nothing else.
+cache blocks are the same in both. For a token that it lacks, its own tokenizer cuts the text, and
+it reads only the last piece. Losing the pieces before only costs acceptance after such tokens.
 
 Shape suffixes: T packed tokens, N rows of logits, V the target's vocabulary.
 """
@@ -34,16 +34,16 @@ _log = logging.getLogger(__name__)
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 LEAST_SHARE, LOW_SHARE = 0.01, 0.25
-"""Of the target's tokens: with less the draft is refused, or warned of. The tokens that two
-tokenizers share are the frequent ones: a small share says less than it seems."""
+"""Shares of the target's tokens below which a draft model is refused, or logged with a warning. Two
+tokenizers share the frequent tokens, so even a small share may cover most of a text."""
 
-_PARTIAL = "\ufffd"  # what bytes decode to that are no whole character
+PARTIAL = "\ufffd"  # decoded from bytes that are not a whole character
 
 
 class IdMap(NamedTuple):
-    """The draft model's ids by the target's.
+    """The draft model's ids, indexed by the target's.
 
-    draft_id_V: int64, what it reads for each token of the target; also the column of its logits
+    draft_id_V: int64, the id that it reads for each token of the target, and its logits' column
     missing_V:  bool, whether it cannot draft the token
     """
 
@@ -52,7 +52,7 @@ class IdMap(NamedTuple):
 
 
 class DraftNetwork(NamedTuple):
-    """A draft model that speaks by the target's ids; `ids` is None if they are its own."""
+    """A draft model addressed by the target's ids; `ids` is None if both have the same ones."""
 
     model: CausalLM
     ids: IdMap | None
@@ -71,7 +71,7 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
 
     Raises:
         ConfigError: it shares too few tokens with the target; or it has another number of logits,
-            and there are no two tokenizers to compare.
+            and one of the two models has no tokenizer to compare.
     """
     name, folder, tokenizer = find_draft(setup)
     match = Match(None, {})
@@ -102,7 +102,7 @@ def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
 
 
 def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
-    """The draft model, of no longer a context than the target's."""
+    """The draft model, with a context no longer than the target's."""
     config = setup.config
     return load_model(
         folder, device=setup.device, dtype=config.dtype, backend=setup.backend,
@@ -114,15 +114,15 @@ def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
 class Match(NamedTuple):
     """Two tokenizers compared.
 
-    shared: the draft's id of each id of the target's that both have; None: the same tokenizer
-    stand_ins: of each other id of the target's, what the draft model reads
+    shared:    for each target id of a shared token the draft's id; None: the same tokenizer
+    stand_ins: for each other target id the id that the draft model reads
     """
 
     shared: dict[int, int] | None
     stand_ins: dict[int, int]
 
     def ids(self, vocab_size: int, draft_size: int, device: torch.device) -> IdMap | None:
-        """The map between vocabularies, padded to these sizes; None: none is needed."""
+        """The map between vocabularies, padded to these sizes; None if none is needed."""
         shared = self.shared
         if shared is None:
             if vocab_size == draft_size:
@@ -142,7 +142,7 @@ def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
     """Find the tokens that two tokenizers share.
 
     Raises:
-        ConfigError: fewer than `LEAST_SHARE` of the target's; `name` is the draft model's.
+        ConfigError: they share less than `LEAST_SHARE`; it names the draft model, `name`.
     """
     target_pieces = target.get_vocab()
     if draft.get_vocab() == target_pieces:
@@ -174,7 +174,7 @@ def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
 
 
 def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
-    """The id of each token by its text as it stands after a letter; of special ones by name."""
+    """Ids by a token's text as it decodes after a letter; special tokens by their names."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i for i, token in added.items() if token.special}
     before = tokenizer.convert_tokens_to_string(["a"])
@@ -183,10 +183,10 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
         if i in special:
             return True, piece
         text = piece if i in added else tokenizer.convert_tokens_to_string(["a", piece])
-        # Bytes that are no character are known by what tokenizers of one kind call them.
-        return (True, piece) if _PARTIAL in text else (False, text.removeprefix(before))
+        # Partial characters are compared by name, which is the same in tokenizers of one kind.
+        return (True, piece) if PARTIAL in text else (False, text.removeprefix(before))
 
-    # `<0x41>` and `A` are one text: the second is what a tokenizer makes of it.
+    # `<0x41>` and `A` have the same text; the tokenizer encodes it as the second.
     pieces = sorted(tokenizer.get_vocab().items(), key=lambda e: (e[0].startswith("<0x"), e[1]))
     found: dict[tuple[bool, str], int] = {}
     for piece, i in pieces:
@@ -195,7 +195,7 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
 
 
 def _stand_ins(texts: dict[int, str], draft: Any) -> dict[int, int]:
-    """The last token that the draft's tokenizer makes of each text; its unknown one of nothing."""
+    """The last token of each text in the draft's tokenizer; its unknown token for no tokens."""
     unknown = getattr(draft, "unk_token_id", None) or 0
     cut = draft([*texts.values()], add_special_tokens=False)["input_ids"] if texts else []
     return {i: ids[-1] if ids else unknown for i, ids in zip(texts, cut, strict=True)}

@@ -176,7 +176,7 @@ def _local_folder(text: str) -> Path | None:
 
 
 def hub_file(name: str) -> HubFile | None:
-    """Read `owner/repository/file.gguf` or `owner/repository:Q4_K_M`, as in llama.cpp; else None."""
+    """Read `owner/repository/file.gguf` or llama.cpp's `owner/repository:Q4_K_M`; else None."""
     if match := _FILE.fullmatch(name):
         return HubFile(match["repository"], file=match["file"])
     if match := _TAG.fullmatch(name):

@@ -2,8 +2,8 @@
 
 The draft's tokenizer encodes the text so far, the draft model continues it with its likeliest
 tokens, and the target's tokenizer encodes their text as drafts. There is no q: drafts are verified
-as one-hot. Drafts by ids (`vocabulary.py`) do have a q, so they are better where tokens are drawn at
-random and the tokenizers share nine tenths of the text.
+as one-hot. Drafts by ids (`vocabulary.py`) do have a q, so they are better where tokens are drawn
+at random and the tokenizers share nine tenths of the text.
 
 Positions differ from the target's, so K/V cannot use the target's blocks: each slot has blocks of
 its own, for the draft model's longest context. K/V stay valid as long as the tokens do; the last

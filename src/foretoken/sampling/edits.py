@@ -1,6 +1,6 @@
-"""Edits of a step's logits, made on the host: packed as a message, then unpacked where logits are.
+"""Edits of a step's logits, made on the host: packed as a message, unpacked on the logits' device.
 
-Row j of a request sees its history as if the drafts before it in the block were accepted.
+Row j of a request is edited as if the drafts before it in the block were accepted.
 
 Shape suffixes: D requests that decide, G those with a grammar, K drafts, N rows of the batch, E
 rows that are edited, M entries, X masks of one request, R masks, W mask words.
@@ -23,11 +23,11 @@ from foretoken.sampling.history import Array, EditHistory, HistoryRows
 
 
 class PackedEdits(NamedTuple):
-    """`ops.Edits` as numbers on the host, without where a request's rows begin: drafts decide that.
+    """`ops.Edits` as numbers on the host, without the rows' places: those depend on the drafts.
 
     Attributes:
-        row_4E: int64, of each edited row: which deciding request, which of its rows, how many
-            entries, which mask (-1: none).
+        row_4E: int64, for each edited row: the deciding request, the row within it, the number of
+            entries, the mask (-1: none).
         mask_RW: int32; None: no row has a mask.
         token_M, bias_M, repetition_M, subtract_M: entries, row by row.
     """
@@ -43,7 +43,8 @@ class PackedEdits(NamedTuple):
         """The edits of K_b + 1 rows per deciding request, on the device of `num_D`.
 
         Args:
-            num_D: drafts of each deciding request; most_drafts: no request has more.
+            num_D: drafts of each deciding request.
+            most_drafts: an upper bound of `num_D`.
         """
         count_D, device = num_D + 1, num_D.device
         on_host = device.type == "cpu"
@@ -55,21 +56,21 @@ class PackedEdits(NamedTuple):
         mask_N = None
         if self.mask_RW is not None:
             mask_N = torch.full_like(size_N, -1).index_copy_(0, row_E, mask_E)
+        entries = (self.token_M, self.bias_M, self.repetition_M, self.subtract_M)
         return Edits(
             None if self.mask_RW is None else to_device(self.mask_RW, device),
             mask_N,
             torch.cat([size_N.new_zeros(1), size_N.cumsum(0)]),
-            *(to_device(column, device) for column in self[2:]),
+            *(to_device(column, device) for column in entries),
         )
 
 
 def pack_edits(
     histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
 ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-    """Edits of a step; None if no row has any. And what was raised, by request.
+    """Edits of a step (None if no row has any), and errors by request.
 
-    The rows of a request whose history could not be read are not edited: what is drawn there must
-    not be used.
+    The rows of a request with an error are not edited: tokens drawn there must not be used.
 
     Args:
         histories: of deciding requests with edits, by d, rising.
@@ -98,7 +99,7 @@ def pack_edits(
 def _grammar_masks(
     histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
 ) -> dict[int, Array]:
-    """Of each request with a grammar: int32 [drafts + 1, W]."""
+    """Masks of each request with a grammar: int32 [drafts + 1, W]."""
     matchers = {d: h.matcher for d, h in histories.items() if h.matcher is not None}
     drafts_G = [drafts[d] for d in matchers]
     masks = fill_masks([*matchers.values()], drafts_G, -(-vocab_size // 32))
@@ -108,7 +109,7 @@ def _grammar_masks(
 class _Found(NamedTuple):
     """The edits of deciding request d: entries for the same tokens in each of its rows.
 
-    mask_XW: of each row, or one for all.
+    mask_XW: one for each row, or one for all.
     """
 
     d: int
@@ -120,14 +121,14 @@ class _Found(NamedTuple):
 def _pack(found: list[_Found]) -> PackedEdits:
     masks: list[Array] = []
     rows: list[tuple[int, int, int, int]] = []
-    for d, num_rows, mask_XW, its_entries in found:
-        at, num_masks = -1, 0
-        if mask_XW is not None:
-            at, num_masks = len(masks), len(mask_XW)
-            masks.extend(mask_XW)
-        size, step = len(its_entries.token_U), int(num_masks > 1)
-        rows += [(d, i, size, at + step * i) for i in range(num_rows)]
-    entries = [f.entries for f in found]
+    for request in found:
+        first, num_masks = -1, 0
+        if request.mask_XW is not None:
+            first, num_masks = len(masks), len(request.mask_XW)
+            masks.extend(request.mask_XW)
+        size, step = len(request.entries.token_U), int(num_masks > 1)
+        rows += [(request.d, i, size, first + step * i) for i in range(request.num_rows)]
+    entries = [request.entries for request in found]
     return PackedEdits(
         np.array(rows, dtype=np.int64).T.copy(),
         np.stack(masks) if masks else None,

@@ -1,8 +1,8 @@
-"""Tokens that a request's own parameters leave no choice about. No torch.
+"""Tokens that a request's own parameters force. No torch.
 
-Charter: who knows of such tokens, not what they are for. Whoever does makes a `Continuation` and is
-added to `FORCING`; the drafters `forced` and `prediction` draft what it says. Drafts are verified
-as any others, so that one that is wrong costs only time.
+Charter: the sources of such tokens, not their use. Each source is a function in `FORCING` that
+makes a `Continuation`; the drafters `forced` and `prediction` draft its tokens. These drafts are
+verified like any others, so a wrong one only costs time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from foretoken.config import MAX_SPECULATIVE_TOKENS
 from foretoken.sampling.params import SamplingParams
 
 Continuation = Callable[[NDArray[Any]], Sequence[int] | NDArray[Any]]
-"""The output so far, int32, to the ids that follow it, none where there is a choice.
+"""From the output so far, int32, to the ids that must follow it; none if there is a choice.
 
-One is made for each sample. It may keep state: from call to call outputs only grow; after a
-preemption a new one is given the whole output at once, and must say the same.
+One is made for each sample. It may keep state, because outputs only grow from call to call. After a
+preemption a new one gets the whole output at once and must return the same ids.
 """
 
 
 def only_allowed(params: SamplingParams) -> Continuation | None:
-    """Of a request that allows one token: that one, for ever."""
+    """For a request that allows only one token: that token, without end."""
     allowed = set(params.allowed_token_ids or ())
     if len(allowed) != 1:
         return None
@@ -33,7 +33,7 @@ def only_allowed(params: SamplingParams) -> Continuation | None:
 
 
 def by_grammar(params: SamplingParams) -> Continuation | None:
-    """Of a request with a grammar: what follows where that has one way on."""
+    """For a request with a grammar: the tokens that it forces."""
     if params.grammar is None:
         return None
     matcher, num_read = params.grammar.matcher(), 0
@@ -48,4 +48,4 @@ def by_grammar(params: SamplingParams) -> Continuation | None:
 
 
 FORCING: list[Callable[[SamplingParams], Continuation | None]] = [only_allowed, by_grammar]
-"""Each makes what one kind of parameter forces; None for a request that does not have it."""
+"""Each makes the continuation of one kind of parameter; None for a request without it."""

@@ -1,7 +1,7 @@
 """Grammars that outputs must match, by llguidance: compiled once, one matcher per sample. No torch.
 
-Charter: all that knows llguidance. Compiling is done in a thread of its own, never in a step, and
-within limits; an error of llguidance is one of the request that brought the grammar.
+Charter: all code that uses llguidance. Compiling happens in separate threads, never in a step, and
+within limits. An error of llguidance becomes an error of the request that brought the grammar.
 
 Shape suffixes: N rows of masks, G matchers, W words of 32 bits.
 """
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 COMPILE_SECONDS = 10.0
-"""For one grammar, waiting for others not counted; what is within the limits below takes 0.3 s."""
+"""For one grammar, not counting the wait for others; within the limits below it takes 0.3 s."""
 
 _MOST_GBNF = 2**15
-"""Characters: translating takes the square of the number of rules, 1 s for these at worst."""
+"""Characters: translation is quadratic in the number of rules, and takes at most 1 s for these."""
 _GBNF_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*]?|\.', re.DOTALL)
-"""Comments, literals, classes, and the sign for any character; to the end where one is open."""
+"""Comments, literals, classes, `.`; an unclosed one reaches to the end."""
 _GBNF_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _GBNF_RANGE = re.compile(rf"({_GBNF_CHARACTER})(?:-({_GBNF_CHARACTER}))?", re.DOTALL)
 _GBNF_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{c: c for c in '"\\[]'}}
-_THREADS = 2  # llguidance lets go of Python's lock: a slow grammar holds up no quick one
-_CACHED = 128  # grammars of an engine beyond those that somebody waits for
+_THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
+_CACHED = 128  # grammars that an engine keeps besides those that requests still hold
 
 
 def _limits() -> LLParserLimits:
-    """Tighter than llguidance's own where hostile ones made a step long or memory grow.
+    """Limits, tighter than llguidance's own where hostile grammars made steps long or memory grow.
 
     A mask may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items
     (1 ms); 16 384 states are 32 MB of a matcher.
@@ -60,11 +60,11 @@ def _limits() -> LLParserLimits:
 
 
 class Grammar:
-    """A grammar compiled for one engine's tokens; what a request's `structured_outputs` becomes.
+    """A grammar compiled for one engine's tokens: `structured_outputs` of an admitted request.
 
     Attributes:
-        asked: what it was made from.
-        num_tokens: ids at or past it are none of the tokenizer's.
+        asked: the `structured_outputs` that it was compiled from.
+        num_tokens: ids at or past it do not belong to the tokenizer.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Grammar:
         return repr(self.asked)
 
     def matcher(self) -> Matcher:
-        """One at the beginning of an output."""
+        """A matcher at the beginning of an output."""
         return Matcher(self, self._start.deep_copy())
 
 
@@ -89,10 +89,10 @@ class Matcher:
         self._num_ahead = 0
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Take in what was emitted; what follows the end of the grammar is not looked at.
+        """Advance over emitted tokens; those after the end of the grammar are ignored.
 
         Raises:
-            RequestError: the grammar does not allow it, or is too complex there.
+            RequestError: the grammar does not allow them, or is too complex there.
         """
         self.rewind()
         taken = self.state.try_consume_tokens([*token_ids])
@@ -102,26 +102,26 @@ class Matcher:
             raise RequestError(FIELD, self.grammar, bound)
 
     def advance(self, drafts: Sequence[int]) -> None:
-        """Go behind drafts that begin with those of the last call, until `rewind`."""
+        """Advance over drafts until `rewind`; they must begin with those of the last call."""
         self._num_ahead += self.state.try_consume_tokens([*drafts[self._num_ahead :]])
 
     def rewind(self) -> None:
-        """Go back to what was emitted."""
+        """Go back to the last emitted token."""
         if self._num_ahead:
             self.state.rollback(self._num_ahead)
             self._num_ahead = 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow but the end of text."""
+        """Whether only the end of text may follow."""
         return self.state.is_stopped() and not self.state.is_error()
 
     def forced(self) -> list[int]:
-        """Tokens that must follow; none where there is a choice."""
+        """Tokens that must follow; empty if there is a choice."""
         return self.state.compute_ff_tokens()
 
     def check(self) -> None:
-        """Raise `RequestError` if it has failed: it can say nothing any more."""
+        """Raise `RequestError` if llguidance has failed: the state is then useless."""
         if self.state.is_error():
             raise _refused(self.grammar.asked, self.state.get_error())
 
@@ -129,13 +129,13 @@ class Matcher:
 def fill_masks(
     matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
 ) -> list[Array]:
-    """int32 [drafts + 1, W] of each matcher: the tokens that may stand at and behind its drafts.
+    """Masks of allowed tokens, int32 [drafts + 1, W] for each matcher.
 
-    Row j is as if the drafts before it were accepted. Nothing comes behind a draft that is not
-    allowed, since its p is 0, so rows there allow every token; the draft itself stays: dropping it
-    for what it is would bias the output. All masks are filled in parallel by one native call, and
-    one more for matchers without drafts, which that one does not take. A matcher may have failed
-    then: see `Matcher.check`.
+    Row j is made as if the drafts before it were accepted. A forbidden draft is always rejected,
+    since its p is 0; the rows after it are unused and allow every token. The draft itself stays:
+    dropping it because of its token would bias the output. One native call fills all masks in
+    parallel, and a second one those of matchers without drafts, which the first does not take. A
+    matcher may fail in this: see `Matcher.check`.
     """
     if not matchers:  # llguidance may be missing
         return []
@@ -165,10 +165,10 @@ def fill_masks(
 def fill_ahead(
     matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
 ) -> Array:
-    """int32 [G, W], the tokens that may stand behind the drafts so far of G matchers, one or more.
+    """Masks of the tokens allowed after the drafts so far of G >= 1 matchers, int32 [G, W].
 
-    One mask for each, where `fill_masks` would fill those of every draft before it once more: of
-    5 drafts 5, not 15.
+    It fills one mask per draft, where `fill_masks` would fill those of all earlier drafts again: 5
+    masks for 5 drafts, not 15.
     """
     from llguidance import numpy as native
 
@@ -182,10 +182,10 @@ def fill_ahead(
 
 
 class Compiling:
-    """A grammar that somebody asked for.
+    """A grammar that is being compiled, or has been.
 
     Attributes:
-        since: when it was asked for, and then when its turn came.
+        since: when it was asked for; once `has_begun`, when its compilation began.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Compiling:
 
 
 class Compilers:
-    """Threads that do what is submitted, in this order; none keeps the process from ending."""
+    """Threads that run submitted work in order; they do not keep the process from ending."""
 
     def __init__(self) -> None:
         self._submitted: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -202,7 +202,7 @@ class Compilers:
         finalize(self, _let_go, self._submitted)
 
     def submit(self, work: Callable[..., None], *given: Any) -> None:
-        """One thread at a time calls this; the work must not raise."""
+        """Run `work(*given)` later; it must not raise. Only one thread may call this at a time."""
         if self._num_threads < _THREADS:
             self._num_threads += 1
             name, given_to = "foretoken-grammar", (self._submitted,)
@@ -213,7 +213,7 @@ class Compilers:
 def _do(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := submitted.get():
         work()
-        del work  # while it waits, it keeps no grammar
+        del work  # an idle thread must not keep a grammar alive
 
 
 def _let_go(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -222,11 +222,11 @@ def _let_go(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Grammars:
-    """Compiles what requests of one engine ask for; any thread may call it.
+    """Compiles the grammars of one engine's requests; any thread may call it.
 
     Args:
         vocab_size: of the model, which may have more ids than the tokenizer.
-        eos_ids: what ends a text, where the grammar may end.
+        eos_ids: tokens that end a text, allowed where the grammar may end.
     """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -239,9 +239,9 @@ class Grammars:
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
 
     def begin(self, asked: Any) -> Compiling | None:
-        """Compile in the background, unless that was done; None: nothing is to be compiled.
+        """Compile in the background, unless already done; None: there is nothing to compile.
 
-        As long as what it returns is kept, the grammar is not compiled again; if nobody keeps it
+        While the caller keeps the result, the grammar is not compiled again. If no caller keeps it
         when its turn comes, it is not compiled at all.
         """
         return None if asked is None or isinstance(asked, Grammar) else self._entry(asked)
@@ -258,15 +258,15 @@ class Grammars:
         return entry
 
     def _keep(self, key: str, entry: Compiling) -> None:
-        """Keep what is compiled, as much as was asked for last; others are their requests'."""
+        """Keep the `_CACHED` entries that were asked for last; requests hold the others."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
         while len(self._recent) > _CACHED:
             self._recent.popitem(last=False)
 
     def wait(self, several: Iterable[Any]) -> list[Compiling]:
-        """Have them compiled, or as much of it as there is time for: before a turn of the engine,
-        in which others wait, begins. To be kept until that is over, see `begin`."""
+        """Wait until all are compiled or out of time. Call it before taking a turn of the engine,
+        in which other threads wait, and keep the result until that turn is over: see `begin`."""
         found = [entry for asked in several if (entry := self.begin(asked))]
         for entry in found:
             while (left := self.seconds_left(entry)) > 0:
@@ -274,16 +274,17 @@ class Grammars:
         return found
 
     def seconds_left(self, entry: Compiling) -> float:
-        """How long to wait for it; 0 once it is there. Behind others it has as long as they do."""
+        """How long to wait for it; 0 once it is done. While it is queued, its time starts anew
+        whenever another compilation begins."""
         since = entry.since if entry.has_begun else max(entry.since, self._last_began)
         left = since + COMPILE_SECONDS - time.monotonic()
         return 0.0 if entry.future.done() else left
 
     def compiled(self, asked: Any) -> Grammar | None:
-        """What `structured_outputs` becomes; it does not wait.
+        """The compiled `structured_outputs`, without waiting.
 
         Raises:
-            RequestError: it cannot be compiled, or was not in the time that `seconds_left` gives.
+            RequestError: it cannot be compiled, or was not compiled in time (`seconds_left`).
         """
         if asked is None or isinstance(asked, Grammar):
             return asked
@@ -296,7 +297,7 @@ class Grammars:
         return found
 
     def _compile(self, key: str, waiting: ref[Compiling], asked: dict[str, Any]) -> None:
-        """In a thread of the pool; errors are values, so that each request raises its own."""
+        """Compile, in a thread of the pool. Errors are results, so that each request raises one."""
         entry = waiting()
         if entry is None:
             return
@@ -351,7 +352,7 @@ def _compile(asked: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -
         text = LLMatcher.grammar_from_json_schema(schema)
     start = LLMatcher(tokens, text, log_level=0, limits=_limits())
     if not start.is_error():
-        start.compute_bitmask()  # some are found to be too complex, or to match nothing, only here
+        start.compute_bitmask()  # only this finds some grammars too complex, or without any match
     if start.is_error():
         raise _refused(asked, start.get_error())
     return Grammar(asked, start, executor, tokens.vocab_size)
@@ -367,15 +368,15 @@ def _as_lark(asked: dict[str, Any], text: str) -> str:
         raise _refused(asked, f"at most {_MOST_GBNF} characters of GBNF; Lark may be longer")
     try:
         return gbnf_to_lark(_GBNF_PARTS.sub(_written_out, text))
-    except Exception as error:  # of any type
+    except Exception as error:  # the translation raises errors of any type
         raise _refused(asked, f"GBNF: {error}; or write Lark, which begins with `start:`") from None
 
 
 def _written_out(found: re.Match[str]) -> str:
-    """A part of GBNF with its characters as both the translation and Lark take them.
+    """A part of GBNF with characters written so that both the translation and Lark accept them.
 
-    The translation loses zeros of escapes, has `.` stop at line ends, and leaves in a class what
-    means something there to regular expressions alone, as `&&`.
+    The translation loses zeros of escapes, makes `.` exclude line ends, and leaves sequences in a
+    class that are special only in regular expressions, such as `&&`.
     """
     part = found[0]
     if part.startswith("#"):
@@ -391,7 +392,7 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 def _written_character(given: str) -> str:
-    """One of GBNF, perhaps escaped; raises ValueError where an escape stands for none."""
+    """A GBNF character, perhaps escaped; ValueError for an escape that is no character."""
     char: str | None = given
     if len(given) > 2:
         code = int(given[2:], 16)
@@ -400,14 +401,14 @@ def _written_character(given: str) -> str:
         char = chr(code)
     elif len(given) == 2:
         char = _GBNF_ESCAPES.get(given[1])
-    if char is None:  # which the translation refuses
+    if char is None:  # an unknown escape, which the translation refuses
         return given
     is_plain = char.isalnum() or char == " " or char > "\x7f"
     return char if is_plain else f"\\x{ord(char):02x}"
 
 
 def _refused(asked: dict[str, Any], reason: str) -> RequestError:
-    """The error of the request that brought a grammar; llguidance says what and where."""
+    """The error of the request that brought a grammar, with llguidance's reason."""
     [(kind, value)] = asked.items()
     reason = reason.removesuffix("\n<non-verbose/>").strip()
     return RequestError(f"{FIELD}.{kind}", value, f"a grammar that can be served: {reason}")

@@ -1,8 +1,8 @@
-"""What logit edits need to know of one request, kept as arrays: a token costs no scan of its text.
+"""The edits of one request's logits, kept as arrays so that a new token needs no scan of the text.
 
-Belongs here: a request's side of `ops.Edits`. Does not: the batch's (`edits.py`), applying it
-(`ops`). Every edit of a request is about one of its *touched* tokens: those of its bias, stops and
-bad words, and with penalties those of its prompt (repetition alone) and output.
+Belongs here: a request's side of `ops.Edits`. Does not: the batch's (`edits.py`), applying edits
+(`ops`). Every edit concerns one of the request's *touched* tokens: those of its bias, stops and bad
+words, with a penalty those of its output, and with a repetition penalty those of its prompt.
 
 Shape suffixes: U touched tokens, R rows of the request (its drafts + 1), W mask words.
 """
@@ -23,8 +23,8 @@ Array = NDArray[Any]
 class HistoryRows(NamedTuple):
     """Entries of `ops.Edits` for R rows of one request: the same U tokens in every row.
 
-    token_U: int64, rising. bias_RU, repetition_RU, subtract_RU: float32; where they are 0, 1 and 0
-    the entry changes nothing.
+    token_U: int64, rising. bias_RU, repetition_RU, subtract_RU: float32; an entry of 0, 1 and 0
+    changes nothing.
     """
 
     token_U: Array
@@ -34,14 +34,14 @@ class HistoryRows(NamedTuple):
 
 
 class EditHistory:
-    """The edits of one request and what they depend on; only for requests that have some.
+    """The edits of one request and the state that they depend on.
 
     Args:
         stop_ids: banned while the request has fewer than `min_tokens`.
         bad_word_ids: tokenised `bad_words`.
 
-    A token that is generated costs a binary search; one seen for the first time also a copy of U
-    entries. Rows cost a few passes of numpy over R x U numbers.
+    A generated token costs a binary search, at its first occurrence also a copy of U entries. Rows
+    cost a few numpy passes over R x U numbers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EditHistory:
         self._bias_U[self._find(bias)] = list(bias.values())
         self._bias_U[self._find([word[0] for word in words if len(word) == 1])] = -np.inf
         self._early = np.array(early, dtype=np.int64)
-        self._longer_words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        self._longer_words: dict[int, list[tuple[int, ...]]] = {}  # by the second to last token
         for word in words:
             if len(word) > 1:
                 self._longer_words.setdefault(word[-2], []).append(word)
@@ -79,7 +79,7 @@ class EditHistory:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing will be edited from here on: it was `min_tokens` alone, and is past."""
+        """Whether no later row is edited: there was only `min_tokens`, which has been reached."""
         has_others = self._penalizes or self._longer_words or self._bias_U.any()
         past = len(self.output_ids) >= self.params.min_tokens
         has_masks = self.matcher is not None or self.params.allowed_token_ids is not None
@@ -95,7 +95,7 @@ class EditHistory:
             np.add.at(self._count_U, self._find(token_ids), 1)
 
     def mask(self, vocab_size: int) -> Array | None:
-        """int32 [W], bits of `allowed_token_ids`; None if all are. Made once."""
+        """int32 [W], bits of `allowed_token_ids`; None if all tokens are allowed. Made once."""
         if self.params.allowed_token_ids is None:
             return None
         if self._mask_W is None:
@@ -107,11 +107,11 @@ class EditHistory:
     def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
         """Entries of the rows before, between and after these drafts.
 
-        Row j sees the history as if the drafts before it were accepted; a placeholder of -1 changes
-        nothing. Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
+        Row j is made as if the drafts before it were accepted; a placeholder of -1 changes nothing.
+        Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
         """
         size = len(drafts) + 1
-        if self._penalizes:  # they may come again; if not, they change nothing
+        if self._penalizes:  # a rejected draft stays touched, with entries that change nothing
             self._touch([draft for draft in drafts if draft >= 0])
         bias_RU = np.repeat(self._bias_U[None], size, axis=0)
         num_early = min(max(self.params.min_tokens - len(self.output_ids), 0), size)
@@ -155,7 +155,7 @@ class EditHistory:
 
     def _touch(self, token_ids: Sequence[int]) -> None:
         """Make room for tokens that were not touched before."""
-        near = self._find(token_ids).clip(max=len(self._token_U) - 1)  # where each is, if it is
+        near = self._find(token_ids).clip(max=len(self._token_U) - 1)  # where each is, if touched
         touched = set(self._token_U[near].tolist()) if len(self._token_U) else set()
         new = np.array(sorted({*token_ids} - touched), dtype=np.int64)
         if not len(new):

@@ -1,4 +1,4 @@
-"""Noise keys: 64 bits that name a sample, from the seeds a user sees. No torch."""
+"""Noise keys: 64 bits that name a sample, made from seeds. No torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def mix(seed: int, j: int) -> int:
 
 
 def unseeded(engine_seed: int, admission: int) -> int:
-    """Seed of the admission-th request (from 1) that brought none.
+    """Seed of the admission-th request (counted from 1) if it has none.
 
-    The engine's seed is set apart from users' seeds first: engines and users both like 0, and
-    request j of one would otherwise share its noise with sample j of the other.
+    The engine's seed is first made distinct from users' seeds. Otherwise request j of an engine
+    with seed 0 would share its noise with sample j of a request with seed 0.
     """
     return mix(mix(engine_seed ^ _ENGINE, 1), admission)
 

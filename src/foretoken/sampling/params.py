@@ -52,7 +52,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise RequestError(name, value, "a list of token ids")
     items = tuple(value)
-    if set(map(type, items)) - {int} or min(items, default=0) < 0:  # quick: lists may be long
+    if set(map(type, items)) - {int} or min(items, default=0) < 0:  # fast: lists may be long
         items = tuple(map(plain, items))
         for item in items:
             _integer(name, item, 0, "a list of token ids >= 0")
@@ -60,11 +60,10 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _is_plain_bias(bias: dict[Any, Any]) -> bool:
-    """Whether nothing is wrong with it or to be converted; quick: it may be the vocabulary's."""
+    """Whether it is valid without conversions; fast, since it may name the whole vocabulary."""
     if set(map(type, bias)) - {int} or set(map(type, bias.values())) - {int, float}:
         return False
-    values = bias.values()
-    is_within = all(map((100.0).__ge__, map(abs, values)))  # which NaN is not
+    is_within = all(map((100.0).__ge__, map(abs, bias.values())))  # False for NaN
     return is_within and min(bias, default=0) >= 0
 
 
@@ -78,7 +77,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_salt(salt: Any) -> None:
-    """Raise `RequestError` unless it is None or a text that may be a `cache_salt`."""
+    """Raise `RequestError` unless `salt` is None or a valid `cache_salt`."""
     if salt is not None:
         if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
             raise RequestError("cache_salt", salt, f"a text of 1 to {MAX_SALT} characters")
@@ -86,7 +85,7 @@ def check_salt(salt: Any) -> None:
 
 
 class RequestOutputKind(Enum):
-    """What each output of a request holds, by vLLM's names: `CUMULATIVE` is what there is here."""
+    """What each output of a request holds, by vLLM's names; here it is always `CUMULATIVE`."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -96,12 +95,12 @@ class RequestOutputKind(Enum):
 @names_checked({}, RequestError, "structured_outputs")
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What a text must be, as an object: `SamplingParams.structured_outputs` takes it as a map.
+    """`SamplingParams.structured_outputs` as an object instead of a map.
 
     Attributes:
-        json, regex, choice, grammar, json_object: as in that map; one of them is given.
+        json, regex, choice, grammar, json_object: as in that map; exactly one is given.
         disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
-            vLLM's, honoured or refused as they are in that map.
+            vLLM's, honoured or refused as in that map.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -116,7 +115,7 @@ class StructuredOutputsParams:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not left out."""
+        """The fields that are not None."""
         pairs = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return {name: value for name, value in pairs if value is not None}
 
@@ -126,7 +125,7 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Sampling parameters of one request, applied in the order of `Backend.process_logits`.
 
-    Numbers may be numpy's. Fields may be assigned later: a call takes a copy and checks it again.
+    Numbers may be numpy's. Fields may be assigned later: each call checks a copy again.
 
     Attributes:
         temperature: >= 0; 0 takes the most likely token.
@@ -136,8 +135,8 @@ class SamplingParams:
         max_tokens: most tokens to generate, >= 1; None: as many as context and cache hold.
         min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
         n: independent samples of the same prompt, 1..128.
-        seed: fixes the request's noise, and so its tokens, whatever else is in the batch, as far
-            as the engine's `dtype` says; None, or -1: from the engine's seed and the admission
+        seed: fixes the request's noise, and so its tokens whatever else is in the batch, as far as
+            the engine's `dtype` says; None or -1: made from the engine's seed and the admission
             number.
         stop: strings that end the output.
         stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
@@ -145,7 +144,7 @@ class SamplingParams:
             it is cut off.
         skip_special_tokens: leave special tokens out of `text`.
         detokenize: make `text`, and the texts of tokens in log-probabilities and traces. False:
-            `text` is empty and those are None; then there are no `stop` strings.
+            `text` is empty, those are None, and `stop` is not allowed.
         ignore_eos: do not stop at the model's end-of-text token.
         logprobs: log-probabilities of the drawn token and of this many likeliest, 0..20, from the
             model's raw logits; None is off.
@@ -155,30 +154,30 @@ class SamplingParams:
         repetition_penalty: in [0.001, 1000], divides (multiplies) the positive (negative) logits
             of tokens in the prompt or output; 1 is off.
         logit_bias: token id -> value in [-100, 100] added to its logit.
-        bad_words: strings that must not appear: the last token of each is dropped where the tokens
+        bad_words: strings that must not appear: the last token of each is banned if the tokens
             before it were just generated.
         allowed_token_ids: only these can be drawn.
         structured_outputs: what the text must be: a map with one of `json` (a schema, or its JSON
             text), `json_object` (true), `regex`, `choice` (a list of texts) and `grammar` (Lark, or
             GBNF). JSON has no white space, unless `disable_any_whitespace` is false or there is a
-            `whitespace_pattern`. End of text can be drawn only where it may end, and does end it.
+            `whitespace_pattern`. End of text can be drawn only where the text may end, and ends it.
         num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; `auto`, if the
-            engine's is: as pays in each step, also where the text of a seed then depends on what
-            else is in the batch; None: the engine's.
+            engine's is `auto`: the K that pays in each step, even if the text of a seeded request
+            then depends on the rest of the batch; None: the engine's.
         drafter: the drafter of this request, by its name in `drafters` of the engine, or `hybrid`:
             see docs/drafters.md; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
-        prediction: a text that the output may be like, or its token ids, for the drafter
-            `prediction` to draft from; it changes how fast tokens come, and not what is likely.
+        prediction: a text that the output may resemble, or its token ids, for the drafter
+            `prediction` to draft from; it changes the speed, not the distribution.
         truncate_prompt_tokens: keep this many of the prompt's last tokens, >= 1; -1: as many as
-            leave room for `max_tokens`, which must be given then; None keeps all.
-        cache_salt: a text of 1 to 1024 characters: blocks of the prefix cache are shared only among
-            requests that have the same. It changes no token.
-        priority: requests with lower ones have slots and blocks first, and keep them; of equal ones
-            those that came first. It changes when a text comes, and not the text.
-        trace: tell how each token came about: which draft it was, p, q and the random number that
-            decided, and which drafts came to nothing, and why.
+            leave room for `max_tokens`, which must then be given; None keeps all.
+        cache_salt: a text of 1 to 1024 characters; only requests with the same one share blocks of
+            the prefix cache. It changes no token.
+        priority: requests with lower values get slots and blocks first and keep them; among equal
+            ones the earlier request. It changes when a text comes, not the text.
+        trace: report for each token which draft it was, with p, q and the random number that
+            decided, and which drafts were not used, and why.
     """
 
     temperature: float = 1.0
@@ -321,22 +320,22 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """Build from fields of which None means the default, by the name that vLLM's users type."""
+        """Build from fields in which None means the default; vLLM has it by this name."""
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def clone(self) -> SamplingParams:
-        """A checked copy, by the name that vLLM's users type."""
+        """A checked copy; vLLM has it by this name."""
         return replace(self)
 
     @property
     def grammar(self) -> Grammar | None:
-        """`structured_outputs` of a request that was admitted: compiled."""
+        """The compiled `structured_outputs` of an admitted request; else None."""
         asked = self.structured_outputs
         return asked if isinstance(asked, Grammar) else None
 
     @property
     def token_limit(self) -> int:
-        """`max_tokens` of a request that was admitted: a number in any case."""
+        """`max_tokens` of an admitted request, where it is always a number."""
         return cast(int, self.max_tokens)
 
     @property
@@ -364,4 +363,4 @@ _FLAGS = (
 )  # fmt: skip
 _NAMES = tuple(f.name for f in fields(SamplingParams))
 _PLAIN = {type(None), bool, int, float, str, tuple}
-"""Nearly all values, which are what `plain` makes of them."""
+"""Types of nearly all values; `plain` would return them unchanged."""

@@ -1,12 +1,12 @@
-"""`SamplingParams.structured_outputs` as users write it: one of vLLM's keys, checked, as texts.
+"""`SamplingParams.structured_outputs` as users write it: one of vLLM's keys, checked.
 
-Charter: what can be said without a tokenizer. Whether a schema, regex or grammar means anything is
-known when it is compiled (`grammar.py`).
+Charter: checks that need no tokenizer. Whether a schema, regex or grammar is valid is found when it
+is compiled (`grammar.py`).
 
-JSON schemas are written as llguidance takes them: compact by default, with nothing in them that it
-ignores. It refuses keywords that the schema's draft has and no grammar holds, and leaves others out
-in silence: `dependentRequired` where `$schema` names draft 7. Here they are refused whatever the
-draft, unless they change nothing.
+JSON schemas are rewritten for llguidance: compact by default, without keywords that it ignores.
+llguidance refuses keywords of the schema's draft that no grammar can express, but silently ignores
+those of other drafts, such as `dependentRequired` if `$schema` names draft 7. Here all of them are
+refused, whatever the draft, unless they change nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from urllib.parse import unquote
 from foretoken.errors import RequestError, check_known_keys
 
 MOST_CHARACTERS = 2**18
-"""Of a schema or grammar: 5 000 required properties (110 000 characters) compile in 0.2 s."""
+"""In a schema or grammar; 5 000 required properties (110 000 characters) compile in 0.2 s."""
 
 FIELD = "structured_outputs"
 WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
-"""Options in addition to what the text must be."""
+"""Options that may stand next to the one key."""
 ANY_OBJECT = {"type": "object"}
 """The schema of `json_object`."""
 
 
 def read_structured_outputs(given: Any) -> dict[str, Any]:
-    """A checked copy that shares nothing with what was given, with one key.
+    """A checked, independent copy with exactly one key.
 
-    `json` is the text of a schema in it, which says how its white space is: there is none unless
-    the schema or an option says otherwise.
+    Its `json` is a schema's text, which states the white space: none unless the schema or an option
+    allows it.
 
     Raises:
         RequestError: it names the key at fault.
@@ -60,7 +60,7 @@ def read_structured_outputs(given: Any) -> dict[str, Any]:
 
 
 def _white_space(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options, as llguidance has them; those that change nothing may stand anywhere."""
+    """vLLM's options as llguidance's; those that change nothing are allowed with any key."""
     found: dict[str, Any] = {}
     if (compact := given.get("disable_any_whitespace")) is not None:
         if not isinstance(compact, bool):
@@ -82,12 +82,12 @@ def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
         if not isinstance(value, dict):
             raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
         own = value.get("x-guidance", {})
-        if isinstance(own, Mapping) and white_space:  # what is asked for outside the schema wins
+        if isinstance(own, Mapping) and white_space:  # options outside the schema win
             value = {**value, "x-guidance": {**own, **white_space}}
         return _text(name, as_text(name, value))
     except RequestError:
         raise
-    except (TypeError, ValueError) as error:  # its message says where
+    except (TypeError, ValueError) as error:  # its message names the place
         raise RequestError(name, value, f"a JSON schema: {error}") from None
     except RecursionError:
         raise RequestError(name, "...", "a JSON schema that is nested less deep") from None
@@ -147,18 +147,18 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "extends": (),
     "disallow": (),
 }
-"""Keywords that llguidance does not have, and values at which each changes nothing."""
-# Where nothing but these may have evaluated a member, one keyword means the other.
+"""Keywords that llguidance lacks, with the values at which each changes nothing."""
+# Equal in meaning unless the schema has a keyword of `_IN_PLACE`, which may evaluate members, too.
 _SAME = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _IN_PLACE = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "not",
              "dependentSchemas"}  # fmt: skip
 _ANY_TEXT = ("path", "file-path", "directory-path", "password", "binary")
-"""Formats that every text has; llguidance refuses those that it does not know."""
+"""Formats that any text satisfies; llguidance refuses formats that it does not know."""
 _OF_MAPS = ("properties", "patternProperties")
 _OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OF_ONE = ("items", "additionalItems", "additionalProperties")
 _DEFINED, _UNUSED = ("$defs", "definitions"), ("then", "else", "contentSchema")
-"""Where schemas lie that count for nothing unless something refers to them."""
+"""Keywords with schemas that have no effect unless something refers to them."""
 _GUIDANCE = "x-guidance"  # where llguidance reads options in a schema
 
 
@@ -167,12 +167,12 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
 
     Args:
         name: of the schema, for errors.
-        white_space: of llguidance's options what holds where the schema's own `x-guidance` says
-            nothing; by default there is none.
+        white_space: llguidance's options for what the schema's own `x-guidance` leaves open; by
+            default no white space.
 
     Raises:
-        RequestError: a keyword that cannot be held is named with its place.
-        ValueError, TypeError, RecursionError: it is no JSON.
+        RequestError: a keyword cannot be expressed in a grammar; it is named with its place.
+        ValueError, TypeError, RecursionError: the schema is not JSON.
     """
     root = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
     own = root.get(_GUIDANCE, {})
@@ -185,9 +185,9 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
 
 
 def _mend_all(name: str, root: dict[str, Any], *, with_defined: bool = False) -> bool:
-    """Mend what the root leads to, and, where asked, what is defined without a known use.
+    """Mend all schemas that the root leads to; `with_defined` also definitions without a known use.
 
-    False: there are references by names, which may lead to any of what is defined.
+    Returns False if there are references by name, which may lead to any definition.
     """
     seen, left, is_all = set[int](), [(name, root)], True
     while left:
@@ -200,13 +200,13 @@ def _mend_all(name: str, root: dict[str, Any], *, with_defined: bool = False) ->
         if isinstance(reference := part.get("$ref"), str):
             left.append(_referred(name, reference, root))
             is_all &= left[-1][1] is not None
-        if part is not root:  # pointers within a part that has a name begin at that part
+        if part is not root:  # pointers within a part with an id start at that part
             is_all &= not {"$id", "id"} & part.keys()
     return is_all
 
 
 def _mend(place: str, schema: dict[str, Any]) -> None:
-    """Take out keywords that change nothing, or refuse them."""
+    """Remove keywords that llguidance lacks if they change nothing; refuse the others."""
     for key, harmless in _IGNORED.items():
         if key not in schema:
             continue
@@ -227,12 +227,12 @@ def _mend(place: str, schema: dict[str, Any]) -> None:
 
 
 def _has_open_keys(schema: Mapping[str, Any]) -> bool:
-    """Whether keys may come that have no name: grammars have no memory of those that did."""
+    """Whether unnamed keys may occur; a grammar cannot remember which ones already have."""
     return bool(schema.get("patternProperties")) or schema.get("additionalProperties") is not False
 
 
 def _parts(place: str, schema: dict[str, Any], *, with_defined: bool) -> Iterator[tuple[str, Any]]:
-    """What lies within a schema; definitions count where something refers to them, or if asked."""
+    """The schemas within a schema; unused ones, such as definitions, only `with_defined`."""
     of_maps = (*_OF_MAPS, *_DEFINED) if with_defined else _OF_MAPS
     for key in of_maps:
         if isinstance(named := schema.get(key), dict):
@@ -245,7 +245,7 @@ def _parts(place: str, schema: dict[str, Any], *, with_defined: bool) -> Iterato
 
 
 def _referred(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
-    """What a JSON pointer leads to, and its place; None where there is nothing, or no pointer."""
+    """A JSON pointer's place and target; the target is None if there is none, or no pointer."""
     head, *steps = unquote(reference).split("/")
     found: Any = root if head == "#" else None
     for step in steps:

@@ -1,8 +1,8 @@
 """Synthetic acceptance: the three ways to state it, as conditional rates. No torch.
 
 The rule `synthetic` accepts draft i with a chosen probability c_i once those before it are
-accepted, whatever target and draft say: it measures how fast an engine would be with a draft of
-that acceptance, without having one. Its text is meaningless by design.
+accepted, whatever p and q are. It measures how fast an engine would be with a drafter of that
+acceptance, without having one. Its text is meaningless by design.
 
 Notation: i = 0..K-1 the draft's index, a_i = c_i conditional rates, joint_i = a_0 a_1 .. a_i the
 probability that the first i + 1 drafts are all accepted.
@@ -18,8 +18,8 @@ from typing import cast
 
 from foretoken.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, check_int, check_synthetic
 
-DECAY = 0.85  # g: what acceptance loses from one position to the next
-_HALVINGS = 100  # of an interval within [0, 1]: far below the spacing of floats
+DECAY = 0.85  # g: the factor of acceptance from one position to the next
+_HALVINGS = 100  # of an interval within [0, 1]: the result is far below the spacing of floats
 
 
 def conditional_rates(
@@ -29,9 +29,9 @@ def conditional_rates(
     synthetic_acceptance_rates: Sequence[float] | None = None,
     synthetic_acceptance_length: float | None = None,
 ) -> tuple[float, ...]:
-    """c_0..c_{K-1}, K = `num_speculative_tokens`, from exactly one of the three.
+    """c_0..c_{K-1}, K = `num_speculative_tokens`, from exactly one of the three options.
 
-    What `Backend.verify` takes as `synthetic_rate_K`, once it is a float64 tensor.
+    As a float64 tensor this is `synthetic_rate_K` of `Backend.verify`.
 
     Args:
         synthetic_acceptance_rate: r in [0, 1], the mean of joint_i: a_i = a_0 g^i, so joint_i =

@@ -1,8 +1,7 @@
-"""Whether a backend's kernels compute what stock operators do, on pieces of a model's own weights.
+"""Whether a backend's kernels agree with stock operators, on pieces of a model's own weights.
 
-Belongs here: the check of stacks that are read without Transformers' module beside them, since its
-weights would take several times the memory of theirs. Does not: the self-check against a module
-(`guards.py`).
+Belongs here: the check of stacks that are read without Transformers' module, whose weights would
+take several times the memory of theirs. Does not: the self-check against a module (`guards.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from foretoken.ops.stack import (  # isort: skip
     parts_of, rounds_rows,
 )  # fmt: skip
 
-# Of a row's logits, the root of the mean squared difference, relative to their spread, in the 85th
-# percentile of the worst pass. Both sides round rows to eight bits; where a number lies between two
-# codes, the last bit of the sum before it decides, which comes to 0.01 to 0.05. Codes or scales in
-# a wrong place give 0.3 and more.
+# A bound on the root mean squared difference of a row's logits, relative to their spread, in the
+# 85th percentile of the worst pass. Both sides round rows to eight bits; if a number is between two
+# codes, the last bit of the sum before it decides, which causes 0.01 to 0.05. Misplaced codes or
+# scales give 0.3 and more.
 ROUNDED_TOLERANCE = 0.1
 _TOKENS = 512
 
@@ -36,16 +35,16 @@ _TOKENS = 512
 def check_kernels(stack: Stack, backend: Backend) -> float:
     """Run the self-check's passes in the backend's kernels and in stock operators.
 
-    The stack that runs is cut from the given one: the first rows and columns of a layer of each
-    combination of formats, of the embedding and of the output layer. So it takes some milliseconds
-    whatever the model's size. What reads the configuration is checked by a miniature instead.
+    A small stack is cut from the given one: the first rows and columns of the embedding, of the
+    output layer, and of one layer for each combination of formats. So it takes some milliseconds
+    whatever the model's size. A miniature checks how the configuration is read.
 
     Returns:
         The difference that was compared with the bound.
 
     Raises:
         UnfitError: the kernels lack something that the stack has.
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: the logits differ by more than rounding.
     """
     small = _piece(stack)
     logits = []
@@ -69,7 +68,7 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
 
 
 def _difference(own_NV: Tensor, stock_NV: Tensor, quantile: float) -> float:
-    """Of a pass; infinite for NaN."""
+    """The relative difference in a pass; infinite for NaN."""
     error_N = (own_NV - stock_NV).square().mean(-1).sqrt() / stock_NV.std(-1)
     return error_N.nan_to_num(torch.inf).quantile(quantile).item()
 
@@ -114,7 +113,7 @@ def _cut(linear: Linear, out: int, inputs: int) -> Linear:
 
 
 def _cut_several(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
-    """Of layers that are joined the first rows of each."""
+    """Cut a linear layer of several joined ones: the first rows of each."""
     cut = [
         first_columns(first_rows(part, out), inputs)
         for part, out in zip(parts_of(linear.weight), outs, strict=True)
@@ -127,7 +126,7 @@ def _cut_several(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
 
 
 def _formats(layer: Layer) -> tuple[tuple[str, int], ...]:
-    """Of each matrix its format, and numbers of a group where a row has several; else 0."""
+    """Each matrix's format, and its numbers per group if a row has several groups; else 0."""
     mixer, feed = layer.mixer, layer.feed
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
     return tuple((format_of(p), _group(p)) for one in linears for p in parts_of(one.weight))
@@ -139,6 +138,6 @@ def _group(weight: Weight) -> int:
 
 
 def _border(inputs: int, formats: Iterable[tuple[tuple[str, int], ...]]) -> int:
-    """How many of the inputs are taken: as many as the largest block has, where groups end."""
+    """How many inputs are kept: the largest block's size, if groups end there; else all."""
     ends = all(SUPER % group == 0 for names in formats for _, group in names if group)
     return SUPER if ends and inputs >= SUPER else inputs

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.gguf.names import ROPE_FACTORS, parameter_name
 from foretoken.models.gguf.reader import GgufFile, shown
-from foretoken.models.sizes import Stored, check_sizes
+from foretoken.models.sizes import StoredSizes, check_sizes
 
 
 class Architecture(NamedTuple):
@@ -165,11 +165,11 @@ def token_ids(file: GgufFile) -> dict[str, int | None]:
     }
 
 
-def stored_sizes(file: GgufFile) -> Stored:
+def stored_sizes(file: GgufFile) -> StoredSizes:
     """The sizes of a file's tensors, for `check_sizes` and `check_numbers`."""
     shapes = {parameter_name(t.name) or t.name: t.shape for t in file.tensors.values()}
     layers = {match[1] for name in file.tensors if (match := re.match(r"blk\.(\d+)\.", name))}
-    return Stored(sum(map(math.prod, shapes.values())), len(layers), shapes)
+    return StoredSizes(sum(map(math.prod, shapes.values())), len(layers), shapes)
 
 
 def _architecture(file: GgufFile, keys: Keys) -> Architecture:

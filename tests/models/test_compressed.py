@@ -22,7 +22,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.checkpoint import check_weights
-from foretoken.models.compressed import Stored
+from foretoken.models.compressed import CompressedTensors
 from foretoken.models.compressed_scheme import why_not
 from foretoken.models.families import stays_compressed
 from foretoken.models.loader import load_plain
@@ -318,9 +318,9 @@ def parts(rows: int, inputs: int, bits: int) -> Tensors:
     return {"w_packed": packed(codes, bits), "w_scale": scale, "w_shape": shape}
 
 
-def stored(folder: Path, tensors: Tensors) -> Stored:
+def stored(folder: Path, tensors: Tensors) -> CompressedTensors:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return Stored(check_weights(folder, plain=False))
+    return CompressedTensors(check_weights(folder, plain=False))
 
 
 @pytest.mark.parametrize(("inputs", "bits"), [(34, 4), (36, 4), (33, 8), (34, 8), (35, 8)])

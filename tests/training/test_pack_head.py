@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import check_weights
-from foretoken.models.compressed import Stored
+from foretoken.models.compressed import CompressedTensors
 from foretoken.models.compressed_scheme import is_compressed, why_not
 from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
@@ -40,9 +40,9 @@ def matrix() -> Tensor:
     return weight
 
 
-def read(folder: Path, tensors: dict[str, Tensor]) -> Stored:
+def read(folder: Path, tensors: dict[str, Tensor]) -> CompressedTensors:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return Stored(check_weights(folder, plain=False))
+    return CompressedTensors(check_weights(folder, plain=False))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

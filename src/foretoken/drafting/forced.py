@@ -1,19 +1,58 @@
-"""Draft the tokens that a request's own parameters force: see `sampling/forced.py`.
+"""Draft the tokens that a request's own parameters force.
 
-No model and no q: drafts are verified as one-hot.
+Each source of such tokens is a function in `FORCING` that makes a `Continuation`. No model and no
+q: drafts are verified as one-hot, so a wrong one only costs time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from numpy.typing import NDArray
+
+from foretoken.config import MAX_SPECULATIVE_TOKENS
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests
-from foretoken.sampling.forced import FORCING, Continuation
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.table import SlotTable
+
+Continuation = Callable[[NDArray[Any]], Sequence[int] | NDArray[Any]]
+"""From the output so far, int32, to the ids that must follow it; none if there is a choice.
+
+One is made for each sample. It may keep state, because outputs only grow from call to call. After a
+preemption a new one gets the whole output at once and must return the same ids.
+"""
+
+
+def only_allowed(params: SamplingParams) -> Continuation | None:
+    """For a request that allows only one token: that token, without end."""
+    allowed = set(params.allowed_token_ids or ())
+    if len(allowed) != 1:
+        return None
+    forever = [*allowed] * MAX_SPECULATIVE_TOKENS
+    return lambda output: forever
+
+
+def by_grammar(params: SamplingParams) -> Continuation | None:
+    """For a request with a grammar: the tokens that it forces."""
+    if params.grammar is None:
+        return None
+    matcher, num_read = params.grammar.matcher(), 0
+
+    def ahead(output: NDArray[Any]) -> Sequence[int]:
+        nonlocal num_read
+        matcher.append(output[num_read:].tolist())
+        num_read = len(output)
+        return matcher.forced()
+
+    return ahead
+
+
+FORCING: list[Callable[[SamplingParams], Continuation | None]] = [only_allowed, by_grammar]
+"""Each makes the continuation of one kind of parameter; None for a request without it."""
 
 
 class Forced(Drafter):

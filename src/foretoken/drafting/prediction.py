@@ -14,8 +14,7 @@ from typing import cast
 import numpy as np
 
 from foretoken.drafting.base import DrafterSetup
-from foretoken.drafting.forced import Forced
-from foretoken.sampling.forced import Continuation
+from foretoken.drafting.forced import Continuation, Forced
 from foretoken.sampling.history import Array
 from foretoken.sampling.params import SamplingParams
 

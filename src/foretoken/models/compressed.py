@@ -1,7 +1,7 @@
 """Weights of compressed-tensors: small integers with scales, in safetensors.
 
-Belongs here: their tensors as weights. Does not: which schemes these are (`compressed_scheme.py`),
-products (`ops/`).
+Belongs here: their tensors as weights. Does not: which schemes are read (`compressed_scheme.py`),
+matrix products (`ops/`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foretoken.models.stored import StoredWeights
 from foretoken.ops.stack import Blocks, Dense, Grouped
 
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
-_BITS = 32  # of what codes are packed into
+_BITS = 32  # of the words that codes are packed into
 
 
 class CompressedWeights(StoredWeights):
@@ -29,21 +29,20 @@ class CompressedWeights(StoredWeights):
 
     Args:
         headers: of the safetensors files.
-        module: the twin, whose parameters say what there must be.
+        module: the twin; the files must have exactly its parameters.
 
     Raises:
-        CheckpointError: tensors are missing, too many, or of other shapes than the module's.
+        CheckpointError: tensors are missing, left over, or of other shapes than the module's.
     """
 
     def __init__(
         self, folder: Path, headers: Mapping[Path, Mapping[str, Any]], module: Any
     ) -> None:
-        self._stored = Stored(headers)
+        self._stored = CompressedTensors(headers)
         names = self._stored.parameters()
         known = {name for name, _ in module.named_parameters()}
-        is_tied = "lm_head.weight" not in known
-        others = names - known - ({"lm_head.weight"} if is_tied else set())  # a copy
-        check_leftovers(module, others, folder)
+        # Of a model with a tied head, the files may hold a copy of the embedding as `lm_head`.
+        check_leftovers(module, names - known - {"lm_head.weight"}, folder)
         super().__init__(folder, names & known)
         shapes = {name: tuple(self._stored.shape(name)) for name in self.names}
         self.check_shapes(module, shapes)
@@ -67,11 +66,11 @@ class CompressedWeights(StoredWeights):
         return self._stored.tensor(name)
 
     def release(self) -> None:
-        """See `StoredWeights`: each tensor's map ends with it."""
+        """See `StoredWeights`: nothing to do, each tensor's map is freed with it."""
 
 
-class Stored:
-    """The tensors of safetensors files, some of them in parts."""
+class CompressedTensors:
+    """The tensors of safetensors files; a compressed one is stored in parts."""
 
     def __init__(self, headers: Mapping[Path, Mapping[str, Any]]) -> None:
         names = {name: path for path, header in headers.items() for name in header}
@@ -79,12 +78,12 @@ class Stored:
         self._shapes = {name: headers[path][name]["shape"] for name, path in self._paths.items()}
 
     def parameters(self) -> set[str]:
-        """The names of what the tensors are parts of."""
+        """The names of the parameters that the tensors are, or are parts of."""
         found = {name.removesuffix(_PACKED) for name in self._paths}
         return {name for name in found if not self._is_part(name)}
 
     def shape(self, name: str) -> list[int]:
-        """Of a parameter."""
+        """The shape of a parameter."""
         if name in self._shapes:
             return list(self._shapes[name])
         sizes = self.tensor(name + _SHAPE)
@@ -93,7 +92,7 @@ class Stored:
         return [int(size) for size in sizes.flatten().tolist()]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
+        """A tensor as stored."""
         from safetensors import safe_open
 
         if name not in self._paths:
@@ -134,7 +133,7 @@ class Stored:
 
 
 def _scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
-    """Of each row's groups, float32 [out, groups]: stored for a tensor, for rows, or for groups."""
+    """Scales of each row's groups, float32 [out, groups]; stored per tensor, row or group."""
     wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     if wide.dim() == 1:
         wide = wide[:, None]
@@ -148,7 +147,7 @@ def _scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
 
 
 def _unpacked(name: str, packed: Tensor, out: int, inputs: int) -> Tensor:
-    """Codes as `Grouped` has them: of eight bits one a byte, of four bits two.
+    """Codes in the layout of `Grouped`: one of eight bits per byte, or two of four bits.
 
     A word of 32 bits holds them lowest bits first, each with half of its range added.
     """

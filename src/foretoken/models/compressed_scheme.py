@@ -1,10 +1,10 @@
-"""Which schemes of compressed-tensors are read as they are stored.
+"""Which schemes of compressed-tensors are read as stored.
 
-Belongs here: what a `quantization_config` says. Does not: tensors (`compressed.py`); all other
-quantised checkpoints, which Transformers' quantisers load.
+Belongs here: reading a `quantization_config`. Does not: tensors (`compressed.py`); other quantised
+checkpoints, which Transformers' quantisers load.
 
-Read are integers of four or eight bits, symmetric, with one scale per tensor, channel or group,
-packed (`pack-quantized`) or not (`int-quantized`).
+The schemes are symmetric integers of four or eight bits with one scale per tensor, channel or
+group, packed (`pack-quantized`) or not (`int-quantized`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _STRATEGIES = ("tensor", "channel", "group")
 
 
 def is_compressed(given: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a `quantization_config` is of this kind."""
+    """Whether a `quantization_config` is one of compressed-tensors."""
     return isinstance(given, Mapping) and given.get("quant_method") == "compressed-tensors"
 
 
 def why_not(given: Mapping[str, Any]) -> str | None:
-    """What of a `quantization_config` is not read here; None: nothing."""
+    """Why weights with this `quantization_config` are not read as stored; None: they are."""
     if (name := given.get("format")) not in _FORMATS:
         return f"its format is `{name}`, not one of {', '.join(_FORMATS)}"
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -45,37 +45,38 @@ def why_not(given: Mapping[str, Any]) -> str | None:
 
 
 def _why_not_weights(weights: Any) -> str | None:
-    told = weights if isinstance(weights, Mapping) else {}
-    if told.get("type", "int") != "int" or told.get("num_bits") not in (4, 8):
-        return f"weights are `{told.get('type')}` of {told.get('num_bits')} bits, not int of 4 or 8"
-    if not told.get("symmetric", True):
+    values = weights if isinstance(weights, Mapping) else {}
+    kind, bits = values.get("type"), values.get("num_bits")
+    if values.get("type", "int") != "int" or bits not in (4, 8):
+        return f"weights are `{kind}` of {bits} bits, not int of 4 or 8"
+    if not values.get("symmetric", True):
         return "weights have zero points (`symmetric` is false)"
-    if (strategy := told.get("strategy")) not in _STRATEGIES:
+    if (strategy := values.get("strategy")) not in _STRATEGIES:
         return f"scales are by `{strategy}`, not by one of {', '.join(_STRATEGIES)}"
-    if told.get("actorder") not in (None, False, "static", "weight"):
+    if values.get("actorder") not in (None, False, "static", "weight"):
         return "groups are of inputs in another order (`actorder`)"
     return None
 
 
 def _why_not_inputs(inputs: Any) -> str | None:
-    """Products round what they read to eight bits: so may a checkpoint, but in no other way."""
+    """Our products round their inputs to eight bits; a checkpoint may ask for that or nothing."""
     if not inputs:
         return None
-    told = inputs if isinstance(inputs, Mapping) else {}
-    is_eight = told.get("num_bits") == 8 and told.get("type", "int") == "int"
-    if not (is_eight and told.get("dynamic") and told.get("symmetric", True)):
+    values = inputs if isinstance(inputs, Mapping) else {}
+    is_eight = values.get("num_bits") == 8 and values.get("type", "int") == "int"
+    if not (is_eight and values.get("dynamic") and values.get("symmetric", True)):
         return "inputs are not rounded to eight bits as they come (`input_activations`)"
     return None
 
 
 def group_sizes(given: Any) -> set[tuple[int, int]]:
-    """What weights may be stored in: bits, and numbers of a group, 0 where a row has one scale.
+    """Pairs in which weights may be stored: bits, and numbers per group, 0 for one scale per row.
 
     Args:
-        given: a `quantization_config` of which `why_not` finds nothing.
+        given: a `quantization_config` for which `why_not` returns None.
     """
-    told = given if isinstance(given, Mapping) else given.to_dict()
-    schemes = [group["weights"] for group in told["config_groups"].values()]
+    values = given if isinstance(given, Mapping) else given.to_dict()
+    schemes = [group["weights"] for group in values["config_groups"].values()]
     return {
         (int(w["num_bits"]), int(w.get("group_size") or 0) if w["strategy"] == "group" else 0)
         for w in schemes

@@ -1,14 +1,14 @@
 """An EAGLE-3 head: its weights, in three layouts, as a stack with a feature rule.
 
-Belongs here: the layouts of tensors, which ids a head drafts, and whether a backend's own layout
-may be taken: it is compared with stock operators on random rows. (Wrong drafts would cost no more
-than speed: the target verifies them.) Does not: `config.json` (`eagle3_config.py`), when a head
-runs and what is kept between passes (`drafting/stacks.py`).
+Belongs here: the layouts of tensors, which ids a head drafts, and whether a backend's kernels may
+run it: they are compared with stock operators on random rows. (Wrong drafts would only cost speed,
+since the target verifies them.) Does not: `config.json` (`eagle3_config.py`), when a head runs and
+what is kept between passes (`drafting/stacks.py`).
 
-Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
-and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
-not been yet, its own output of the row before stands in for the feature (Li et al. 2025, "EAGLE-3:
-Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
+Row i reads the *feature* of position i, made by `fc` from several hidden states of the target, and
+the token at position i + 1; its output predicts the token at i + 2. Where the target has not
+computed hidden states yet, the head's own output of the row before replaces the feature (Li et al.
+2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
 """
 
 from __future__ import annotations
@@ -24,58 +24,43 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import check_weights, read_json
-from foretoken.models.compressed import Stored
+from foretoken.models.compressed import CompressedTensors
 from foretoken.models.compressed_scheme import is_compressed
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
+from foretoken.models.kernel_check import ROUNDED_TOLERANCE
 from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
 from foretoken.models.stored import numbers_of
 from foretoken.ops import AttentionBatch, AttentionOptions, Backend
-from foretoken.ops.stack import (
-    Attention,
-    Dense,
-    FeatureRule,
-    Gated,
-    Grouped,
-    Joined,
-    Layer,
-    Linear,
-    LoadedStack,
-    Rope,
-    Stack,
-    UnfitError,
-    Weight,
-    device_of,
-    dtype_of,
-    plain,
-    rounds_rows,
-)
 from foretoken.ops.steps import ForwardBatch
+
+from foretoken.ops.stack import (  # isort: skip
+    Attention, Dense, FeatureRule, Gated, Grouped, Joined, Layer, Linear, LoadedStack, Rope, Stack,
+    UnfitError, Weight, device_of, dtype_of, plain, rounds_rows,
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
 _BLOCK = 4  # tokens per cache block of the check
 _PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
-"""New rows of each request in turn: a prompt, drafts of three, what the target verified, of one."""
+"""New rows per request in each pass: prompts, a draft each, verified rows, a draft of one."""
 _LONGEST = sum(map(max, _PASSES))
 
-# What names of tensors begin with in one layout or another, and here: as in `speculators`.
+# Prefixes of tensor names in other layouts, with those used here, which are `speculators`'.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0."}
 _LAYER = "layers.0."
 OUTPUT_LAYER, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
-# Where rows are rounded to eight bits, the last bit of a number may decide between two codes.
-_ROUNDED_TOLERANCE = 0.1
 
 
 def lacks_head(folder: Path, config: Eagle3Config) -> bool:
-    """Whether the weights leave the output layer to the target; reads names alone.
+    """Whether the head has no output layer and uses the target's; reads only names.
 
     Raises:
         CheckpointError: the weights cannot be read.
     """
-    names = {_our_name(name) for name in Stored(_headers(folder)).parameters()}
+    names = {_our_name(name) for name in CompressedTensors(_headers(folder)).parameters()}
     return OUTPUT_LAYER not in names and config.draft_vocab_size == config.vocab_size
 
 
@@ -90,7 +75,7 @@ def load_head(
     head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
-    """Load a head in the backend's own layout, or in stock operators if that does not agree.
+    """Load a head for the backend's kernels, or for stock operators if those disagree.
 
     Args:
         positions: longest context, in tokens.
@@ -120,7 +105,7 @@ def load_head(
     if not others:
         return stock
     error = _difference(expected, *others)
-    tolerance = _ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
+    tolerance = ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
     if not error <= tolerance:  # NaN too
         _log.warning(
             "The EAGLE-3 head runs in stock operators, slower: that of backend `%s` differs by "
@@ -145,16 +130,16 @@ def read_head(
 
     Args:
         config: of this folder.
-        embedding: the target's, [V, hidden]; the head takes its dtype (float32 of blocks) and its
-            device, too. One of the head's own is used in its stead, and has to be there if its
+        embedding: the target's, [V, hidden]; also gives the head its dtype (float32 for blocks) and
+            device. The head's own embedding is used instead if it has one; it must have one if its
             vectors have another size.
         head: the target's output layer, if the head has none; see `lacks_head`.
         dummy_seed: if given, weights are random numbers of this seed, the ids that it drafts are
-            spread evenly over the target's, and `config.json` is all that the folder must have.
+            spread evenly over the target's, and the folder needs only a `config.json`.
 
     Raises:
-        CheckpointError: the weights cannot be read, are not those of `config.json`, or not finite.
-        EngineMemoryError: random weights of its sizes are beyond the device.
+        CheckpointError: the weights cannot be read, do not fit `config.json`, or are not finite.
+        EngineMemoryError: random weights are larger than the device's memory.
     """
     shapes, optional = tensor_shapes(config), _optional_shapes(config)
     dtype, device, output = dtype_of(embedding), device_of(embedding), None
@@ -225,7 +210,7 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """What a head may have beside `tensor_shapes`; not every output layer has its bias."""
+    """Tensors that a head may have besides `tensor_shapes`."""
     bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
     return {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
@@ -234,7 +219,7 @@ def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def _fc_norms(config: Eagle3Config) -> list[str]:
-    """The norms in front of `fc`, each of an equal part of what it reads."""
+    """The norms before `fc`, each of an equal part of its input."""
     if config.norm_before_fc:
         return ["input_norm.weight"]
     return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
@@ -247,7 +232,7 @@ def stack_of(
     target_ids: Tensor | None,
     output: Weight | None = None,
 ) -> Stack:
-    """Tensors by our names as a stack. Without `target_ids` logits are by the head's own ids.
+    """A stack of tensors by our names. Without `target_ids` logits are by the head's own ids.
 
     Args:
         output: the output layer, if the tensors have none.
@@ -298,7 +283,7 @@ def stack_of(
 
 
 def _joined(weights: Sequence[Tensor | Grouped]) -> Weight:
-    """Weights that read the same numbers, as one."""
+    """Weights with the same input, as one."""
     plains = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(plains) == len(weights):
         return Dense(torch.cat(plains) if len(plains) > 1 else plains[0])
@@ -307,7 +292,7 @@ def _joined(weights: Sequence[Tensor | Grouped]) -> Weight:
 
 
 def _our_name(name: str) -> str:
-    """That of `speculators`, whatever the layout."""
+    """A tensor's name in the layout of `speculators`."""
     for prefix, ours in _PREFIXES.items():
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
@@ -315,9 +300,9 @@ def _our_name(name: str) -> str:
 
 
 def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grouped]:
-    """By our names; matrices of compressed-tensors as they are stored."""
+    """The weights by our names; matrices of compressed-tensors as stored."""
     headers = _headers(folder)
-    stored = Stored(headers)
+    stored = CompressedTensors(headers)
     check_sizes(folder, config.layer.to_dict(), stored_sizes(headers.values()))
     found: dict[str, Tensor | Grouped] = {}
     for name in sorted(stored.parameters()):
@@ -328,13 +313,13 @@ def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grou
 
 
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Of the weights, which are plain numbers or stored as compressed-tensors."""
-    told = read_json(folder / "config.json")
-    return check_weights(folder, plain=not is_compressed(told.get("quantization_config")))
+    """Headers of the weights, after checking that these are plain numbers or compressed-tensors."""
+    given = read_json(folder / "config.json").get("quantization_config")
+    return check_weights(folder, plain=not is_compressed(given))
 
 
 def _placed(weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device) -> Tensor | Grouped:
-    """A weight where it is computed with; on a GPU as plain numbers, which is what kernels read."""
+    """A weight on its device; on a GPU as plain numbers, because kernels read no others."""
     if isinstance(weight, Grouped) and device.type == "cpu":
         return weight
     return (numbers_of(weight) if isinstance(weight, Grouped) else weight).to(device, dtype)
@@ -347,7 +332,7 @@ def _check_names(
     optional: dict[str, tuple[int, ...]],
     output: Weight | None,
 ) -> None:
-    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so.
+    """Raise `CheckpointError` for missing, unknown or misshapen tensors.
 
     Args:
         output: the output layer, if it is not stored.
@@ -369,7 +354,7 @@ def _check_names(
 
 
 def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Tensor:
-    """The target's id of each id of the head's: stored as what is to be added."""
+    """The target's id for each id of the head, which is stored as the difference `offset`."""
     drafted, known = config.draft_vocab_size, config.vocab_size
     if offset is None:
         if drafted != known:
@@ -396,7 +381,7 @@ def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Te
 def _random_weights(
     shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Norms of one, products that keep the size of what they read, logits that are no near-ties."""
+    """Norms of one, products that keep their input's size, logits without near-ties."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -409,7 +394,7 @@ def _random_weights(
 
 @torch.no_grad()
 def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
-    """Hidden states and logits of `_PASSES`, each from random hidden states of a target."""
+    """Hidden states and logits of `_PASSES`, from random hidden states of a target."""
     stack, device = head.stack, head.stack.device
     generator = torch.Generator().manual_seed(0)
     columns = -(-_LONGEST // _BLOCK)
@@ -434,7 +419,7 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
         states = aux.to(device, head.dtype).unbind()
-        # A prompt's rows begin with a target's states, drafts with the output of the row before.
+        # Rows of prompts read the target's states, drafts the output of the row before.
         features = hidden_NC[: len(rows)] if is_draft else states
         found = head.run(batch, kv, features=features, logits=is_draft)
         hidden_NC = found.hidden_NC
@@ -444,7 +429,8 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    """The worst, relative to the largest finite number of each; NaN if other logits are -inf."""
+    """The largest difference, relative to each tensor's largest finite number; NaN if other logits
+    are -inf."""
     worst = 0.0
     for want, have in zip(expected, found, strict=True):
         is_finite = want.isfinite()

@@ -20,46 +20,29 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import guards
 from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
 from foretoken.models.causal_lm import CausalLM, ModuleNetwork, TargetView
-from foretoken.models.checkpoint import (
-    check_generation_config,
-    check_plain,
-    check_weights,
-    first_line,
-    parse_config,
-    quiet_transformers,
-    read_config,
-)
 from foretoken.models.compressed import CompressedWeights
-from foretoken.models.families import (
-    FAMILIES,
-    Get,
-    files_of,
-    fill_stack,
-    miniature_of,
-    read_stack,
-    stays_compressed,
-    take_generation_config,
-    twin_of,
-)
 from foretoken.models.gguf.config import generation_values
 from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.kernel_check import check_kernels
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import observe_linears, pack_linears
-from foretoken.models.sizes import (
-    POSITIONS,
-    check_fit,
-    check_leftovers,
-    check_numbers,
-    check_room,
-    check_sizes,
-    parameter_shapes,
-    stored_sizes,
-)
 from foretoken.models.stored import StoredWeights, check_stack
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.stack import LoadedStack, RoundStack, Stack, UnfitError, linears
+
+from foretoken.models.checkpoint import (  # isort: skip
+    check_generation_config, check_plain, check_weights, first_line, parse_config,
+    quiet_transformers, read_config,
+)  # fmt: skip
+from foretoken.models.families import (  # isort: skip
+    FAMILIES, Get, files_of, fill_stack, miniature_of, read_stack, stays_compressed,
+    take_generation_config, twin_of,
+)  # fmt: skip
+from foretoken.models.sizes import (  # isort: skip
+    POSITIONS, check_fit, check_leftovers, check_numbers, check_room, check_sizes,
+    parameter_shapes, stored_sizes,
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 

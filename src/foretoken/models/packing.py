@@ -1,8 +1,8 @@
 """Linear layers for a CPU: packed for oneDNN, and one call for layers that read the same input.
 
-Belongs here: replacing `nn.Linear` inside a loaded module. Model code stays as it is, and the
-self-check compares the result with logits computed before. What it gains, and for which shapes it
-makes a row's result independent of its neighbours: docs/decisions/004-packed-linears-on-cpu.md.
+Belongs here: replacing `nn.Linear` inside a loaded module. Model code is unchanged, and the
+self-check compares the result with logits computed before. For the gain, and for the shapes at
+which a row's result is independent of other rows, see docs/decisions/004-packed-linears-on-cpu.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foretoken.ops import Backend
 from foretoken.ops.stack import Dense, Linear
 
 LinearCalls = list[tuple[nn.Linear, Tensor]]
-"""Linear layers with their inputs, in the order in which a forward pass called them."""
+"""Linear layers with their inputs, in the order of calls in a forward pass."""
 
 
 class PackedLinear(nn.Module):
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._pack, self._index = pack, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Some modules look at the dtype or shape of a weight; its numbers are in the pack.
+        # Some modules read a weight's dtype or shape; its numbers are in the pack.
         self.weight = torch.empty_like(linear.weight, device="meta")
         self.bias = linear.bias
 
@@ -39,10 +39,10 @@ class PackedLinear(nn.Module):
 
 
 class _Pack:
-    """Linear layers that read one input, computed together when the first of them is called.
+    """Linear layers with the same input, computed together when the first of them is called.
 
-    The others recognise the input by identity and take their part of the output. An input that is
-    not the one last seen is computed afresh, so the order of calls affects speed only.
+    The others recognise the input by identity and take their part of the output. For any other
+    input than the last one the output is computed again, so the order of calls affects only speed.
     """
 
     def __init__(self, linears: list[nn.Linear], backend: Backend) -> None:
@@ -55,7 +55,7 @@ class _Pack:
     def output(self, x: Tensor, index: int) -> Tensor:
         if len(self._sizes) == 1:
             return self._multiply(x, self._linear)
-        last, outputs = self._last  # one tuple: threads can only make each other compute afresh
+        last, outputs = self._last  # read at once: another thread can only cause a new computation
         if last is not x:
             outputs = torch.split_with_sizes(self._multiply(x, self._linear), self._sizes, -1)
             self._last = (x, outputs)
@@ -74,7 +74,7 @@ def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
 
 @contextmanager
 def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
-    """Record which plain `nn.Linear` layers run inside, and what they read."""
+    """Record which plain `nn.Linear` layers run inside, and their inputs."""
     calls: LinearCalls = []
 
     def record(linear: nn.Module, args: tuple[Any, ...]) -> None:
@@ -96,8 +96,8 @@ def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
 def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> None:
     """Replace in place the linear layers that a forward pass called exactly once, if it pays.
 
-    Siblings (children of one module) that read the same tensor share one pack. Others, such as
-    experts, stay as they are. A weight shared with an embedding stays there too.
+    Siblings (children of one module) that read the same tensor share one pack. Other layers, such
+    as experts, stay as they are. A weight shared with an embedding also stays in the embedding.
     """
     if not backend.pack_pays([linear.weight for linear, _ in calls]):
         return

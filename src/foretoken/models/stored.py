@@ -1,7 +1,7 @@
-"""Weights in a format of their file, on their way into a stack.
+"""Weights in the format of their file, for a stack.
 
-Belongs here: what all such formats share: several matrices as one layer, and any of them as plain
-numbers. Does not: a format (`gguf/weights.py`, `compressed.py`), where a stack puts them
+Belongs here: code that all such formats share: several matrices as one layer, and matrices as plain
+numbers. Does not: a format (`gguf/weights.py`, `compressed.py`), where a stack puts the weights
 (`families.py`).
 """
 
@@ -27,11 +27,11 @@ from foretoken.ops.stack import (  # isort: skip
 class StoredWeights(ABC):
     """Weights by the names of Transformers' parameters: a `families.Source`.
 
-    Matrices stay as the file has them, and where it is mapped; norms and biases are float32.
+    Matrices are views of the file's memory map, in its format; norms and biases are float32.
 
     Args:
         path: of the file, or the folder, for messages.
-        names: of all parameters that are there.
+        names: of all stored parameters.
     """
 
     def __init__(self, path: Path, names: set[str]) -> None:
@@ -39,7 +39,7 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def weight(self, name: str) -> Dense | Blocks | Grouped:
-        """A matrix, in its format."""
+        """A matrix in its stored format."""
 
     @abstractmethod
     def vector(self, name: str) -> Tensor:
@@ -47,7 +47,7 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the memory that was read of the files: what is read again comes from them."""
+        """Free the memory of the mapped files; it is read again from them if needed."""
 
     def tensor(self, name: str) -> Tensor:
         """See `Source`; float32.
@@ -77,13 +77,13 @@ class StoredWeights(ABC):
         return Linear(Joined(parts) if len(parts) > 1 else parts[0], bias, split)
 
     def numbers(self, name: str) -> Tensor:
-        """A parameter as plain numbers, in the dtype that it is stored in, or float32."""
+        """A parameter as plain numbers, in its stored dtype or float32."""
         if name.endswith(("norm.weight", ".bias")):
             return self.tensor(name)
         return numbers_of(self.weight(name))
 
     def check_shapes(self, module: Any, found: dict[str, Shape]) -> None:
-        """Raise `CheckpointError` unless the parameters are exactly a module's."""
+        """Raise `CheckpointError` unless the stored parameters are exactly the module's."""
         wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
         problems = {
             "missing": sorted(wanted.keys() - found.keys()),
@@ -97,8 +97,8 @@ def check_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
     """Raise `CheckpointError` for a matrix with a number, or a scale, that is not finite.
 
     Args:
-        blocks: whether to look at the scales of blocks, too: kernels that lay them out anew do so
-            meanwhile. (To look at 4 GB of them takes a second.)
+        blocks: whether to check the scales of blocks, too; not needed where kernels check them
+            while they change the layout. (Checking 4 GB of blocks takes a second.)
     """
     named = [("embedding", Linear(stack.embedding)), *linears(stack)]
     for number, (name, linear) in enumerate(named):

@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint folder: found, loaded, and what is wrong with its files.
+"""The tokenizer of a checkpoint folder: finding it, loading it, and naming files that are wrong.
 
-Belongs here: which files make a tokenizer, and errors that name the one at fault. Does not: that of
-a GGUF file (`gguf/tokenizer.py`), chat templates (`chat.py`), text from tokens
-(`engine/detokenizer.py`).
+Belongs here: which files make a tokenizer, and errors that name the file at fault. Does not: the
+tokenizer of a GGUF file (`gguf/tokenizer.py`), chat templates (`chat.py`), streaming text from
+tokens (`engine/detokenizer.py`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,19 @@ from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.sizes import check_sizes
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-_MAKES_ONE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    *TOKENIZER_FOREIGN,
-)
-_WITH_ANY = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+# A folder with one of these has a tokenizer.
+_MAIN_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", *TOKENIZER_FOREIGN,
+)  # fmt: skip
+_SIDE_FILES = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
 
 _CONTEXT = 8  # tokens before a text that are encoded with it
 
 
 def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """What tokens say behind others: a tokenizer may drop the space that begins a text."""
+    """The text of `ids` as it follows `before`; decoded alone it might lose its first space."""
     first, both = (
         str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         for some in (before[-_CONTEXT:], [*before[-_CONTEXT:], *ids])
@@ -58,9 +52,9 @@ def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> s
 
 
 def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
-    """Token ids of a text as it follows tokens, which stay as they are.
+    """Token ids of a text as it follows the tokens `before`, which stay as they are.
 
-    A tokenizer may begin a text with a space, or with a token that is none of the text's.
+    Encoded alone, the text might get a space or a special token in front.
     """
     known = tokenizer.decode(before[-_CONTEXT:])
     first, both = (
@@ -80,12 +74,12 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     """
     folder = resolve_checkpoint(path_or_name)
     if is_gguf(folder):
-        return _warned(_of_gguf(folder))
-    if not (_find(folder, _MAKES_ONE[:1]) or _find(folder, _MAKES_ONE)):
+        return _without_warning(_of_gguf(folder))
+    if not (_find(folder, _MAIN_FILES[:1]) or _find(folder, _MAIN_FILES)):
         return None
     if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
         check_sizes(folder, read_json(folder / "config.json"), None)
-    _find(folder, _WITH_ANY)  # Transformers does not miss what a link to nothing stands for
+    _find(folder, _SIDE_FILES)  # Transformers silently ignores broken links
     from transformers import AutoTokenizer
 
     try:
@@ -97,11 +91,11 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
         _blame_config(folder)
         _blame_unreadable(folder)
         raise CheckpointError(_explain(folder, first_line(error))) from error
-    return _warned(tokenizer)
+    return _without_warning(tokenizer)
 
 
 def _of_gguf(path: Path) -> Any | None:
-    """The tokenizer in a GGUF file; what Transformers' wrapper refuses is the file's fault."""
+    """The tokenizer in a GGUF file; if Transformers' wrapper refuses it, the file is at fault."""
     try:
         with quiet_transformers():
             return build_tokenizer(read_gguf(path))
@@ -111,10 +105,10 @@ def _of_gguf(path: Path) -> Any | None:
         raise CheckpointError(f"`{path}` has no valid tokenizer: {first_line(error)}") from error
 
 
-def _warned(tokenizer: Any | None) -> Any | None:
-    """Silence Transformers' warning of a text beyond `model_max_length`.
+def _without_warning(tokenizer: Any | None) -> Any | None:
+    """Silence Transformers' warning about texts longer than `model_max_length`.
 
-    A prompt that does not fit is refused with an error that says more.
+    A prompt that does not fit is refused with a more precise error.
     """
     if tokenizer is not None:
         tokenizer.deprecation_warnings[_TOO_LONG] = True
@@ -123,14 +117,14 @@ def _warned(tokenizer: Any | None) -> Any | None:
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
     """Names of the folder's files that match, in the order of the patterns; see `has_file`."""
-    with reading(folder):  # `glob` would take a folder that may not be read for an empty one
+    with reading(folder):  # `glob` would treat an unreadable folder as empty
         names = sorted(path.name for path in folder.iterdir())
     found = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
     return [name for name in found if has_file(folder / name)]
 
 
 def _blame_config(folder: Path) -> None:
-    """Raise if `config.json` is at fault: Transformers reads it for the tokenizer, too."""
+    """Raise if `config.json` is invalid: Transformers reads it for the tokenizer, too."""
     from transformers import CONFIG_MAPPING
 
     if has_file(folder / "config.json"):
@@ -140,7 +134,7 @@ def _blame_config(folder: Path) -> None:
 
 
 def _blame_unreadable(folder: Path) -> None:
-    """Raise if a file is not what its name says."""
+    """Raise if a file is not JSON, or not text, as its name says."""
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
@@ -149,7 +143,7 @@ def _blame_unreadable(folder: Path) -> None:
 
 
 def _explain(folder: Path, reason: str) -> str:
-    """Why files that can be read make no tokenizer, as far as their names tell."""
+    """Why readable files make no tokenizer, as far as their names show."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_json(settings).get("auto_map"):
         return (

@@ -28,7 +28,6 @@ from foretoken.models.compressed import CompressedTensors
 from foretoken.models.compressed_scheme import is_compressed
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
-from foretoken.models.kernel_check import ROUNDED_TOLERANCE
 from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
 from foretoken.models.stored import numbers_of
 from foretoken.ops import AttentionBatch, AttentionOptions, Backend
@@ -52,6 +51,7 @@ _LAYER = "layers.0."
 OUTPUT_LAYER, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
+_ROUNDED_TOLERANCE = 0.1  # if rows are rounded to eight bits, a last bit may decide between codes
 
 
 def lacks_head(folder: Path, config: Eagle3Config) -> bool:
@@ -105,7 +105,7 @@ def load_head(
     if not others:
         return stock
     error = _difference(expected, *others)
-    tolerance = ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
+    tolerance = _ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
     if not error <= tolerance:  # NaN too
         _log.warning(
             "The EAGLE-3 head runs in stock operators, slower: that of backend `%s` differs by "

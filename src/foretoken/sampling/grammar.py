@@ -82,7 +82,7 @@ class Grammar:
 
 
 class Matcher:
-    """How far one output has come in its grammar."""
+    """The state of one output in its grammar."""
 
     def __init__(self, grammar: Grammar, state: LLMatcher) -> None:
         self.grammar, self.state = grammar, state

@@ -72,7 +72,7 @@ class WordRule(NamedTuple):
             add_prefix_space=adds_space, use_regex=self.pattern is None
         )
         if self.pattern is not None:
-            words = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+            words: Any = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
         elif self.digits:
             words = pre_tokenizers.Digits(individual_digits=True)
         else:

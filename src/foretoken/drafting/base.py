@@ -112,7 +112,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """Draft up to `num_B` tokens (0 allowed) after each slot's known ones, in the given order.
 
         Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
@@ -155,13 +155,13 @@ class Drafter(ABC):
         return ()
 
 
-def select_requests(asked: DraftRequests, index_A: Tensor) -> DraftRequests:
+def select_requests(requests: DraftRequests, index_A: Tensor) -> DraftRequests:
     """The requests at these indices, one or more; reads `num_B`, so only on a host."""
-    num_A = asked.num_B[index_A]
-    return asked._replace(
-        slot_B=asked.slot_B[index_A],
+    num_A = requests.num_B[index_A]
+    return requests._replace(
+        slot_B=requests.slot_B[index_A],
         num_B=num_A,
-        position_B=asked.position_B[index_A],
+        position_B=requests.position_B[index_A],
         most=int(num_A.max()),
     )
 

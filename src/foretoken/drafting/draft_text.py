@@ -123,9 +123,9 @@ class DraftText(Drafter):
         self._model.allocate(own, total + 1)
         self._transcripts: dict[int, Transcript] = {}
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none while a character is incomplete. See `Drafter.propose`."""
-        pairs = list(zip(asked.slot_B.tolist(), asked.num_B.tolist(), strict=True))
+        pairs = list(zip(requests.slot_B.tolist(), requests.num_B.tolist(), strict=True))
         wanted = {slot: self._read(slot, num) for slot, num in pairs if num}
         wanted = {slot: num for slot, num in wanted.items() if num}
         drafts: dict[int, list[int]] = {}
@@ -134,7 +134,7 @@ class DraftText(Drafter):
             slot_B, num_B, position_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
             most = max(wanted.values())
             block = self._model.propose(
-                asked._replace(slot_B=slot_B, num_B=num_B, position_B=position_B, most=most)
+                requests._replace(slot_B=slot_B, num_B=num_B, position_B=position_B, most=most)
             )
             rows_B = zip(wanted, block.token_BK.tolist(), block.num_B.tolist(), strict=True)
             for slot, tokens, num in rows_B:

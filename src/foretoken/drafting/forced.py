@@ -73,10 +73,10 @@ class Forced(Drafter):
         made = (force(params) for force in FORCING)
         return [continuation for continuation in made if continuation is not None]
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing is known. See `Drafter.propose`."""
         drafts, faults = list[list[int]](), dict[int, Exception]()
-        for slot, most in zip(asked.slot_B.tolist(), asked.num_B.tolist(), strict=True):
+        for slot, most in zip(requests.slot_B.tolist(), requests.num_B.tolist(), strict=True):
             try:
                 drafts.append(self._draft(slot, most))
             except Exception as error:  # from a continuation; it ends only this request

@@ -26,7 +26,7 @@ class NGram(Drafter):
         """Remember where the tokens are."""
         self.slots = slots
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        token_BK, num_B = self.slots.steps.look_up(asked, self.shortest, self.longest)
+        token_BK, num_B = self.slots.steps.look_up(requests, self.shortest, self.longest)
         return DraftBlock(token_BK, num_B, None, q_flags(len(num_B), num_B.device, real=False))

@@ -100,25 +100,25 @@ class Several(Drafter):
             if isinstance(member, Autoregressive):
                 shared = shared or member.cache
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`; for a request under `hybrid` look-ups come first."""
-        chooses = len(self.members) in asked.drafters  # the number of `hybrid`
-        if len(asked.drafters) == 1 and not chooses:
-            return self.members[min(asked.drafters)].propose(asked)
-        drafter_B, merged = self.slots.drafter_S[asked.slot_B], None
+        chooses = len(self.members) in requests.drafters  # the number of `hybrid`
+        if len(requests.drafters) == 1 and not chooses:
+            return self.members[min(requests.drafters)].propose(requests)
+        drafter_B, merged = self.slots.drafter_S[requests.slot_B], None
         source_B = torch.zeros_like(drafter_B)
         open_B = drafter_B == len(self.members)  # under `hybrid`, still without drafts
         if chooses:
-            open_B &= asked.num_B > 0
+            open_B &= requests.num_B > 0
         for number in self._order:
             mine_B, may_choose = drafter_B == number, chooses and number in self._of_hybrid
             if may_choose:
                 mine_B |= open_B
-            block = self._propose_for(mine_B, number, asked)
+            block = self._propose_for(mine_B, number, requests)
             if block is None:
                 continue
             if may_choose:
-                open_B &= ~self._takes(open_B, number, block, asked)
+                open_B &= ~self._takes(open_B, number, block, requests)
                 mine_B &= ~open_B
             if chooses:
                 source_B[mine_B] = number
@@ -126,41 +126,43 @@ class Several(Drafter):
         if merged is None:
             merged = no_drafts(len(source_B), self.slots.device)
         if chooses:
-            self._maker.update(zip(asked.slot_B.tolist(), source_B.tolist(), strict=True))
+            self._maker.update(zip(requests.slot_B.tolist(), source_B.tolist(), strict=True))
             self._proposed_at = time.perf_counter()
             merged = replace(merged, source_B=source_B)
         return merged
 
-    def _propose_for(self, mine_B: Tensor, number: int, asked: DraftRequests) -> DraftBlock | None:
+    def _propose_for(
+        self, mine_B: Tensor, number: int, requests: DraftRequests
+    ) -> DraftBlock | None:
         """A member's drafts for the requests in `mine_B`, in a block with a row for each request of
         the step; None if it has no requests."""
         member = self.members[number]
         if not self.slots.on_host:
-            if number not in asked.drafters:
+            if number not in requests.drafters:
                 return None
             return member.propose(
-                asked._replace(
-                    slot_B=torch.where(mine_B, asked.slot_B, self.slots.spare),
-                    num_B=torch.where(mine_B, asked.num_B, 0),
-                    position_B=torch.where(mine_B, asked.position_B, 1),
+                requests._replace(
+                    slot_B=torch.where(mine_B, requests.slot_B, self.slots.spare),
+                    num_B=torch.where(mine_B, requests.num_B, 0),
+                    position_B=torch.where(mine_B, requests.position_B, 1),
                 )
             )
         index_A = mine_B.nonzero()[:, 0]
         if not len(index_A):
             return None
         with self._chooser.timing(number, len(index_A)):
-            block = member.propose(select_requests(asked, index_A))
+            block = member.propose(select_requests(requests, index_A))
         return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
 
     def _takes(
-        self, open_B: Tensor, number: int, block: DraftBlock, asked: DraftRequests
+        self, open_B: Tensor, number: int, block: DraftBlock, requests: DraftRequests
     ) -> Tensor:
         """Which of the open requests under `hybrid` take a member's drafts."""
         taken_B = torch.zeros_like(open_B)
         num_B, token_BK = block.num_B.tolist(), block.token_BK.tolist()
         expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
         for b in open_B.nonzero()[:, 0].tolist():
-            request, wanted = self.slots.admitted[int(asked.slot_B[b])], int(asked.num_B[b])
+            request, wanted = self.slots.admitted[int(requests.slot_B[b])], int(requests.num_B[b])
             if not self.members[number].looks_up:
                 self._chooser.leave_to_model(request, number, wanted)
                 taken_B[b] = True

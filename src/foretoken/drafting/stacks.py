@@ -172,15 +172,15 @@ class Autoregressive(Drafter):
         """Run a batch; an EAGLE-3 head also reads `features`."""
 
     def _drafting(
-        self, asked: DraftRequests, cache: DraftCache | None, hidden_SC: Tensor | None = None
+        self, requests: DraftRequests, cache: DraftCache | None, hidden_SC: Tensor | None = None
     ) -> DraftRound:
         """The arguments of a native round, which makes all passes and draws in one call."""
         fp64 = self.config.use_fp64_gumbel
-        return DraftRound(asked.params, asked.slot_B, asked.num_B, cache, fp64, hidden_SC)
+        return DraftRound(requests.params, requests.slot_B, requests.num_B, cache, fp64, hidden_SC)
 
     def _passes(
         self,
-        asked: DraftRequests,
+        requests: DraftRequests,
         places: Round,
         first: ForwardOutput,
         cache: DraftCache | None,
@@ -194,19 +194,19 @@ class Autoregressive(Drafter):
             masked: whether all requests have grammars.
         """
         output, drafts, fp64 = first, list[Tensor](), self.config.use_fp64_gumbel
-        slots = asked.slot_B.tolist() if masked else []
-        for i in range(asked.most):
+        slots = requests.slot_B.tolist() if masked else []
+        for i in range(requests.most):
             if i:
                 batch = places.batch(i - self._pass_offset, drafts[-1])
                 output = self._pass(batch, output.hidden_NC)
             logits_BV = output.logits_NV
             if masked:
                 logits_BV = self._mask(logits_BV, slots, drafts)
-            if cache is None and (asked.samples or self.slots.on_host):
+            if cache is None and (requests.samples or self.slots.on_host):
                 drafts.append(logits_BV.argmax(dim=-1))
                 continue
             noise = Noise(places.length_KB[i], places.index_KB[i], DRAFT, fp64)
-            logits = Rows(logits_BV, asked.params, asked.slot_B)
+            logits = Rows(logits_BV, requests.params, requests.slot_B)
             drafts.append(self.backend.draft(logits, noise, cache))
         return self.slots.steps.join_drafts(drafts, places.num_B)
 
@@ -256,11 +256,11 @@ class DraftModel(_ModelDrafter):
         self._steps = self.backend.steps(own)  # the same tokens, other K/V
         self.complete = bytearray(num_blocks)
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`. Drafts end at the draft model's longest context."""
-        slots, length_S = asked.slot_B.tolist(), self.slots.length_S
+        slots, length_S = requests.slot_B.tolist(), self.slots.length_S
         end = self.model.max_model_len + 1  # the last draft is drawn, not computed
-        pairs = zip(slots, asked.num_B.tolist(), strict=True)
+        pairs = zip(slots, requests.num_B.tolist(), strict=True)
         counts = [max(0, min(num, end - int(length_S[slot]))) for slot, num in pairs]
         wanted = [slot for slot, count in zip(slots, counts, strict=True) if count]
         if not wanted:
@@ -271,24 +271,24 @@ class DraftModel(_ModelDrafter):
         # Coupled requests draw at random, too, but their q is not kept.
         samples = self.slots.draws_at_random(wanted)
         cache, num_B = self.cache if samples else None, torch.from_numpy(np.array(counts))
-        asked = asked._replace(num_B=num_B, most=max(counts), samples=samples)
+        requests = requests._replace(num_B=num_B, most=max(counts), samples=samples)
         drafting = set(wanted)
         kinds = [self.has_grammar(slot) if slot in drafting else None for slot in slots]
-        token_BK = _draft_by_kind(asked, kinds, partial(self._round, cache))
+        token_BK = _draft_by_kind(requests, kinds, partial(self._round, cache))
         for slot in wanted:
             self._advance(slot, length_S[slot])
         real = [cache is not None and slot in drafting and self._keeps_q(slot) for slot in slots]
         real_q_B = torch.from_numpy(np.array(real))
         return DraftBlock(token_BK, num_B, cache if any(real) else None, real_q_B)
 
-    def _round(self, cache: DraftCache | None, asked: DraftRequests, masked: bool) -> Tensor:
-        slot_B, length_B = asked.slot_B, asked.position_B
+    def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+        slot_B, length_B = requests.slot_B, requests.position_B
         missing_B = length_B - torch.from_numpy(self._num_computed_S[slot_B.numpy()])
-        first = self._pack(slot_B, missing_B, asked.most - 1)
+        first = self._pack(slot_B, missing_B, requests.most - 1)
         if self._rounds is not None and not masked:
-            return self._rounds.draft(first, self.kv, self._drafting(asked, cache))
-        places = self._steps.begin_round(asked, 1, self.model.max_model_len, self.block_size)
-        return self._passes(asked, places, self._pass(first), cache, masked=masked)
+            return self._rounds.draft(first, self.kv, self._drafting(requests, cache))
+        places = self._steps.begin_round(requests, 1, self.model.max_model_len, self.block_size)
+        return self._passes(requests, places, self._pass(first), cache, masked=masked)
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification reads the q of the request's drafts."""
@@ -390,11 +390,11 @@ class LockstepDraftModel(_ModelDrafter):
 
     num_behind = 2
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, at least as padding."""
-        max_len, cache = self.model.max_model_len, self.cache if asked.samples else None
-        places = self.slots.steps.begin_round(asked, _FIRST, max_len, self.block_size)
-        token_BK = self._passes(asked, places, self._pass(places.first), cache)
+        max_len, cache = self.model.max_model_len, self.cache if requests.samples else None
+        places = self.slots.steps.begin_round(requests, _FIRST, max_len, self.block_size)
+        token_BK = self._passes(requests, places, self._pass(places.first), cache)
         return self._block(token_BK, places.num_B, cache)
 
     def observes(self, requests: StepRequests) -> bool:
@@ -503,36 +503,36 @@ class Eagle3(Autoregressive):
         output: Any = self.head.run(batch, self.kv, features=result.aux, logits=False)
         self._hidden_SC.index_copy_(0, slot_B, output.hidden_NC)
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`."""
-        if asked.most == 0:
-            return no_drafts(len(asked.slot_B), self.slots.device)
-        cache, kinds = self.cache if asked.samples else None, [False]
+        if requests.most == 0:
+            return no_drafts(len(requests.slot_B), self.slots.device)
+        cache, kinds = self.cache if requests.samples else None, [False]
         if self.slots.on_host:
-            kinds = [self.has_grammar(slot) for slot in asked.slot_B.tolist()]
-        token_BK = _draft_by_kind(asked, kinds, partial(self._round, cache))
-        return self._block(token_BK, asked.num_B, cache)
+            kinds = [self.has_grammar(slot) for slot in requests.slot_B.tolist()]
+        token_BK = _draft_by_kind(requests, kinds, partial(self._round, cache))
+        return self._block(token_BK, requests.num_B, cache)
 
-    def _round(self, cache: DraftCache | None, asked: DraftRequests, masked: bool) -> Tensor:
-        slot_B, block_SL = asked.slot_B, self.slots.state.block_SL
+    def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+        slot_B, block_SL = requests.slot_B, self.slots.state.block_SL
         if self._rounds is not None and not masked:
             # The table of all slots: gathering its rows would take 45 us.
-            known = AttentionBatch(slot_B, asked.position_B, block_SL, self.block_size)
+            known = AttentionBatch(slot_B, requests.position_B, block_SL, self.block_size)
             batch = ForwardBatch(slot_B, slot_B, slot_B, known)  # only `known` is read
-            drafting = self._drafting(asked, cache, self._hidden_SC)
+            drafting = self._drafting(requests, cache, self._hidden_SC)
             return self._rounds.draft(batch, self.kv, drafting)
         longest = block_SL.shape[1] * self.block_size
-        places = self.slots.steps.begin_round(asked, 1, longest, self.block_size)
+        places = self.slots.steps.begin_round(requests, 1, longest, self.block_size)
         hidden_BC = self._hidden_SC[slot_B]
         first = ForwardOutput(self.head.logits(hidden_BC), (), hidden_BC)
-        return self._passes(asked, places, first, cache, masked=masked)
+        return self._passes(requests, places, first, cache, masked=masked)
 
     def _pass(self, batch: ForwardBatch, features: Features | None = None) -> ForwardOutput:
         return self.head.run(batch, self.kv, features=features)
 
 
 def _draft_by_kind(
-    asked: DraftRequests,
+    requests: DraftRequests,
     kinds: Sequence[bool | None],
     draft: Callable[[DraftRequests, bool], Tensor],
 ) -> Tensor:
@@ -545,11 +545,11 @@ def _draft_by_kind(
         draft: drafts for requests of one kind.
     """
     if len({*kinds}) == 1:
-        return draft(asked, bool(kinds[0]))
-    token_BK = torch.full((len(kinds), asked.most), -1)
+        return draft(requests, bool(kinds[0]))
+    token_BK = torch.full((len(kinds), requests.most), -1)
     for kind in {*kinds} - {None}:
         index_A = torch.tensor([b for b, one in enumerate(kinds) if one == kind])
-        some = select_requests(asked, index_A)
+        some = select_requests(requests, index_A)
         if some.most:
             drawn_AK = draft(some, bool(kind))
             token_BK[index_A, : drawn_AK.shape[1]] = drawn_AK

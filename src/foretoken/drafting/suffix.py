@@ -81,12 +81,12 @@ class Suffix(Drafter):
         self._num_shared: dict[int, int] = {}  # shared indexes that a slot may use
         self._salted = set[int]()  # slots with a `cache_salt`
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        num_shared = [self._entered(slot) for slot in asked.slot_B.tolist()]
+        num_shared = [self._entered(slot) for slot in requests.slot_B.tolist()]
         num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))
         token_BK, num_B, expected_B = propose(
-            self._own, self._shared, num_shared_B, asked, self._limits
+            self._own, self._shared, num_shared_B, requests, self._limits
         )
         no_q_B = q_flags(len(num_B), num_B.device, real=False)
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)

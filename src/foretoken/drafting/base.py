@@ -1,10 +1,10 @@
 """The drafter contract: memory and view of the target as data; propose; observe the outcome.
 
 Charter: what every drafter is given and must return. A drafter proposes up to K tokens for each
-request in one call, at the beginning of the step that verifies them, and sees the outcome of every
-step, prefill included. It never sees the token that the target will draw. Whether a draft is kept
-must not depend on the token drafted there, only on the tokens before it and on q: else the
-rejection rules would be biased.
+request in one call, at the beginning of the step that verifies them. It observes the outcome of
+every step, prefill included. It never sees the token that the target will draw. A drafter may drop
+a draft only because of the tokens before it and q, never because of the drafted token itself:
+otherwise the rejection rules would be biased.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from foretoken.slots.table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetup:
-    """What a drafter is built from; the pool's size comes later, with `allocate`.
+    """What a drafter is built from. The size of the block pool comes later, with `allocate`.
 
     Attributes:
-        config: the engine's options; `speculation`: this drafter's own.
-        vocab_size, max_model_len: the target's.
-        tokenizer: the target's (`PreTrainedTokenizerBase`), or None if it has none.
-        embedding, head: the target's own weights, [V, H]; `head` only if `target_view` asks for it.
-        on_host: whether tensors of a step may be read without waiting, see `SlotTable`.
+        config: the engine's options.
+        speculation: the options of this drafter.
+        vocab_size, max_model_len: of the target.
+        tokenizer: the target's `PreTrainedTokenizerBase`; None if the target has no tokenizer.
+        embedding, head: weights of the target, [V, H]; `head` only if `target_view` asks for it.
+        on_host: whether the tensors of a step may be read without waiting, see `SlotTable`.
     """
 
     config: EngineConfig
@@ -63,24 +64,27 @@ class DrafterSetup:
 class Drafter(ABC):
     """Base class of all drafters; built as `cls(setup)`.
 
-    options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
-    looks_up: it finds drafts at hardly any cost, or has none: `hybrid` asks it first.
-    names: names of several drafters loaded together, by number, with `hybrid` last if it is one of
-        them; () for a single drafter.
-    kv_bytes_per_block: memory for K/V of one cache block. Drafters use the engine's block ids, so
-        their K/V roll back with the target's.
+    options: the optional fields of `SpeculativeConfig` that the drafter reads; setting any other
+        one is an error.
+    looks_up: the drafter looks its drafts up at hardly any cost, and may find none. `hybrid` asks
+        such drafters first.
+    names: if several drafters are loaded together, their names by number, then `hybrid` if requests
+        may use it; () for a single drafter.
+    kv_bytes_per_block: memory for the drafter's K/V of one cache block. Drafters use the engine's
+        block ids, so their K/V roll back with the target's.
     bytes_per_slot: memory for one request besides K/V. It is assumed to grow with K, since most of
         it is the q of the drafts.
-    bytes_shared: host memory that all requests share, in which texts are looked up.
-    reads_next_token: what it keeps for a position also depends on the token after it. A block is
-        then shared only among requests that have the same token after its last one.
-    prediction_readers: names of drafters in it that draft from `SamplingParams.prediction`.
-    measured: of several, the number of the drafter that is timed at start for K = `auto`.
-    num_behind: how many of the last tokens that the target has computed for a request the drafter's
-        half of the cache may lack after any step: a round, a step without drafts or with another
-        drafter's, prompts in the same step, a request that ends. Other requests find a block only
-        once the target has computed this many tokens past its end. Also 0 if the drafter itself
-        remembers which blocks are complete.
+    bytes_shared: host memory for the texts that all requests look up.
+    reads_next_token: what the drafter keeps for a position also depends on the token after it. A
+        block is then shared only among requests that have the same token after the block.
+    prediction_readers: names of the loaded drafters that draft from `SamplingParams.prediction`.
+    measured: if several drafters are loaded, the number of the one that is timed at start for K =
+        `auto`.
+    num_behind: how many tokens the drafter's K/V of a request may lag behind the target's after a
+        step. It holds for every kind of step: a round of drafting, a step without drafts or with
+        another drafter's, one that also computes prompts, the last step of a request. Other
+        requests find a block only once the target has computed this many tokens past its end. It is
+        0, too, if the drafter itself remembers which blocks are complete.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
@@ -96,34 +100,37 @@ class Drafter(ABC):
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """What it reads of the target besides tokens; called before the target is loaded."""
+        """What the drafter reads of the target besides tokens. Called before the target loads."""
         return TargetView()
 
     @abstractmethod
     def __init__(self, setup: DrafterSetup) -> None:
-        """Load its model, if any; memory by slot and block comes with `allocate`."""
+        """Load the drafter's model, if it has one. `allocate` makes the memory by slot and block."""
 
     @abstractmethod
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Remember the slots and allocate memory; a second call replaces the first one's.
+        """Remember the slots and allocate memory. A second call replaces what the first one made.
 
-        On a GPU there are two calls: the first, with a pool of one block, is for steps that measure
-        memory; the second comes when the engine has sized its pool.
+        On a GPU there are two calls. The first has a pool of one block and serves the steps that
+        measure memory. The second comes when the engine has sized its pool.
         """
 
     @abstractmethod
     def propose(self, requests: DraftRequests) -> DraftBlock:
-        """Draft up to `num_B` tokens (0 allowed) after each slot's known ones, in the given order.
+        """Draft up to `num_B` tokens (0 allowed) after the known tokens of each request.
 
-        Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
+        Returns a block with one row per request, in the order of `requests`. Every draft is a
+        token; -1 is only padding after a request's last draft. An error that concerns one request
+        goes into the block's `faults`.
+
+        Draft i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
         from q at the request's temperature and filters: with DRAFT noise, or under COUPLED with the
-        target's own. Drafts ignore penalties, bias and bans; q is what they were really drawn from.
-        Where q is real, the block's cache has it at [slot, i], unchanged until the next call.
-        Every draft is a token; -1 is only padding after a request's last one. An error that
-        concerns one request goes into the block's `faults`.
+        target's noise. Drafts ignore penalties, bias and bans; q is the distribution that they were
+        really drawn from. Where q is real, the block's cache has it at [slot, i], unchanged until
+        the next call.
 
         The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
-        requests that begin with the same tokens, and may have been filled for a request that never
+        requests that begin with the same tokens. They may have been filled for a request that never
         had drafts.
         """
 
@@ -132,9 +139,10 @@ class Drafter(ABC):
     ) -> None:
         """Learn what the target computed, prompts included, and which drafts were accepted.
 
-        Among several drafters, `num_drafts` of a decision is 0 if another one made the drafts. The
-        slots already hold the outcome: lengths count the tokens that were drawn. `result.aux` has
-        the hidden states that `target_view` asks for, in the order of `batch`.
+        The slots already hold the outcome: their lengths count the tokens that this step drew. If
+        several drafters are loaded, `num_drafts` of a decision is 0 where another drafter made the
+        drafts. `result.aux` has the hidden states that `target_view` asks for, in the order of
+        `batch`.
         """
 
     def observes(self, requests: StepRequests) -> bool:
@@ -142,7 +150,7 @@ class Drafter(ABC):
         return type(self).observe is not Drafter.observe
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Forget what is kept for these blocks: they are reused for other tokens.
+        """Forget what is kept for these blocks, because they are reused for other tokens.
 
         K/V need not be zeroed unless the model multiplies masked keys (a NaN would spread).
         """
@@ -151,12 +159,12 @@ class Drafter(ABC):
         """Forget the request in this slot: it ended, or was preempted and will get a new slot."""
 
     def held_slots(self) -> Iterable[int]:
-        """Slots for which it keeps anything; a slot without a request must not be among them."""
+        """Slots for which the drafter keeps anything. Each of them must hold a request."""
         return ()
 
 
 def select_requests(requests: DraftRequests, index_A: Tensor) -> DraftRequests:
-    """The requests at these indices, one or more; reads `num_B`, so only on a host."""
+    """The requests at these indices (one or more). Only on a host, because it reads `num_B`."""
     num_A = requests.num_B[index_A]
     return requests._replace(
         slot_B=requests.slot_B[index_A],
@@ -179,11 +187,11 @@ def q_flags(num_requests: int, device: torch.device, *, real: bool) -> Tensor:
 
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
-    """A `DraftBlock` of ragged token lists, with one-hot q."""
-    counts = [len(d) for d in drafts]
+    """A `DraftBlock` with one-hot q, from a list of drafts for each request."""
+    counts = [len(tokens) for tokens in drafts]
     widest = max(counts, default=0)
-    rows = [[*d, *[-1] * (widest - len(d))] for d in drafts]
-    # numpy first: torch.tensor takes 40 us for 450 numbers, this 6.
+    rows = [[*tokens, *[-1] * (widest - len(tokens))] for tokens in drafts]
+    # Through numpy: for 450 numbers torch.tensor takes 40 us, this 6.
     token_BK = np.array(rows, dtype=np.int64).reshape(len(drafts), widest)
     return DraftBlock(
         token_BK=torch.from_numpy(token_BK).to(device),

@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.drafting.choice import Chooser
 from foretoken.drafting.registry import DRAFTERS
-from foretoken.drafting.several import _keepers
+from foretoken.drafting.several import _members_with_q
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.laws.chain import (
     Chain,
@@ -264,7 +264,7 @@ def test_what_cannot_draft_together_is_refused(
     half: Any = llm.engine.runner.drafter
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
     with pytest.raises(ConfigError, match=r"logits are torch.float32.* give both one `dtype`"):
-        _keepers(half.members)
+        _members_with_q(half.members)
     monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
     with pytest.raises(ConfigError, match="`hybrid` runs on a CPU alone"):
         build(target, draft, "ngram", "draft_model", backend="torch")

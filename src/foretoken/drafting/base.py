@@ -105,7 +105,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def __init__(self, setup: DrafterSetup) -> None:
-        """Load the drafter's model, if it has one. `allocate` makes the memory by slot and block."""
+        """Load the drafter's model, if it has one. `allocate` makes memory by slot and block."""
 
     @abstractmethod
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:

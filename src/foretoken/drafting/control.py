@@ -94,8 +94,8 @@ class Acceptance:
     def joint(self, slots: Sequence[int]) -> Array:
         """The probability that a request's draft and all drafts before it are accepted, [B, K]."""
         tried_BK, accepted_BK = self._tried_SK[slots], self._accepted_SK[slots]
-        prior_BK = _SHARED_ROUNDS * self.shared()
-        conditional_BK = (accepted_BK + prior_BK) / (tried_BK + _SHARED_ROUNDS)
+        prior_K = _SHARED_ROUNDS * self.shared()
+        conditional_BK = (accepted_BK + prior_K) / (tried_BK + _SHARED_ROUNDS)
         return np.cumprod(conditional_BK, axis=1)
 
     def release(self, slot: int) -> None:

@@ -1,5 +1,5 @@
-"""Draft from a text that the caller expects, as in OpenAI's predicted outputs; for example a file
-that is to be edited. Forced tokens go first.
+"""Draft from a text that the caller expects, as in OpenAI's predicted outputs: for example, a file
+that is to be edited. Tokens that the request's parameters force are drafted before it.
 
 No model and no q: drafts are verified as one-hot.
 
@@ -18,15 +18,16 @@ from foretoken.drafting.forced import Continuation, Forced
 from foretoken.sampling.history import Array
 from foretoken.sampling.params import SamplingParams
 
-_LONGEST = 8  # tokens that are compared; among longer runs the nearest place wins
-_FAR = 10  # the most that an edit can cost, so that 3 equal tokens in a row are followed anywhere
+_MAX_RUN = 8  # equal tokens that are counted; among runs of this length the nearest place wins
+_MAX_EDIT = 10  # the most points that an edit costs, so that 3 equal tokens are followed anywhere
 
 
 class Alignment:
-    """Follows a prediction while the output agrees with it, and finds it again after an edit.
+    """Follows a prediction while the output agrees with it, and finds the place again after an
+    edit.
 
-    The state depends only on the two texts, token by token: not on where rounds of drafting end,
-    on the rest of the batch, or on preemption.
+    The state depends only on the tokens of the two texts. It does not depend on where rounds of
+    drafting end, on the rest of the batch, or on preemption.
 
     Args:
         prediction: token ids; 4 bytes of memory each.
@@ -36,13 +37,13 @@ class Alignment:
         self._bytes = np.array(prediction, dtype=np.int32).tobytes()
         self.text: Array = np.frombuffer(self._bytes, dtype=np.int32)
         self._num_read = 0
-        self._next = 0  # the place in the prediction that comes next; its end: it is not followed
-        self._left = 0  # how far the output surely followed it
-        self._since = 0  # tokens of the output since then
-        self._doubts = 0  # tokens that must agree before it surely follows again
+        self._next = 0  # index of the predicted next token; the text's length: none is predicted
+        self._left_at = 0  # index in the prediction up to which the output surely followed it
+        self._since = 0  # tokens of the output after that point
+        self._doubts = 0  # tokens that must still agree before the output surely follows again
 
     def __call__(self, output: Array) -> Array:
-        """The rest of the prediction after this output."""
+        """The predicted tokens after this output: the rest of the prediction, or none."""
         for end in range(self._num_read, len(output)):
             self._read(output[: end + 1])
         self._num_read = len(output)
@@ -57,38 +58,41 @@ class Alignment:
         self._next += 1
         self._doubts -= 1
         if self._doubts <= 0:
-            self._left, self._since = self._next, 0
+            self._left_at, self._since = self._next, 0
 
     def _resume(self, output: Array) -> None:
-        """Find where the prediction goes on after an unexpected token.
+        """Find where the prediction continues after an unexpected token, and set `_next`.
 
-        Candidates are all places after an equal token. A candidate has 4 points for each token of
-        the run of equal tokens before it, less the size of the edit that it implies: inserted or
-        deleted tokens, whichever are more. The best one is followed unless it has less than -1
-        points. If there is none, the first unexpected token is assumed to replace one token.
+        Candidates are all places of the prediction after a token equal to the output's last one. A
+        candidate has 4 points for each token of the run of equal tokens before it, less the size of
+        the edit that it implies: the number of inserted or of deleted tokens, whichever is larger.
+        The best candidate is followed unless it has less than -1 points. If there is no such
+        candidate, the first unexpected token is assumed to replace one predicted token, and after
+        further unexpected tokens nothing is predicted.
         """
-        if self._since >= _FAR + 3 and output[-3:].tobytes() not in self._bytes:
-            # A shortcut: this far away it takes three equal tokens in a row.
+        if self._since >= _MAX_EDIT + 3 and output[-3:].tobytes() not in self._bytes:
+            # A shortcut: the edit costs the most by now, so only 3 equal tokens could be followed.
             self._next = len(self.text)
             return
         end_N = np.flatnonzero(self.text == output[-1]) + 1
-        run_N = np.ones_like(end_N)
-        for back in range(1, min(_LONGEST, len(output))):
+        run_N = np.ones_like(end_N)  # lengths of the runs of equal tokens that end there
+        for back in range(1, min(_MAX_RUN, len(output))):
             before_N = self.text[np.maximum(end_N - 1 - back, 0)]
-            goes_on_N = (run_N == back) & (end_N > back) & (before_N == output[-1 - back])
-            if not goes_on_N.any():
+            is_longer_N = (run_N == back) & (end_N > back) & (before_N == output[-1 - back])
+            if not is_longer_N.any():
                 break
-            run_N += goes_on_N
-        away_N = np.abs(end_N - self._left)
-        edit_N = (np.maximum(away_N, self._since) - run_N).clip(0, _FAR)
+            run_N += is_longer_N
+        distance_N = np.abs(end_N - self._left_at)
+        edit_N = (np.maximum(distance_N, self._since) - run_N).clip(0, _MAX_EDIT)
         point_N = 4 * run_N - edit_N
-        best = np.lexsort((away_N, -point_N))[:1]
+        best = np.lexsort((distance_N, -point_N))[:1]  # empty if there is no candidate
         if (point_N[best] >= -1).any():
             self._next = int(end_N[best[0]])
-            is_near = edit_N[best[0]] < _FAR
-            self._doubts = 1 if is_near else _LONGEST - int(run_N[best[0]])
+            is_near = edit_N[best[0]] < _MAX_EDIT
+            self._doubts = 1 if is_near else _MAX_RUN - int(run_N[best[0]])
         else:
-            self._next = min(self._left + 1, len(self.text)) if self._since == 1 else len(self.text)
+            replaces_one = self._since == 1
+            self._next = min(self._left_at + 1, len(self.text)) if replaces_one else len(self.text)
             self._doubts = 1
 
 

@@ -10,7 +10,7 @@ otherwise the rejection rules would be biased.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -172,6 +172,32 @@ def select_requests(requests: DraftRequests, index_A: Tensor) -> DraftRequests:
         position_B=requests.position_B[index_A],
         most=int(num_A.max()),
     )
+
+
+def draft_by_kind(
+    requests: DraftRequests,
+    kinds: Sequence[bool | None],
+    draft: Callable[[DraftRequests, bool], Tensor],
+) -> Tensor:
+    """Drafts [B, K]; -1 after a request's last draft.
+
+    There are separate calls of `draft` for requests with and without a grammar, so that a request's
+    text does not depend on whether other requests have grammars.
+
+    Args:
+        kinds: for each request whether it has a grammar, None if it needs no drafts; or a single
+            value for all requests.
+    """
+    if len({*kinds}) == 1:
+        return draft(requests, bool(kinds[0]))
+    token_BK = torch.full((len(kinds), requests.most), -1)
+    for kind in {*kinds} - {None}:
+        index_A = torch.tensor([b for b, own_kind in enumerate(kinds) if own_kind == kind])
+        requests_A = select_requests(requests, index_A)
+        if requests_A.most:
+            token_AK = draft(requests_A, bool(kind))
+            token_BK[index_A, : token_AK.shape[1]] = token_AK
+    return token_BK
 
 
 @cache

@@ -8,10 +8,10 @@ _ENGINE = int.from_bytes(b"foretokn", "big")
 
 
 def mix(seed: int, j: int) -> int:
-    """Key of item j under `seed`: the seed itself for j = 0, else splitmix64's finaliser.
+    """The key of item j under `seed`: the seed itself for j = 0, else a hash of the two.
 
-    The finaliser (Steele, Lea and Flood 2014) is a bijection of seed + j * golden ratio, so no two
-    items j >= 1 of one seed share a key.
+    The hash is the finaliser of splitmix64 (Steele, Lea and Flood 2014), applied to seed + j *
+    golden ratio. It is a bijection, so no two items j >= 1 of one seed share a key.
     """
     if j == 0:
         return seed & _MASK
@@ -22,7 +22,7 @@ def mix(seed: int, j: int) -> int:
 
 
 def unseeded(engine_seed: int, admission: int) -> int:
-    """Seed of the admission-th request (counted from 1) if it has none.
+    """The seed of a request without its own seed; `admission` counts admitted requests from 1.
 
     The engine's seed is first made distinct from users' seeds. Otherwise request j of an engine
     with seed 0 would share its noise with sample j of a request with seed 0.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import first_line, parse_config, quiet_transformers, read_json
-from foretoken.models.compressed_scheme import is_compressed, why_not
+from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 
 # EAGLE's own format, as written by EAGLE, SpecForge, vLLM and NeMo; then `speculators`.
 _ARCHITECTURES = (
@@ -172,7 +172,7 @@ def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) ->
                     f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
                 )
     given = raw.get("quantization_config") or merged.get("quantization_config")
-    reason = why_not(given) if is_compressed(given) else "it is of another kind"
+    reason = unsupported_reason(given) if is_compressed(given) else "it is of another kind"
     if given and reason is not None:
         raise UnsupportedModelError(
             f"`{path}` sets `quantization_config` to {given!r}: must be compressed-tensors of int4 "

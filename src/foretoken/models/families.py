@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.checkpoint import has_file, reading
-from foretoken.models.compressed_scheme import is_compressed, why_not
+from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 from foretoken.models.sizes import check_leftovers
 from foretoken.ops.pinned import fill
 
@@ -79,7 +79,7 @@ def stays_compressed(config: Any) -> bool:
     Other schemes, and other families, load through Transformers' quantiser.
     """
     given = getattr(config, "quantization_config", None)
-    if config.model_type not in FAMILIES or not is_compressed(given) or why_not(given):
+    if config.model_type not in FAMILIES or not is_compressed(given) or unsupported_reason(given):
         return False
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"

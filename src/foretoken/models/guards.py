@@ -306,7 +306,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
 
     def run() -> list[Tensor]:
         forward = model.forward
-        return scheduled(lambda batch: forward(batch, kv), model.vocab_size, model.device)
+        return run_schedule(lambda batch: forward(batch, kv), model.vocab_size, model.device)
 
     model.backend.compile_ahead(run)
     errors = []
@@ -328,7 +328,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     return error
 
 
-def scheduled(
+def run_schedule(
     forward: Callable[[ForwardBatch], ForwardOutput], vocab_size: int, device: torch.device
 ) -> list[Tensor]:
     """Run the self-check's passes in order; return the logits of all rows of each."""

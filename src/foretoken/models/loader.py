@@ -27,7 +27,7 @@ from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.kernel_check import check_kernels
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import observe_linears, pack_linears
-from foretoken.models.stored import StoredWeights, check_stack
+from foretoken.models.stored import StoredWeights, check_finite_stack
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.stack import LoadedStack, RoundStack, Stack, UnfitError, linears
 
@@ -135,7 +135,7 @@ def _stored_model(
         stack = fill_stack(module, weights)
     except UnfitError as reason:
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
-    check_stack(folder, stack, blocks=backend.name != "native")
+    check_finite_stack(folder, stack, blocks=backend.name != "native")
     network = _laid_out(stack, backend, folder, max(max_model_len, config.max_position_embeddings))
     with _one_thread():
         _check_miniature(model_class, config)
@@ -161,9 +161,9 @@ def _laid_out(stack: Stack, backend: Backend, folder: Path, positions: int) -> L
             reason,
         )
     except CheckpointError:
-        check_stack(folder, stack, blocks=True)  # raises an error that names the matrix
+        check_finite_stack(folder, stack, blocks=True)  # raises an error that names the matrix
         raise
-    check_stack(folder, stack, blocks=True)
+    check_finite_stack(folder, stack, blocks=True)
     return backend.stock_stack(stack)
 
 

@@ -39,26 +39,30 @@ _SIDE_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 
-_CONTEXT = 8  # tokens before a text that are encoded with it
+_CONTEXT = 8  # tokens before a text that are encoded or decoded together with it
 
 
 def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of `ids` as it follows `before`; decoded alone it might lose its first space."""
+    """The text of the tokens `ids` where they follow the tokens `before`.
+
+    If `ids` were decoded without `before`, their text might lose its first space.
+    """
+    context = before[-_CONTEXT:]
     first, both = (
-        str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        for some in (before[-_CONTEXT:], [*before[-_CONTEXT:], *ids])
+        str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for tokens in (context, [*context, *ids])
     )
     return both[len(first) :] if both.startswith(first) else decode_after(tokenizer, [], ids)
 
 
 def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
-    """Token ids of a text as it follows the tokens `before`, which stay as they are.
+    """The token ids of a text that follows the tokens `before`. Those tokens do not change.
 
-    Encoded alone, the text might get a space or a special token in front.
+    If the text were encoded without `before`, it might get a space or a special token in front.
     """
-    known = tokenizer.decode(before[-_CONTEXT:])
+    context = tokenizer.decode(before[-_CONTEXT:])
     first, both = (
-        list(tokenizer.encode(some, add_special_tokens=False)) for some in (known, known + text)
+        list(tokenizer.encode(part, add_special_tokens=False)) for part in (context, context + text)
     )
     if both[: len(first)] == first:
         return both[len(first) :]
@@ -66,15 +70,15 @@ def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
 
 
 def load_tokenizer(path_or_name: str | Path) -> Any:
-    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if it has none.
+    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`); None if it has no tokenizer files.
 
     Raises:
-        CheckpointError: no such checkpoint, or tokenizer files that cannot be read; it names the
-            file, or the files that a tokenizer would need.
+        CheckpointError: there is no such checkpoint, or its tokenizer files cannot be read. The
+            message names the file, or the files that a tokenizer would need.
     """
     folder = resolve_checkpoint(path_or_name)
     if is_gguf(folder):
-        return _without_warning(_of_gguf(folder))
+        return _without_warning(_load_gguf_tokenizer(folder))
     if not (_find(folder, _MAIN_FILES[:1]) or _find(folder, _MAIN_FILES)):
         return None
     if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
@@ -94,8 +98,12 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     return _without_warning(tokenizer)
 
 
-def _of_gguf(path: Path) -> Any | None:
-    """The tokenizer in a GGUF file; if Transformers' wrapper refuses it, the file is at fault."""
+def _load_gguf_tokenizer(path: Path) -> Any | None:
+    """The tokenizer in a GGUF file; None if it has none.
+
+    Raises:
+        CheckpointError: the tokenizer is not valid, or Transformers' wrapper refuses it.
+    """
     try:
         with quiet_transformers():
             return build_tokenizer(read_gguf(path))
@@ -106,9 +114,9 @@ def _of_gguf(path: Path) -> Any | None:
 
 
 def _without_warning(tokenizer: Any | None) -> Any | None:
-    """Silence Transformers' warning about texts longer than `model_max_length`.
+    """The same tokenizer, without Transformers' warning for texts longer than `model_max_length`.
 
-    A prompt that does not fit is refused with a more precise error.
+    Prompts that do not fit are refused elsewhere, with a more precise error.
     """
     if tokenizer is not None:
         tokenizer.deprecation_warnings[_TOO_LONG] = True
@@ -116,15 +124,22 @@ def _without_warning(tokenizer: Any | None) -> Any | None:
 
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Names of the folder's files that match, in the order of the patterns; see `has_file`."""
+    """Names of the folder's files that match, in the order of the patterns.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or see `has_file`.
+    """
     with reading(folder):  # `glob` would treat an unreadable folder as empty
         names = sorted(path.name for path in folder.iterdir())
-    found = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
-    return [name for name in found if has_file(folder / name)]
+    matches = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
+    return [name for name in matches if has_file(folder / name)]
 
 
 def _blame_config(folder: Path) -> None:
-    """Raise if `config.json` is invalid: Transformers reads it for the tokenizer, too."""
+    """Raise `CheckpointError` if `config.json` is invalid.
+
+    Transformers reads it for the tokenizer, too, so it may be why loading failed.
+    """
     from transformers import CONFIG_MAPPING
 
     if has_file(folder / "config.json"):
@@ -134,7 +149,7 @@ def _blame_config(folder: Path) -> None:
 
 
 def _blame_unreadable(folder: Path) -> None:
-    """Raise if a file is not JSON, or not text, as its name says."""
+    """Raise `CheckpointError` for a file that is not JSON or text, although its name says so."""
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
@@ -143,7 +158,7 @@ def _blame_unreadable(folder: Path) -> None:
 
 
 def _explain(folder: Path, reason: str) -> str:
-    """Why readable files make no tokenizer, as far as their names show."""
+    """An error text: why these files make no tokenizer, although all of them can be read."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_json(settings).get("auto_map"):
         return (
@@ -159,5 +174,5 @@ def _explain(folder: Path, reason: str) -> str:
             "`tokenizers`. Convert it once, where that is installed: `AutoTokenizer."
             "from_pretrained(folder).save_pretrained(folder)` writes `tokenizer.json`."
         )
-    found = ", ".join(f"`{name}`" for name in _find(folder, (*TOKENIZER_JSON, *TOKENIZER_TEXT)))
-    return f"`{folder}` has {found}, which make no tokenizer: add `tokenizer.json`."
+    names = ", ".join(f"`{name}`" for name in _find(folder, (*TOKENIZER_JSON, *TOKENIZER_TEXT)))
+    return f"`{folder}` has {names}, which make no tokenizer: add `tokenizer.json`."

@@ -152,7 +152,7 @@ class DraftControl:
         seconds, tokens = sum(s for s, _, _ in steps), sum(t for _, _, t in steps)
         self.costs.learn(self._batch, choice.per_request, choice.seconds, usual)
         if not self._widths:  # a device computes meanwhile
-            self.costs.learn_beside(self._batch, beside)
+            self.costs.learn_host(self._batch, beside)
         metrics.controlled_seconds += seconds
         metrics.estimated_plain_seconds += seconds * choice.rate / self._plain.rate
         slower = float(np.exp(self.costs.off))

@@ -1,8 +1,8 @@
 """A loaded model: packed tokens in, raw logits out.
 
-Belongs here: what runs it, a backend's stack or Transformers' own module over our attention. Does
-not: reading checkpoints (`checkpoint.py`, `families.py`, `loader.py`), deciding whether a model is
-supported (`guards.py`).
+Belongs here: running it, by a backend's stack or by Transformers' own module over our attention.
+Does not: reading checkpoints (`checkpoint.py`, `families.py`, `loader.py`), deciding whether a
+model is supported (`guards.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from foretoken.ops.steps import ForwardBatch
 
 
 class TargetView(NamedTuple):
-    """What a drafter wants to see of its target, beyond tokens.
+    """What a drafter reads of its target besides tokens.
 
-    aux_layers: hidden states that every pass shall give, numbered as in `ForwardOutput.aux`
-    head:       whether `CausalLM.head` is wanted: a target that keeps its weights in a layout of
-                its own then holds the head twice
-    module:     whether `CausalLM.module` is wanted, by who runs it otherwise than step by step
+    aux_layers: hidden states that every pass must return, numbered as in `ForwardOutput.aux`
+    head:       whether `CausalLM.head` is wanted; a target with weights in a layout of its own
+                then holds the head twice
+    module:     whether `CausalLM.module` is wanted, for running it other than in steps
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class ModuleNetwork:
                 input_ids=batch.token_T.unsqueeze(0),
                 position_ids=batch.position_T.unsqueeze(0),
                 use_cache=False,
-                # 0 keeps all rows and saves the gather (decode and verify steps).
+                # 0 keeps all rows without a gather (decode and verify steps).
                 logits_to_keep=0 if len(rows) == tokens else rows,
                 **({"output_hidden_states": True} if aux_layers else {}),
             )
@@ -71,7 +71,7 @@ class ModuleNetwork:
         return ForwardOutput(output.logits.squeeze(0), aux)
 
     def _aux(self, output: Any, tokens: int, aux_layers: Sequence[int]) -> tuple[Tensor, ...]:
-        """The hidden states asked for, each [tokens, hidden]; the self-check meets what is not."""
+        """The hidden states asked for, each [tokens, hidden]; the self-check meets the errors."""
         config, states = self.module.config, getattr(output, "hidden_states", None) or ()
         layers = config.get_text_config().num_hidden_layers
         if len(states) != layers + 1:
@@ -95,12 +95,12 @@ class CausalLM:
     """A causal language model.
 
     config, generation_config: Hugging Face's; the second may be None
-    network:       what runs it
-    vocab_size:    columns of the logits (padding of the vocabulary included)
-    max_model_len: most positions a request may use
-    layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
-    aux_layers:    hidden states that every pass gives
-    embedding:     [V, hidden], the model's own: the vectors of tokens
+    network:       runs the model
+    vocab_size:    columns of the logits, padding of the vocabulary included
+    max_model_len: most positions of a request
+    layer_shapes:  (H_kv, D, D_v) per layer, for a `KVPool`
+    aux_layers:    hidden states that every pass returns
+    embedding:     [V, hidden], the model's own vectors of tokens
     dtype:         of keys, values, hidden states and logits
     module:        Transformers' module, if it runs the model or was asked for
     """
@@ -118,9 +118,10 @@ class CausalLM:
     ) -> None:
         """
         Args:
-            module: what `stack` was read from, or is the twin of; if it has no weights, `view` has
-                no `module`.
-            stack: as it was before `network` laid it out, if it is one.
+            module: the module of `network`, or the twin of its stack. If it has no weights,
+                `view.module` must be False.
+            stack: the stack before `network` changed its layout; None: take the embedding and the
+                head from `module`.
         """
         is_kept = isinstance(network, ModuleNetwork) or view.module
         self.module: Any = module if is_kept else None
@@ -157,14 +158,14 @@ class CausalLM:
 
     @property
     def runs_in_kernels(self) -> bool:
-        """Whether a backend's own kernels run it, not stock operators or its module."""
+        """Whether a backend's own kernels run it, rather than stock operators or its module."""
         return not self.multiplies_masked_keys
 
     def forward(self, batch: ForwardBatch, kv: KV) -> ForwardOutput:
         """Run the packed tokens and write their K/V into `kv`.
 
         Returns:
-            Raw logits [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N
-            may be 0. And the hidden states of `aux_layers`, of all tokens.
+            Raw logits [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order (N
+            may be 0), and the hidden states `aux_layers` of all tokens.
         """
         return self.network.run(batch, kv, self.aux_layers)

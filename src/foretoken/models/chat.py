@@ -1,4 +1,4 @@
-"""Conversations as prompts: the chat template of a tokenizer, and what it refuses.
+"""Conversations as prompts: the chat template of a tokenizer.
 
 Belongs here: checking messages, rendering them, token ids of the result. Does not: requests.
 """
@@ -16,30 +16,30 @@ from foretoken.models.checkpoint import first_line
 from foretoken.sampling.params import check_text
 
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal")
-# Of earlier answers as clients send them back: templates have no place for them.
+# Fields of earlier answers that clients send back; templates do not use them.
 _INERT = ("id", "type", "status", "phase", "annotations", "parsed", "cache_control",
           "provider_specific_fields")  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ANSWERS = ("assistant", "tool")  # whose messages may have no text
+_MAY_BE_EMPTY = ("assistant", "tool")  # roles with messages that may have no text
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Names within `apply_chat_template`, beside its arguments; and arguments that templates read.
+# Names in `apply_chat_template` besides its arguments; and arguments that reach the template.
 _TAKEN, _PASSED_ON = {"self", "conversations", "messages"}, {"documents", "kwargs"}
 _FORMS = ("auto", "string", "openai")
-# A template that walks over a message's content takes lists of parts, others take a text.
+# A template that iterates over a message's content takes lists of parts, others take a text.
 _WALKS_OVER_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""")
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a conversation is rendered with.
+    """How a conversation is rendered.
 
     Attributes:
         chat_template: Jinja text, or the name of one of the tokenizer's templates; None: its own.
         chat_template_content_format: `string` gives the template every content as one text, parts
-            joined by line ends; `openai` as a list of parts; `auto` (the default) what it reads.
-        add_generation_prompt: end the prompt with what opens the assistant's answer (the default).
+            joined by line ends; `openai` as a list of parts; `auto` (the default) as it reads them.
+        add_generation_prompt: end the prompt with the start of an assistant's answer (the default).
         continue_final_message: leave the last message open, for the answer to continue it; only
             with add_generation_prompt=False.
-        add_special_tokens: add those that the tokenizer begins a text with; False by default:
+        add_special_tokens: add the tokens with which the tokenizer begins a text; False by default:
             templates write them.
         tools: descriptions of functions, as JSON schemas, for templates that show them.
         chat_template_kwargs: values of further variables of the template, which may ignore them.
@@ -58,14 +58,14 @@ CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
 
 
 class ChatTemplate:
-    """The template that a call of `chat` uses, and what it is given besides the messages.
+    """The template of a call of `chat`, with its arguments besides the messages.
 
     Args:
         tokenizer: of the checkpoint; None if it has none.
         options: as in `ChatOptions`.
 
     Raises:
-        RequestError: no tokenizer, no template, one that is not one or that does not use an option.
+        RequestError: no tokenizer; no template, an invalid one, or one that ignores an option.
     """
 
     def __init__(self, tokenizer: Any | None, **options: Unpack[ChatOptions]) -> None:
@@ -99,8 +99,7 @@ class ChatTemplate:
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation and its token ids.
 
-        The template writes the special tokens, the first one included, so encoding adds none unless
-        `add_special_tokens` has it.
+        The template writes all special tokens, so encoding adds none unless `add_special_tokens`.
 
         Raises:
             RequestError: `messages` is not a conversation, or the template refuses it.
@@ -119,14 +118,14 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             bound = f"a Jinja template; line {error.lineno}: {first_line(error)}"
             raise RequestError("chat_template", self._text, bound) from error
-        except Exception as error:  # whatever the template's own code raises
+        except Exception as error:  # the template's own code may raise anything
             bound = f"what the chat template takes; it says: {first_line(error)}"
             raise RequestError("messages", messages, bound) from error
         check_text("messages", text)
         return text, list(self._tokenizer.encode(text, add_special_tokens=self._adds_special))
 
     def _check_variables(self, tools: Any, variables: Any) -> dict[str, Any]:
-        """The template's further variables; tools that it does not show would be lost."""
+        """The template's further variables; refuse tools that it would not show."""
         if tools is not None and not _is_list(tools):
             raise RequestError("tools", tools, "a list of JSON schemas of functions")
         if variables is not None and not isinstance(variables, Mapping):
@@ -151,9 +150,9 @@ class ChatTemplate:
         if not isinstance(given, Mapping):
             raise RequestError(where, given, "a dict with `role` and `content`")
         message = {k: v for k, v in given.items() if v is not None and k not in _INERT}
-        if "reasoning" in message:  # of clients that send an answer of vLLM's back
+        if "reasoning" in message:  # vLLM's name, in answers that clients send back
             message.setdefault("reasoning_content", message.pop("reasoning"))
-        if "function_call" in message:  # the name of before there were several
+        if "function_call" in message:  # OpenAI's older name, for a single call
             message.setdefault("tool_calls", [{"function": message.pop("function_call")}])
         check_known_keys(where, message, _FIELDS, RequestError)
         message["role"] = self._check_role(f"{where}.role", message.get("role"))
@@ -172,21 +171,21 @@ class ChatTemplate:
         return message
 
     def _check_role(self, where: str, role: Any) -> str:
-        """A role as the template names it: most drop messages of others, and say nothing."""
+        """A role that the template knows: most templates silently drop messages of others."""
         if not isinstance(role, str):
             raise RequestError(where, role, "a text")
-        if role == "function":  # what results of tools were before calls had ids
+        if role == "function":  # OpenAI's older name of `tool`
             return "tool"
         if any(f"{q}{role}{q}" in self._text for q in "'\""):
             return role
         if role not in _ROLES:
             bound = f"one of {', '.join(_ROLES)}, or one the template names"
             raise RequestError(where, role, bound)
-        return "system" if role == "developer" else role  # OpenAI's newer name of it
+        return "system" if role == "developer" else role  # OpenAI's newer name
 
 
 class ChatPrompt:
-    """One conversation that waits to be rendered, so that a bad one can fail alone."""
+    """One conversation, rendered later, so that an invalid one fails alone."""
 
     def __init__(self, template: ChatTemplate, messages: Any) -> None:
         self._template, self._messages = template, messages
@@ -197,7 +196,7 @@ class ChatPrompt:
 
 
 def chat_prompts(template: ChatTemplate, messages: Any) -> tuple[bool, list[ChatPrompt]]:
-    """Whether it is one conversation, and a prompt for each."""
+    """Whether `messages` is a single conversation, and a prompt for each conversation."""
     if not _is_list(messages):
         bound = "a list of dicts with `role` and `content`, or a list of such"
         raise RequestError("messages", messages, bound)
@@ -210,9 +209,9 @@ def _is_list(value: Any) -> bool:
 
 
 def _check_content(where: str, message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content; one of the assistant's, or a result, may have none."""
+    """The texts of a message's content; an assistant's or tool's message may have none."""
     content = message.get("content")
-    if content is None and message["role"] in _ANSWERS:
+    if content is None and message["role"] in _MAY_BE_EMPTY:
         return []
     parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else [content]
     texts = []
@@ -231,8 +230,8 @@ def _check_content(where: str, message: Mapping[str, Any]) -> list[str]:
 
 
 def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates read them: with arguments as a dict, where clients keep JSON, and
-    without what clients add."""
+    """Tool calls as templates read them: arguments as a dict instead of clients' JSON text, and no
+    fields besides `id`, `type` and `function`."""
     if not _is_list(calls) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(where, calls, "a list of dicts with `function`")
     found = []
@@ -244,7 +243,7 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:  # too deep; too many digits
+            except (ValueError, RecursionError) as error:  # invalid, too many digits, too deep
                 place, bound = f"{where}[{i}].function.arguments", "a dict, or JSON"
                 raise RequestError(place, arguments, f"{bound}; the parser says: {error}") from None
         named = {"name": function["name"], "arguments": arguments}
@@ -254,10 +253,10 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
-    """The Jinja text to use; of templates with names, `tool_use` where there are tools.
+    """The Jinja text to use; among named templates `tool_use` if there are tools.
 
     Raises:
-        RequestError: there is none, or what was given is none.
+        RequestError: there is no template, or `given` is not one.
     """
     own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {"default": own} if own else {}
@@ -272,7 +271,7 @@ def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
         raise RequestError("chat_template", None, bound, remedy)
     if isinstance(given, str) and given in named:
         return str(named[given])
-    # Text without any of Jinja's marks would be the prompt itself, whatever the messages say.
+    # A text without Jinja's marks would itself be the prompt, whatever the messages are.
     if not isinstance(given, str) or not ("{{" in given or "{%" in given):
         names = f", or one of {', '.join(sorted(named))}" if named else ""
         raise RequestError("chat_template", given, f"the text of a Jinja template{names}")

@@ -1,9 +1,8 @@
 """Reading a model folder: its files, its configuration, and whether its weights are whole.
 
 Belongs here: JSON, safetensors headers; every failure is a `CheckpointError` that names the file.
-Where a checkpoint is a GGUF file, its configuration comes from there (`gguf/`). Does not: finding
-the folder (`locate.py`), building modules (`loader.py`), judging architectures (`guards.py`). No
-torch.
+If a checkpoint is a GGUF file, its configuration comes from that file (`gguf/`). Does not: finding
+the folder (`locate.py`), building modules (`loader.py`), judging architectures (`guards.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.gguf.config import config_values, generation_values
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.sizes import check_sizes, config_file
 
 TOKENIZER_JSON = (
@@ -29,7 +27,7 @@ TOKENIZER_JSON = (
     "added_tokens.json",
 )
 TOKENIZER_TEXT = ("merges.txt", "vocab.txt", "chat_template.jinja")
-# Formats for which Transformers needs another package than `tokenizers`.
+# Formats for which Transformers needs a package besides `tokenizers`.
 TOKENIZER_FOREIGN = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
 TOKENIZER_FILES = (
     *TOKENIZER_JSON,
@@ -40,26 +38,27 @@ TOKENIZER_FILES = (
 )
 
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
-_MAX_CONFIG_BYTES = 2**24  # the largest known have 1 MB; the names of 10**7 layers have 180
+_MAX_CONFIG_BYTES = 2**24  # the largest known have 1 MB; the names of 10**7 layers take 180 MB
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 
 @contextmanager
 def reading(what: str | Path) -> Iterator[None]:
-    """Failures of the file system and bytes that are no text as `CheckpointError`."""
+    """Turn failures of the file system and of decoding text into `CheckpointError`."""
     try:
         yield
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Runtime: `~nobody` has no home
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Runtime: `~user` has no home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
 
 
 def has_file(path: Path) -> bool:
-    """Whether a file is there, by itself or by a link.
+    """Whether a file exists, also through a link.
 
     Raises:
-        CheckpointError: a link to nothing, as the hub's cache has it of a download that was cut
-            off, which would pass for a file that the checkpoint never had; or no ordinary file.
+        CheckpointError: not an ordinary file; or a link to nothing, which an interrupted download
+            leaves in the hub's cache and which must not be taken for a file that the checkpoint
+            never had.
     """
     with reading(path):
         if path.is_file():
@@ -76,7 +75,7 @@ def has_file(path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence Transformers inside, and leave the user's own settings as they were."""
+    """Silence Transformers inside, and restore the user's own settings."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -93,7 +92,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a model folder, or what a GGUF file says in its place.
+    """Read `config.json` of a model folder, or the same values of a GGUF file.
 
     Raises:
         CheckpointError: no such file, not JSON, not an object, or without `model_type`.
@@ -113,10 +112,10 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
     """Transformers' configuration object (`PretrainedConfig`) of a model folder.
 
     Args:
-        values: what to read in place of the whole `config.json`, a part of it.
+        values: a part of `config.json` to parse instead of the whole.
 
     Raises:
-        CheckpointError: a value in `config.json` is not what its `model_type` takes, or a size
+        CheckpointError: a value in `config.json` is not valid for its `model_type`, or is a size
             that this machine cannot hold.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -136,12 +135,11 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
 
 
 def check_generation_config(folder: Path) -> None:
-    """Check `generation_config.json`, if there is one: it says which tokens end a text.
-
-    Of a GGUF file, what it says of them.
+    """Check `generation_config.json`, if there is one, or the same values of a GGUF file: they say
+    which tokens end a text.
 
     Raises:
-        CheckpointError: not a JSON object, or values that Transformers does not take.
+        CheckpointError: not a JSON object, or values that Transformers does not accept.
     """
     from transformers import GenerationConfig
 
@@ -167,17 +165,14 @@ def check_generation_config(folder: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, short enough for a message of ours: a heading with its text."""
+    """The first line of a library's error, shortened; with the next one if it ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
     return text[:200]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `CheckpointError` naming the file if there is none.
-
-    A `config.json` has at most 16 MiB.
-    """
+    """The JSON object in a file, `config.json` with at most 16 MiB; else `CheckpointError`."""
     if not has_file(path):
         raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
     try:
@@ -196,7 +191,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raise `UnsupportedModelError` for a LoRA adapter: Transformers might apply it in silence."""
+    """Raise `UnsupportedModelError` for a LoRA adapter: Transformers might apply it silently."""
     path = folder / "adapter_config.json"
     if not has_file(path):
         return
@@ -210,26 +205,26 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, Any]]:
-    """Check that the folder's safetensors files are all there, whole, and hold plain numbers.
+    """Check that the folder's safetensors files are complete and hold plain numbers.
 
-    Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
-    by name and size, before a loader fails somewhere inside.
+    It reads only headers (0.3 ms for the embedded model), so that a truncated download is reported
+    by name and size, instead of as some failure inside a loader.
 
     Args:
-        plain: False takes weights of any type, for who knows what they mean.
+        plain: False accepts weights of any type, for callers that can interpret them.
 
     Returns:
-        The header of each.
+        The header of each file.
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
-        UnsupportedModelError: weights in a type that only means something with its scales.
+        UnsupportedModelError: weights in a type that has no meaning without scales.
     """
     whole, index_path = folder / "model.safetensors", folder / "model.safetensors.index.json"
     with reading(folder):
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
     if whole.name in files:
-        return {whole: _header(whole, plain)}
+        return {whole: _read_header(whole, plain)}
     if index_path.name not in files and not has_file(whole) and not has_file(index_path):
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if pickled:
@@ -254,7 +249,7 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
             f"`{folder}` lacks {len(missing)} of {len(shards)} weight files: `{missing[0]}` is "
             "named in the index but is not there. Download the model again."
         )
-    headers = {folder / shard: _header(folder / shard, plain) for shard in shards}
+    headers = {folder / shard: _read_header(folder / shard, plain) for shard in shards}
     for path, wanted in zip(headers, shards.values(), strict=True):
         absent = sorted(wanted - headers[path].keys())
         if absent:
@@ -262,18 +257,10 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
     return headers
 
 
-def _header(path: Path, plain: bool) -> dict[str, Any]:
-    """The header of a safetensors file, of plain numbers if `plain`."""
-    header = _read_header(path)
-    if plain:
-        check_plain(path, header)
-    return header
-
-
 def check_plain(path: Path, header: dict[str, Any]) -> None:
     """Raise `UnsupportedModelError` unless the weights in a file are floating-point numbers.
 
-    Others would be read as if their scale were 1. Integers that are no weights are left alone.
+    Others would be read as if their scale were 1. Integers other than weights are ignored.
     """
     for name, entry in header.items():
         if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
@@ -284,8 +271,8 @@ def check_plain(path: Path, header: dict[str, Any]) -> None:
             )
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file, after checking that its length is the file's."""
+def _read_header(path: Path, plain: bool) -> dict[str, Any]:
+    """The header of a safetensors file, after checking the file's length, and `check_plain`."""
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size
         start = file.read(8)
@@ -315,4 +302,6 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"`{path}` is {state}: expected {expected} bytes, found {size}. Download it again."
         )
+    if plain:
+        check_plain(path, header)
     return header

@@ -1,11 +1,11 @@
 """From a checkpoint to a `Stack`: one row for each family that backends run themselves.
 
 Belongs here: which families these are, and where their tensors go. Does not: whether the result is
-right (`guards.py`), all other families (`causal_lm.py`).
+correct (`guards.py`), all other families (`causal_lm.py`).
 
-A stack is read next to its *twin*, Transformers' module of the same configuration: it says which
-layers have biases and what RoPE is, and gets views of the stack's weights, so that it can be run
-for comparison without a second copy.
+A stack is read together with its *twin*, Transformers' module of the same configuration. The twin
+says which layers have biases and what RoPE is. Its weights become views of the stack's, so that it
+can be run for comparison without a second copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.checkpoint import has_file, reading
-from foretoken.models.compressed_scheme import is_compressed, why_not
+from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 from foretoken.models.sizes import check_leftovers
 from foretoken.ops.pinned import fill
 
@@ -31,10 +31,10 @@ from foretoken.ops.types import AttentionOptions
 
 
 class Family(NamedTuple):
-    """What a family's layers have besides Llama's: RMSNorm, rotary attention, a gated SiLU layer.
+    """A family's differences from Llama's layers: RMSNorm, rotary attention, a gated SiLU layer.
 
-    qk_norm: each head's query and key is normed before it is turned
-    slides:  layers attend by the configuration's `sliding_window`; others ignore it
+    qk_norm: each head's query and key is normed before it is rotated
+    slides:  layers use the configuration's `sliding_window`; without it they ignore that field
     """
 
     qk_norm: bool = False
@@ -51,7 +51,7 @@ FAMILIES = {
 }
 """By `model_type`."""
 
-# Frequencies that do not depend on what is computed; the others move with the longest position.
+# RoPE types with constant frequencies; those of other types depend on the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 Get = Callable[[str], Tensor]
@@ -59,7 +59,7 @@ Get = Callable[[str], Tensor]
 
 
 def check_family(module: Any) -> Family:
-    """The family of a causal language model; `UnfitError` unless it is one of these."""
+    """The family of a causal language model; `UnfitError` if no stack can run it."""
     config = module.config
     if config.model_type not in FAMILIES:
         raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
@@ -74,26 +74,20 @@ def check_family(module: Any) -> Family:
 
 
 def stays_compressed(config: Any) -> bool:
-    """Whether a checkpoint's int4 or int8 of compressed-tensors are read as they are.
+    """Whether a checkpoint's int4 or int8 weights of compressed-tensors are read as stored.
 
     Other schemes, and other families, load through Transformers' quantiser.
     """
     given = getattr(config, "quantization_config", None)
-    if config.model_type not in FAMILIES or not is_compressed(given) or why_not(given):
+    if config.model_type not in FAMILIES or not is_compressed(given) or unsupported_reason(given):
         return False
-    kinds = [parameters.get("rope_type", "default") for parameters in rope_parameters(config)]
-    is_silu = config.hidden_act in ("silu", "swish")
-    return is_silu and all(kind in _FIXED_ROPE for kind in kinds)
-
-
-def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """What a configuration says of RoPE."""
-    given = getattr(config, "rope_parameters", None) or {}
-    return [given] if isinstance(given, dict) else []
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    return config.hidden_act in ("silu", "swish") and kind in _FIXED_ROPE
 
 
 def windows(config: Any, count: int) -> list[int | None]:
-    """Per layer how many of the last tokens it reads; None: all of them."""
+    """For each of `count` layers how many of the last tokens it reads; None: all of them."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
     if len(kinds) != count:
@@ -102,7 +96,7 @@ def windows(config: Any, count: int) -> list[int | None]:
 
 
 class Source(Protocol):
-    """Where a stack's weights are from; names are those of Transformers' module."""
+    """A source of a stack's weights, by the names in Transformers' module."""
 
     def tensor(self, name: str) -> Tensor:
         """A norm's gains."""
@@ -111,7 +105,7 @@ class Source(Protocol):
         """The vectors of tokens."""
 
     def linear(self, *paths: str) -> Linear:
-        """Linear layers that read the same rows, as one.
+        """Linear layers with the same input, as one.
 
         Raises:
             UnfitError: some of them have a bias, others have none.
@@ -122,7 +116,7 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
     """The stack of a module; afterwards the module's weights are views of the stack's.
 
     Args:
-        get: where weights are from; None: the module's own, which are then not held twice.
+        get: reads the weights; None: use the module's own, without a second copy.
 
     Raises:
         UnfitError: see `check_family`.
@@ -132,7 +126,7 @@ def read_stack(module: Any, get: Get | None = None) -> Stack:
 
 
 def fill_stack(module: Any, weights: Source) -> Stack:
-    """The stack of a module, with weights from elsewhere.
+    """The stack of a module, with the given weights.
 
     Raises:
         UnfitError: see `check_family`.
@@ -181,7 +175,7 @@ def check_biases(paths: Sequence[str], has: Sequence[bool]) -> None:
 
 
 class _Weights:
-    """Tensors of a checkpoint on their way into a stack and its twin."""
+    """A `Source` that gives each tensor to a stack and to its twin."""
 
     def __init__(self, module: Any, get: Get | None, device: torch.device) -> None:
         self._module, self._get, self._device = module, get, device
@@ -196,7 +190,7 @@ class _Weights:
         return Dense(self._join(f"{path}.weight"))
 
     def _join(self, *names: str) -> Tensor:
-        """Tensors with their rows one after the other, contiguous; the twin gets views."""
+        """Concatenate the rows of tensors, contiguous; the twin gets views."""
         tensors = [self._module.get_parameter(name).detach() for name in names]
         sizes = [len(tensor) for tensor in tensors]
         whole: Tensor = tensors[0]
@@ -225,33 +219,33 @@ class _Weights:
 
 
 def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Get | None:
-    """Where the weights of a twin are read from, by slice, if its family is one of these and the
-    files hold exactly the tensors that it has; else None, for Transformers to say what is wrong.
+    """A reader of a twin's weights; None if stacks do not run its family or the files do not hold
+    exactly its tensors, so that Transformers' loader reports what is wrong.
     """
     from safetensors import safe_open
 
-    wanted = {name: tuple(w.shape) for name, w in module.named_parameters()}
-    found = {name: path for path, header in headers.items() for name in header}
-    stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
-    inert: Any = module._keys_to_ignore_on_load_unexpected
-    ignored = ["rotary_emb.inv_freq", *(inert or ())]
-    names = [name for header in headers.values() for name in header if name != "__metadata__"]
-    is_twofold = len(set(names)) < len(names)  # two files have a tensor of one name
-    others = {
-        name for name in found.keys() - wanted.keys() - {"__metadata__"}
-        if not any(re.search(pattern, name) for pattern in ignored)
-    }  # fmt: skip
     try:
         check_family(module)
     except UnfitError:
         return None
+    wanted = {name: tuple(w.shape) for name, w in module.named_parameters()}
+    names = [name for header in headers.values() for name in header if name != "__metadata__"]
+    found = {name: path for path, header in headers.items() for name in header}
+    stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
+    has_duplicates = len(set(names)) < len(names)
     differs = any(stored.get(name) != shape for name, shape in wanted.items())
-    if is_twofold or differs or "lm_head.weight" in others:
+    inert: Any = module._keys_to_ignore_on_load_unexpected
+    ignored = ["rotary_emb.inv_freq", *(inert or ())]
+    others = {
+        name for name in set(names) - wanted.keys()
+        if not any(re.search(pattern, name) for pattern in ignored)
+    }  # fmt: skip
+    if has_duplicates or differs or "lm_head.weight" in others:
         return None
     check_leftovers(module, others, next(iter(headers)).parent)
 
     def get(name: str) -> Tensor:
-        # Opened for each: the memory that a file is mapped to is given back with the tensor.
+        # Open the file for each tensor: its memory map is then freed with the tensor.
         with reading(path := found[name]), safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
@@ -262,7 +256,7 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Ge
 def twin_of(
     model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, attention: str
 ) -> Any:
-    """Transformers' module without memory for weights; what it computes by itself is there."""
+    """Transformers' module without memory for weights, but with its RoPE frequencies."""
     with torch.device("meta"):
         module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
     rotary = getattr(module.base_model, "rotary_emb", None)
@@ -282,8 +276,8 @@ def take_generation_config(module: Any, folder: Path) -> None:
 def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
     """A small module with a configuration's switches, each kind of layer once, random weights.
 
-    Windows are short enough for the self-check's sequences, and norms and biases are random, too:
-    so it sees what a checkpoint's own weights may hide.
+    Windows are shorter than the self-check's sequences, and norms and biases are random, too, so
+    that errors show which a checkpoint's own weights may hide.
     """
     small = copy.deepcopy(config)
     grouped = config.num_attention_heads // config.num_key_value_heads > 1

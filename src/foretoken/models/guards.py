@@ -1,10 +1,10 @@
-"""Which models we refuse, and why: a wrong answer in silence is the one failure we cannot have.
+"""Which models we refuse, and why: silently wrong output is the one unacceptable failure.
 
 Belongs here: checks on the configuration, on how a module calls attention, and the self-check
 against the module's own eager attention. Does not: loading.
 
-Some families carry Transformers' support flag and still attend across requests when packed;
-others never call the attention function. Only running them tells.
+Some families have Transformers' support flag and still attend across packed requests; others never
+call the attention function. Only running them shows it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from foretoken.ops import AttentionBatch
 from foretoken.ops.stack import ForwardOutput, dtype_of
 from foretoken.ops.steps import ForwardBatch
 
-# Classes without Transformers' support flag whose attention does go through its interface: the
-# self-check passes, and the tests compare them with plain Transformers.
+# Model types without Transformers' support flag that do call attention through its interface: they
+# pass the self-check, and the tests compare them with plain Transformers.
 _UNFLAGGED = frozenset({"stablelm"})
 
 _ALIBI = "its own code adds ALiBi biases to attention"
@@ -58,22 +58,22 @@ _LAYER_REASONS = {
     "linear_attention": _RECURRENT,
 }
 
-# Difference to eager attention, relative to the largest logit. float32: the worst row; correct
-# models stay below 1e-6. Half precision: the 85th percentile of rows, because rounding can send
-# single tokens to another expert of a mixture (0.2 in one row of a correct model); correct models
-# stayed below 2e-2, a bidirectional model was at 0.5.
+# Bounds on the difference to eager attention, relative to the largest logit. float32: of the worst
+# row; correct models stay below 1e-6. Half precision: of the 85th percentile of rows, because
+# rounding can send single tokens to another expert of a mixture (0.2 in one row of a correct
+# model); correct models stayed below 2e-2, a bidirectional model was at 0.5.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-MOST_POSITIONS = 64  # of sequences of the self-check, and more
-_LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
-BLOCK, NUM_BLOCKS = 4, 16  # tokens per cache block there, and how many there are
+MOST_POSITIONS = 64  # more than any sequence of the self-check has
+_LENGTH = 22  # tokens per sequence of the self-check: more than a block of 16
+BLOCK, NUM_BLOCKS = 4, 16  # tokens per cache block in the self-check, and its number of blocks
 
 
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
-    """The class that `config.json` names, the first if it names none.
+    """The class that `config.json` names; the first of `class_names` if it names none.
 
-    Remote code and another architecture are refused. `class_names` are what Transformers has for
-    the `model_type`: a causal language model, then one of pictures or sound.
+    Remote code and other architectures are refused. `class_names` are Transformers' classes for the
+    `model_type`: a causal language model, then a multimodal one.
     """
     names = raw.get("architectures") or []
     if not isinstance(names, list):
@@ -98,10 +98,10 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
 
 
 def check_quantisation(config: Any) -> bool:
-    """Whether the weights are quantised; if so, Transformers has all that it takes to load them.
+    """Whether the weights are quantised; if they are, check that Transformers can load them.
 
-    Weights that can be turned back into ordinary numbers will be (the configuration is changed):
-    any backend runs those as stacks, and no kernels are fetched from elsewhere.
+    The configuration is changed so that weights are dequantised where possible: any backend then
+    runs them as stacks, and no kernels are downloaded.
     """
     given: Any = getattr(config, "quantization_config", None)
     given = given or getattr(config.get_text_config(), "quantization_config", None)
@@ -126,7 +126,7 @@ def check_quantisation(config: Any) -> bool:
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Refuse, before any weight is read, what paged attention cannot do for this model."""
+    """Refuse, before reading weights, a model that paged attention cannot run."""
     text = config.get_text_config()
     _check_rope_types(text)
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -151,7 +151,7 @@ def check_class(model_class: Any, config: Any) -> None:
 
 
 def check_multimodal(config: Any) -> None:
-    """Refuse a model of pictures or sound whose text part does not run by itself."""
+    """Refuse a multimodal model if its text part does not run alone."""
     if any(getattr(c, "is_encoder_decoder", False) for c in (config, config.get_text_config())):
         raise UnsupportedModelError(
             f"`{config.model_type}` is multimodal, and its text part does not run alone: it "
@@ -174,12 +174,12 @@ def _check_rope_types(text: Any) -> None:
 
 
 def rope_limit(config: Any) -> tuple[int, str] | None:
-    """The longest context at which RoPE does not look at the batch, and the type that does beyond.
+    """The longest context at which RoPE does not depend on the batch, and its type; None: any.
 
     `longrope` and `dynamic` choose one set of frequencies for the whole packed batch, by its
-    highest position; one request's text would change another's logits (measured: by 2.8). While
-    every position is below `original_max_position_embeddings` (longrope) or
-    `max_position_embeddings` (dynamic) the choice is always the same.
+    highest position: one request's text would change another's logits (measured: by 2.8). The
+    choice is always the same while every position is below `original_max_position_embeddings`
+    (longrope) or `max_position_embeddings` (dynamic).
     """
     text = config.get_text_config()
     found: list[tuple[int, str]] = []
@@ -193,7 +193,7 @@ def rope_limit(config: Any) -> tuple[int, str] | None:
 
 
 def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every dict of RoPE parameters in a configuration, those of single layer types included."""
+    """Every dict of RoPE parameters in a configuration, including those of single layer types."""
     for value in config.values():
         if isinstance(value, dict):
             if "rope_type" in value:
@@ -202,11 +202,11 @@ def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tensor]:
-    """Run a few tokens without a cache: what each layer asks of attention, and logits to look at.
+    """Run a few tokens without a cache; return each layer's attention call, and logits.
 
     Raises:
-        UnsupportedModelError: not exactly one attention call per layer, in order; a layer whose
-            sliding window is not the configuration's; a module that fails on packed input.
+        UnsupportedModelError: not exactly one attention call per layer, in order; a layer with
+            another sliding window than the configuration's; a module that fails on packed input.
     """
     text = module.config.get_text_config()
     batch = _packed([(0, _random_tokens(text.vocab_size, BLOCK), [0])], device)
@@ -238,10 +238,10 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
 def _packed(
     requests: Sequence[tuple[int, list[int], list[int]]], device: torch.device
 ) -> ForwardBatch:
-    """A pass over tokens of each request, with the logits of all.
+    """A pass over tokens of each request, with logits of every token.
 
     Args:
-        requests: where its tokens begin, the tokens, all its blocks.
+        requests: for each its first position, its tokens, and its blocks.
     """
     starts, tokens, blocks = zip(*requests, strict=True)
     counts = [len(ids) for ids in tokens]
@@ -262,18 +262,18 @@ def _packed(
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
-    """Compare the windows that layers ask for with the configuration. The self-check's sequences
-    are shorter than real windows, so it cannot see one that is missing, too many or too long."""
+    """Compare the windows of layers with the configuration. The self-check cannot find a missing,
+    superfluous or too long window: its sequences are shorter than real windows."""
     reach = getattr(text, "max_position_embeddings", None) or math.inf
 
     def effective(window: int | None) -> int | None:
-        return window if window and window < reach else None  # a longer one hides nothing
+        return window if window and window < reach else None  # a longer one has no effect
 
     stated = effective(getattr(text, "sliding_window", None))
     asked = [effective(window) for window in windows]
     types = getattr(text, "layer_types", None)
     if types is None:
-        # Without a type per layer only some layers may have it, by rules of the family.
+        # Without a type per layer, rules of the family may say that only some layers have windows.
         missing = stated is not None and not any(asked)
         types = ["sliding_attention" if w or missing else "full_attention" for w in asked]
     for layer, (kind, window) in enumerate(zip(types, asked, strict=True)):
@@ -288,9 +288,9 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
 def self_check(model: CausalLM, expected: Tensor) -> float:
     """Compare with the module's own eager attention: prefill, decode, verify and rollback, ragged.
 
-    Three sequences of random tokens run through the paged cache as an engine would run them; every
-    logit row must equal the row of one plain eager forward. With `probe` and `eager_logits` this
-    costs six forwards of a few tokens (0.15 s for the embedded model on one thread of a busy CPU).
+    Three sequences of random tokens run through the paged cache as in an engine; every row of
+    logits must equal that of one plain eager forward. With `probe` and `eager_logits` this costs
+    six forwards of a few tokens (0.15 s for the embedded model on one thread of a busy CPU).
     Sliding windows longer than 22 tokens are not exercised.
 
     Args:
@@ -306,7 +306,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
 
     def run() -> list[Tensor]:
         forward = model.forward
-        return scheduled(lambda batch: forward(batch, kv), model.vocab_size, model.device)
+        return run_schedule(lambda batch: forward(batch, kv), model.vocab_size, model.device)
 
     model.backend.compile_ahead(run)
     errors = []
@@ -317,7 +317,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
             errors.append((ours.float() - eager).abs().amax(-1))
             row += count + drafts
     error_N = torch.cat(errors) / expected.abs().max()
-    dtype = dtype_of(model.embedding)  # the module's; kernels may compute in a wider one
+    dtype = dtype_of(model.embedding)  # the module's; kernels may use a wider one
     tolerance = TOLERANCE[dtype]
     error = error_N.quantile(1.0 if dtype is torch.float32 else 0.85).item()
     if not error <= tolerance:  # NaN too
@@ -328,10 +328,10 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     return error
 
 
-def scheduled(
+def run_schedule(
     forward: Callable[[ForwardBatch], ForwardOutput], vocab_size: int, device: torch.device
 ) -> list[Tensor]:
-    """The self-check's passes, one after the other: logits of all rows of each."""
+    """Run the self-check's passes in order; return the logits of all rows of each."""
     tokens, wrong = _check_tokens(vocab_size), _random_tokens(vocab_size, 3, 4)
     found = []
     for step in _SCHEDULE:
@@ -343,26 +343,26 @@ def scheduled(
     return found
 
 
-# Of each sequence: those of the first are adjacent, of the others scattered.
+# Blocks of each sequence, mostly adjacent for the first, scattered for the others.
 _BLOCKS = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
 
-# Steps of (sequence, first position, true tokens, wrong drafts after them). Positions that held
-# wrong drafts are written again by a later step: rollback.
+# Steps of (sequence, first position, true tokens, wrong drafts after them). A later step
+# overwrites the positions of wrong drafts: rollback.
 _SCHEDULE = (
     ((0, 0, 13, 0), (1, 0, 3, 0)),  # ragged prefill
     ((0, 13, 3, 0), (1, 3, 1, 0), (2, 0, 13, 0)),  # chunked prefill, decode, prefill
     ((0, 16, 1, 3), (1, 4, 1, 3), (2, 13, 1, 3)),  # verify with wrong drafts
     ((2, 14, 5, 0), (0, 17, 5, 0), (1, 5, 5, 0)),  # rolled back, verify with right drafts
     ((1, 10, 1, 0), (2, 19, 1, 0)),  # decode
-    ((1, 11, 1, 0),),  # of one request
+    ((1, 11, 1, 0),),  # decode one request
 )
 
 
 def check_finite(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `CheckpointError` for the first of a checkpoint's tensors that holds NaN or infinity.
+    """Raise `CheckpointError` for the first of a checkpoint's tensors with NaN or infinity.
 
-    The self-check sees only what its few tokens reach: neither other tokens' vectors nor most
-    experts. To read 1 GB takes 0.3 s on one CPU core.
+    The few tokens of the self-check do not reach other tokens' embeddings or most experts. Reading
+    1 GB takes 0.3 s on one CPU core.
     """
     for name, tensor in tensors:
         if tensor.dtype not in TOLERANCE or not tensor.numel():
@@ -379,7 +379,7 @@ def check_finite(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def eager_logits(module: Any, device: torch.device) -> Tensor:
-    """Logits of the self-check's sequences without any of our code: float32 [3, 22, V]."""
+    """Logits of the self-check's sequences by the module alone, float32 [3, 22, V]."""
     vocab_size = module.config.get_text_config().vocab_size
     input_ids = torch.tensor(_check_tokens(vocab_size), device=device)
     module.set_attn_implementation("eager")

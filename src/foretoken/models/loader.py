@@ -1,7 +1,7 @@
 """From a name to a model that passed every guard.
 
 Belongs here: the order of loading, and turning Transformers' failures into our errors. Does not:
-the checks themselves (`checkpoint.py`, `guards.py`).
+the checks (`checkpoint.py`, `guards.py`).
 """
 
 from __future__ import annotations
@@ -20,51 +20,33 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import guards
 from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
 from foretoken.models.causal_lm import CausalLM, ModuleNetwork, TargetView
-from foretoken.models.checkpoint import (
-    check_generation_config,
-    check_plain,
-    check_weights,
-    first_line,
-    parse_config,
-    quiet_transformers,
-    read_config,
-)
 from foretoken.models.compressed import CompressedWeights
-from foretoken.models.families import (
-    FAMILIES,
-    Get,
-    files_of,
-    fill_stack,
-    miniature_of,
-    read_stack,
-    stays_compressed,
-    take_generation_config,
-    twin_of,
-)
 from foretoken.models.gguf.config import generation_values
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.kernel_check import check_kernels
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import observe_linears, pack_linears
-from foretoken.models.sizes import (
-    check_fit,
-    check_leftovers,
-    check_numbers,
-    check_room,
-    check_sizes,
-    parameter_shapes,
-    stored_sizes,
-)
-from foretoken.models.stored import StoredWeights, check_stack
+from foretoken.models.stored import StoredWeights, check_finite_stack
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.stack import LoadedStack, RoundStack, Stack, UnfitError, linears
+
+from foretoken.models.checkpoint import (  # isort: skip
+    check_generation_config, check_plain, check_weights, first_line, parse_config,
+    quiet_transformers, read_config,
+)  # fmt: skip
+from foretoken.models.families import (  # isort: skip
+    FAMILIES, Get, files_of, fill_stack, miniature_of, read_stack, stays_compressed,
+    take_generation_config, twin_of,
+)  # fmt: skip
+from foretoken.models.sizes import (  # isort: skip
+    POSITIONS, check_fit, check_leftovers, check_numbers, check_room, check_sizes,
+    parameter_shapes, stored_sizes,
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
 _DUMMY_LOGIT_STD = 2.0
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def load_model(
@@ -84,16 +66,16 @@ def load_model(
         path_or_name: what `resolve_checkpoint` takes.
         dtype: one of `config.DTYPES`; "auto" is float32 on a CPU, whatever the checkpoint holds,
             and the checkpoint's own dtype elsewhere.
-        dummy_seed: if given, weights are random numbers of this seed, and `config.json` is all
-            that the folder must have.
+        dummy_seed: if given, weights are random numbers of this seed, and the folder needs only a
+            `config.json`.
         max_model_len: most positions of a request; the checkpoint's limit if None.
-        shorten: take the checkpoint's limit where `max_model_len` is beyond it, instead of
-            refusing: for a draft model, which just stops drafting there.
-        view: what a drafter will ask of the model; None: its tokens alone.
+        shorten: if `max_model_len` is above the checkpoint's limit, use that limit instead of
+            raising: for a draft model, which simply stops drafting there.
+        view: what a drafter will read of the model; None: only its tokens.
 
     Raises:
         CheckpointError: the folder cannot be read.
-        UnsupportedModelError: it can, but we would not run it exactly.
+        UnsupportedModelError: it can be read, but we would not run it exactly.
         ConfigError: `dtype`, `max_model_len` or `aux_layers` out of bounds.
     """
     view, device = view or TargetView(), torch.device(device)
@@ -127,7 +109,7 @@ def has_own_format(folder: Path, config: Any) -> bool:
 
 
 def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
-    """Weights in the format of their file, for a twin; and the twin's generation configuration."""
+    """Weights in the format of their file, for a twin, which also gets its generation config."""
     if not is_gguf(folder):
         take_generation_config(module, folder)
         return CompressedWeights(folder, described.headers, module)
@@ -141,10 +123,10 @@ def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
 def _stored_model(
     described: _Described, folder: Path, backend: Backend, max_model_len: int, view: TargetView
 ) -> CausalLM:
-    """A model on a CPU whose weights stay in their file's format; no module has them, too.
+    """A model on a CPU with weights in their file's format, of which no module holds a copy.
 
-    So there is no self-check against one. A miniature shows that the configuration was read right,
-    `check_kernels` that kernels multiply these formats right.
+    So there is no self-check against a module. A miniature shows that the configuration was read
+    correctly, `check_kernels` that the kernels multiply these formats correctly.
     """
     config, model_class = described.config, described.model_class
     module = twin_of(model_class, config, torch.float32, torch.device("cpu"), ATTENTION_NAME)
@@ -153,7 +135,7 @@ def _stored_model(
         stack = fill_stack(module, weights)
     except UnfitError as reason:
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
-    check_stack(folder, stack, blocks=backend.name != "native")
+    check_finite_stack(folder, stack, blocks=backend.name != "native")
     network = _laid_out(stack, backend, folder, max(max_model_len, config.max_position_embeddings))
     with _one_thread():
         _check_miniature(model_class, config)
@@ -179,16 +161,16 @@ def _laid_out(stack: Stack, backend: Backend, folder: Path, positions: int) -> L
             reason,
         )
     except CheckpointError:
-        check_stack(folder, stack, blocks=True)  # says which
+        check_finite_stack(folder, stack, blocks=True)  # raises an error that names the matrix
         raise
-    check_stack(folder, stack, blocks=True)
+    check_finite_stack(folder, stack, blocks=True)
     return backend.stock_stack(stack)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """PyTorch computes with one thread inside: small operators, which on a busy machine take a
-    hundred times as long with two (1.2 s of a load in place of 0.02)."""
+    """Let PyTorch use one thread inside. On a busy machine small operators take a hundred times as
+    long with two (1.2 s of a load instead of 0.02)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -200,9 +182,9 @@ def _one_thread() -> Iterator[None]:
 def load_plain(path_or_name: str | Path) -> Any:
     """A checkpoint's own module in float32 on the CPU, under its own eager attention.
 
-    None of our code runs in it, and all that `load_model` refuses before a pass is refused here,
-    too: weights that are no safetensors, the checkpoint's own code, families that we cannot run,
-    numbers that are not finite.
+    None of our code runs in it. It refuses whatever `load_model` refuses before a pass: weights
+    other than safetensors, the checkpoint's own code, families that we cannot run, numbers that are
+    not finite.
 
     Raises:
         CheckpointError, UnsupportedModelError: as `load_model`.
@@ -230,12 +212,12 @@ def _checked(
     positions: int,
     folder: Path | None,
 ) -> CausalLM:
-    """What runs the model, after the self-check.
+    """The model, after the self-check.
 
     Args:
-        module: runs it if there is no stack; else the stack's twin.
-        positions: contexts of the engine; a draft model's own may be shorter, and then it stops.
-        folder: where the weights are from; None: they are random.
+        module: runs the model if there is no stack; else the stack's twin.
+        positions: the engine's longest context; `max_model_len` of a draft model may be shorter.
+        folder: the folder of the weights; None: they are random.
     """
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
@@ -267,7 +249,7 @@ def _checked(
 
 
 def _check_windows(stack: Stack, calls: list[AttentionCall]) -> None:
-    """Compare with what the twin asks for: the self-check's sequences are shorter than windows."""
+    """Compare with the twin's windows: the self-check's sequences are shorter than these."""
     own = [layer.mixer.options.sliding_window for layer in stack.layers]
     asked = [call.sliding_window for call in calls]
     if own != asked:
@@ -277,7 +259,7 @@ def _check_windows(stack: Stack, calls: list[AttentionCall]) -> None:
 
 
 def _loaded(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
-    """A stack in the backend's layout, or in stock operators where the backend lacks something."""
+    """A stack in the backend's layout, or in stock operators if the backend lacks something."""
     try:
         return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
@@ -286,7 +268,7 @@ def _loaded(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
 
 
 def _miniature_error(model_class: Any, config: Any) -> str:
-    """Why a family's stack is not its module's, on a small model of the same switches."""
+    """How a family's stack differs from its module in a miniature; empty if it does not."""
     module, backend = miniature_of(model_class, config, ATTENTION_NAME), get_backend("torch")
     expected, stack = guards.eager_logits(module, torch.device("cpu")), read_stack(module)
     model = CausalLM(
@@ -301,14 +283,14 @@ def _miniature_error(model_class: Any, config: Any) -> str:
 
 
 _miniatures: dict[tuple[str, str], str] = {}
-"""What was found of each configuration; empty: nothing is wrong."""
+"""Results of `_miniature_error` by class and configuration."""
 
 
 def _check_miniature(model_class: Any, config: Any) -> None:
     """Refuse a family whose stack differs from its module's eager attention in a miniature.
 
-    It shows that the table of families has read the configuration right, on shorter windows and
-    bolder norms and biases than a checkpoint may have: 0.1 s, once for each configuration.
+    It shows that the table of families reads the configuration correctly, with shorter windows and
+    larger norms and biases than a checkpoint may have. It takes 0.1 s, once per configuration.
     """
     key = model_class.__name__, config.to_json_string(use_diff=False)
     if key not in _miniatures:
@@ -318,7 +300,7 @@ def _check_miniature(model_class: Any, config: Any) -> None:
 
 
 def _drop_towers(module: Any, ran: set[int]) -> None:
-    """Free what only pictures or sound pass through: none of its linear layers `ran` on a text."""
+    """Free submodules for pictures or sound: none of their linear layers `ran` on a text."""
     if module.config.get_text_config() is module.config:
         return
     for name, child in list(module.base_model.named_children()):
@@ -332,7 +314,7 @@ class _Described(NamedTuple):
     """A checkpoint before its weights are read.
 
     headers: of its safetensors files
-    shapes:  of the parameters of `model_class`; None: it cannot be built
+    shapes:  of the parameters of `model_class`; None if it cannot be built
     """
 
     config: Any
@@ -342,7 +324,7 @@ class _Described(NamedTuple):
 
 
 def _description(folder: Path, *, is_dummy: bool) -> _Described:
-    """The configuration, which agrees with the weights, if there are any."""
+    """The checkpoint's description, after comparing the configuration with the weights, if any."""
     check_generation_config(folder)
     config, model_class, headers = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
     register_attention()
@@ -355,8 +337,8 @@ def _description(folder: Path, *, is_dummy: bool) -> _Described:
 def _config_and_class(
     folder: Path, raw: dict[str, Any], *, is_dummy: bool
 ) -> tuple[Any, Any, dict[Path, dict[str, Any]]]:
-    """The configuration, the class for it and the headers of the weights, if there are any, after
-    the guards that do not run the model."""
+    """The configuration, its class, and the headers of the weights, if any, after the guards that
+    do not run the model."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = raw["model_type"]
@@ -364,7 +346,7 @@ def _config_and_class(
     class_names = [text_class, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)]
     name = guards.check_config(raw, [name for name in class_names if name])
     headers = {} if is_dummy or is_gguf(folder) else check_weights(folder, plain=False)
-    if not is_gguf(folder):  # whose sizes were compared when it was read
+    if not is_gguf(folder):  # `read_config` has checked a GGUF file's sizes
         check_sizes(folder, raw, None if is_dummy else stored_sizes(headers.values()))
     config = parse_config(folder, model_type)
     if name == text_class:
@@ -390,14 +372,14 @@ def _weighted(
 ) -> tuple[Any, Stack | None]:
     """A module with the checkpoint's weights, and its stack, if it has one.
 
-    Of families that backends run themselves the stack is read and the module is its twin; others,
-    and what is wrong, are left to Transformers' loader.
+    For families that backends run themselves, the stack is read and the module is its twin. Other
+    families, and damaged checkpoints, are left to Transformers' loader.
     """
     config, model_class, headers, shapes = described
     if has_own_format(folder, config):
         return _dequantised(described, folder, dtype, device)
-    is_plain = shapes is not None and not _is_quantised(config)
-    if is_plain and config.model_type in FAMILIES:
+    is_quantised = bool(getattr(config, "quantization_config", None))
+    if shapes is not None and not is_quantised and config.model_type in FAMILIES:
         twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
         get = files_of(twin, headers)
         if get is not None and (stack := _stack_of(twin, get)) is not None:
@@ -410,7 +392,7 @@ def _weighted(
 def _dequantised(
     described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack]:
-    """The same as plain numbers, where a module needs them or kernels read nothing else."""
+    """The same with the weights as plain numbers, for a module or for kernels that need them."""
     config, model_class, _, _ = described
     twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
     weights = _stored(described, folder, twin)
@@ -420,10 +402,6 @@ def _dequantised(
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
     weights.release()
     return twin, stack
-
-
-def _is_quantised(config: Any) -> bool:
-    return bool(getattr(config, "quantization_config", None))
 
 
 def _stack_of(module: Any, get: Get | None = None) -> Stack | None:
@@ -438,7 +416,7 @@ def _weighted_module(
     described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
     config, model_class = described.config, described.model_class
-    # Layers of quantised weights choose their kernels by the device that they are loaded to.
+    # Quantised layers choose their kernels by the device that they are loaded to.
     quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
     is_placed = device.type != "cpu" and not quantisation.get("dequantize")
     try:
@@ -457,7 +435,7 @@ def _weighted_module(
         raise CheckpointError(
             f"The weights in `{folder}` do not fit `{model_class.__name__}`: {first_line(error)}"
         ) from error
-    # A mismatched one comes as (name, shape stored, shape wanted).
+    # Entries of `mismatched_keys` are (name, shape stored, shape wanted).
     mismatched = sorted(key[0] for key in info["mismatched_keys"])
     check_fit(folder, {"missing": sorted(info["missing_keys"]), "mismatched": mismatched})
     check_leftovers(module, info["unexpected_keys"], folder)
@@ -468,11 +446,11 @@ def _weighted_module(
 def _dummy_module(
     model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Any:
-    """A module with the family's own random initialisation, seeded; the caller's state is kept.
+    """A module with the family's own random initialisation, seeded; global random state is kept.
 
-    Its first logits are nearly flat (standard deviation 0.3 at hidden size 256), so that every
-    argmax would be a near-tie: the output embedding is scaled until they have one of 2. A tied
-    input embedding is scaled with it, which the first norm undoes.
+    Its logits would be nearly flat (standard deviation 0.3 at hidden size 256), and every argmax a
+    near-tie. So the output embedding is scaled until their standard deviation is 2. A tied input
+    embedding is scaled with it, which the first norm undoes.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -522,7 +500,7 @@ def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
 
 
 def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
-    stated = (getattr(config.get_text_config(), name, None) for name in _POSITIONS)
+    stated = (getattr(config.get_text_config(), name, None) for name in POSITIONS)
     limit: int | None = next((int(n) for n in stated if n), None)
     if wanted is None:
         wanted = limit

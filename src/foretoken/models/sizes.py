@@ -1,9 +1,8 @@
 """Whether `config.json` fits the weights and this machine.
 
-Belongs here: sizes, which are checked before a module is built, because an absurd one would be
-looped over or allocated first; and the tensors that a checkpoint holds and the model has no place
-for: harmless, or another model's? What Transformers itself declares ignorable for a class never
-gets here.
+Belongs here: checks of sizes before a module is built, since an absurd one would otherwise be
+looped over or allocated; and whether tensors that the model has no place for are harmless or
+another model's. Tensors that Transformers itself declares ignorable for a class never get here.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ _OPTIONAL = frozenset(
     """intermediate_size moe_intermediate_size n_inner ffn_dim num_experts num_local_experts
     n_routed_experts""".split()
 )  # 0 where a model has none
-_POSITIONS = frozenset({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"})
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _OF_TEXT = ("text_config", "transformer_layer_config")
-# Defaults up to these are harmless: of experts or vision layers that the text model does not have.
+# Sizes up to these are harmless: defaults for experts or vision layers that a model does not have.
 _HARMLESS = 2**20
 _HARMLESS_LAYERS = 2**12
 _MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
 _MAX_SIZE = 2**31 - 1
 _SHOWN = 3
-# Buffers that older versions of Transformers saved, and that a model computes by itself.
+# Buffers that older versions of Transformers saved; a model computes them itself.
 _BUFFERS = frozenset({"inv_freq", "original_inv_freq", "masked_bias"})
-# What layers that predict further tokens (MTP) have, and no other layer.
+# Parts that only layers for predicting further tokens (MTP) have.
 _FURTHER = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|(^|[._])mtp[._]")
 
 
-class Stored(NamedTuple):
-    """What safetensors headers say: numbers in all, layers by their names, shapes by name."""
+class StoredSizes(NamedTuple):
+    """Sizes of a checkpoint's tensors: numbers in all, layers (by their names), shapes by name."""
 
     numbers: int
     layers: int
     shapes: dict[str, Shape]
 
 
-def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> Stored:
-    """The sizes of a checkpoint by its headers; a quantised number has 1 bit or more."""
+def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> StoredSizes:
+    """The sizes by safetensors headers; a quantised number is counted as at least 1 bit."""
     numbers, layers, shapes = 0, set[str](), dict[str, Shape]()
     for header in headers:
         for name, entry in header.items():
@@ -71,7 +70,7 @@ def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> Stored:
             numbers += math.prod(shapes[name]) if is_plain else 8 * (last - first)
             if number := re.search(r"(?:^|\.)(\d+)\.", name):
                 layers.add(number[1])
-    return Stored(numbers, len(layers) or len(shapes), shapes)
+    return StoredSizes(numbers, len(layers) or len(shapes), shapes)
 
 
 def config_file(folder: Path) -> Path:
@@ -79,12 +78,12 @@ def config_file(folder: Path) -> Path:
     return folder if is_gguf(folder) else folder / "config.json"
 
 
-def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) -> None:
+def check_sizes(folder: Path, values: Mapping[str, Any], stored: StoredSizes | None) -> None:
     """Check the sizes that a configuration gives, before Transformers reads it.
 
     Args:
         values: `config.json` of `folder`.
-        stored: of its weights; None: random ones.
+        stored: sizes of its weights; None if they are random.
 
     Raises:
         CheckpointError: a size is below 1, or more than the weights or this machine can hold.
@@ -95,7 +94,7 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) 
         least = int(name in _LAYERS or name in _SIZES)
         if value < 0 or (value < least and is_text):
             raise CheckpointError(f"{given}: must be at least {least}.")
-        if name in _POSITIONS:  # of RoPE: no weights depend on it
+        if name in POSITIONS:  # of RoPE: no weights depend on it
             most = 2**63 - 1
             why = f"at most {most}"
         elif name not in _LAYERS:
@@ -114,18 +113,18 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) 
 
 
 def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[str, int, bool]]:
-    """Every size: its name, itself, and whether it is of the model of text."""
+    """Every size as its name, its value, and whether it belongs to the text model."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _sizes(value, is_text and name in _OF_TEXT)
-        elif type(value) is int and name in _LAYERS | _SIZES | _OPTIONAL | _POSITIONS:
+        elif type(value) is int and name in {*_LAYERS, *_SIZES, *_OPTIONAL, *POSITIONS}:
             yield name, value, is_text
 
 
 def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
-    """The shapes of a model's parameters, each once, without memory for them.
+    """The shapes of a model's parameters, each once, without allocating them.
 
-    None if it cannot be built: the loader meets the same failure and says what it is.
+    None if it cannot be built: the loader then fails in the same way and reports it.
     """
     try:
         with torch.device("meta"):
@@ -136,11 +135,11 @@ def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
 
 
 def check_numbers(
-    folder: Path, config: Any, shapes: Mapping[str, Shape] | None, stored: Stored
+    folder: Path, config: Any, shapes: Mapping[str, Shape] | None, stored: StoredSizes
 ) -> None:
     """Raise `CheckpointError` for a model of far more numbers than the weights hold.
 
-    A few that do not fit are found by name when they are loaded: they are allocated first.
+    It prevents huge allocations. Smaller misfits are found by name when weights are loaded.
     """
     needed = sum(map(math.prod, shapes.values())) if shapes else 0
     if shapes and needed > max(2 * stored.numbers, _HARMLESS):  # twice: an untied output layer
@@ -160,7 +159,7 @@ def check_room(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise `EngineMemoryError` for random weights that the device can never hold."""
+    """Raise `EngineMemoryError` for random weights larger than the device's memory."""
     room = machine_bytes()
     if device.type != "cpu":
         room = torch.cuda.get_device_properties(device).total_memory
@@ -174,8 +173,8 @@ def check_room(
         )
 
 
-def _cause(config: Any, shape: Shape, stored: Stored | None) -> str:
-    """The field that makes a tensor so large: the largest that divides a size not stored."""
+def _cause(config: Any, shape: Shape, stored: StoredSizes | None) -> str:
+    """The field that makes a tensor so large: the largest one that divides a size not stored."""
     known = {size for shape in stored.shapes.values() for size in shape} if stored else set[int]()
     sizes = [size for size in shape if size not in known]
     fields = [
@@ -188,14 +187,14 @@ def _cause(config: Any, shape: Shape, stored: Stored | None) -> str:
 
 
 def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> None:
-    """Warn of tensors that play no part in the model; refuse the others.
+    """Warn of harmless tensors that the model does not use; refuse others.
 
-    Harmless are saved masks and frequencies, layers after the last that predict further tokens,
-    and whole modules next to the model (a value head). A tensor inside a module that the model does
-    have, such as a bias or a norm that its layers lack, was trained into another model.
+    Harmless are saved masks and frequencies, layers after the last that predict further tokens, and
+    whole modules next to the model (a value head). A tensor inside one of the model's own modules,
+    such as a bias or a norm that its layers lack, means that another model was trained.
 
     Raises:
-        CheckpointError: tensors of the second kind, with their number and some names.
+        CheckpointError: some are not harmless; it gives their number and some names.
     """
     names = sorted(names)
     further = {_layer(name) for name in names if _FURTHER.search(name)} - {""}
@@ -208,7 +207,7 @@ def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> No
 
 
 def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
-    """Raise `CheckpointError` for the first problem that tensors have, with some of their names."""
+    """Raise `CheckpointError` for the first problem that has tensors, with some of their names."""
     for problem, names in problems.items():
         if names:
             raise CheckpointError(
@@ -218,7 +217,7 @@ def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
 
 
 def _some_names(names: list[str]) -> str:
-    """The first few of them, as a message shows them."""
+    """The first few names, for a message."""
     return ", ".join(f"`{name}`" for name in names[:_SHOWN])
 
 
@@ -226,7 +225,7 @@ def _is_harmless(module: nn.Module, name: str, further: set[str]) -> bool:
     parent, rest = _nearest(module, name)
     if name.rpartition(".")[2] in _BUFFERS:
         return True
-    if rest == "bias":  # a causal mask, if the module has no weight that a bias could go with
+    if rest == "bias":  # a causal mask, if the module has no weight to which a bias could belong
         return parent is not module and not [*parent.parameters(recurse=False)]
     if isinstance(parent, nn.ModuleList):
         return _layer(name) in further
@@ -236,7 +235,7 @@ def _is_harmless(module: nn.Module, name: str, further: set[str]) -> bool:
 
 
 def _nearest(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The innermost module that the model has on the way to a tensor, and the rest of the name.
+    """The innermost of the model's modules on a tensor's path, and the rest of the name.
 
     The base model's prefix may be missing: `layers.0…` means `model.layers.0…`.
     """
@@ -255,6 +254,6 @@ def _nearest(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _layer(name: str) -> str:
-    """`model.layers.7` of `model.layers.7.mlp.weight`; "" outside of numbered layers."""
+    """`model.layers.7` for `model.layers.7.mlp.weight`; "" outside of numbered layers."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match.group() if match else ""

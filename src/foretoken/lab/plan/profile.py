@@ -275,7 +275,7 @@ def config_of(folder: Path) -> Mapping[str, Any]:
 
 def _bytes_of_a_weight(path: Path) -> float:
     """Of a GGUF file, all its formats together."""
-    from foretoken.models.gguf.split import read_gguf
+    from foretoken.models.gguf.reader import read_gguf
 
     file = read_gguf(path)
     return file.nbytes / sum(math.prod(tensor.shape) for tensor in file.tensors.values())

@@ -1,7 +1,7 @@
 """Tensors of a GGUF file by the names of Transformers' parameters.
 
-Belongs here: the table of names, and the order of rows where llama.cpp's converter changed it. Does
-not: which parameters a model has (its Transformers module says so), numbers.
+Belongs here: the table of names, and the row order where llama.cpp's converter changed it. Does
+not: which parameters a model has (its Transformers module says so), reading numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.models.gguf.reader import GgufTensor
-from foretoken.models.gguf.split import GgufFile
+from foretoken.models.gguf.reader import GgufFile, GgufTensor
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -38,13 +37,13 @@ _LAYER_OF = {theirs: ours for ours, theirs in _OF_LAYER.items()}
 _OUTSIDE_OF = {theirs: ours for ours, theirs in _OUTSIDE.items()}
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""What `config.py` turns into a type of RoPE; no parameter of a module."""
+"""No parameter of a module: `config.py` turns it into a type of RoPE."""
 
-_PERMUTED = ("llama", "mistral3")  # architectures whose RoPE turns neighbouring rows of a head
+_PERMUTED = ("llama", "mistral3")  # architectures in which RoPE rotates neighbouring rows of a head
 
 
 def parameter_name(name: str) -> str | None:
-    """The parameter that a tensor is: `model.layers.3.mlp.up_proj.weight` of `blk.3.ffn_up.weight`.
+    """The parameter of a tensor: `model.layers.3.mlp.up_proj.weight` for `blk.3.ffn_up.weight`.
 
     None for a tensor that the families of `config.py` do not have.
     """
@@ -58,7 +57,7 @@ def parameter_name(name: str) -> str | None:
 
 
 def tensor_name(name: str) -> str | None:
-    """The tensor that a parameter is in a file: the inverse of `parameter_name`."""
+    """The name of a parameter's tensor in a file: the inverse of `parameter_name`."""
     path, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):
         return None
@@ -74,7 +73,7 @@ def parameters(file: GgufFile) -> dict[str, GgufTensor]:
     """The tensors of a model by the names of Transformers' parameters.
 
     Raises:
-        UnsupportedModelError: a tensor that no parameter is, so that the model is another one.
+        UnsupportedModelError: a tensor is no known parameter, so the model is a different one.
     """
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
@@ -90,11 +89,11 @@ def parameters(file: GgufFile) -> dict[str, GgufTensor]:
 
 
 def row_order(architecture: str, name: str, values: Mapping[str, int]) -> NDArray[np.int64] | None:
-    """Where the rows of a parameter lie in the file, or None if they lie in order.
+    """Where the rows of a parameter are in the file, or None if they are in order.
 
-    llama.cpp turns neighbouring rows of a head together, Transformers a row of the first half with
-    one of the second; so its converter interleaves the halves of each query and key head, weights
-    and biases. `file_rows[row_order(...)]` are Transformers' rows.
+    RoPE in llama.cpp rotates neighbouring rows of a head together, in Transformers a row of the
+    first half with one of the second. So llama.cpp's converter interleaves the halves of each query
+    and key head, in weights and biases. `file_rows[row_order(...)]` are Transformers' rows.
 
     Args:
         architecture: `general.architecture` of the file.

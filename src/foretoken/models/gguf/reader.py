@@ -1,17 +1,19 @@
-"""The header of a GGUF file: metadata, and where each tensor lies.
+"""The header of a GGUF model, in one file or in a split set: metadata, and where each tensor is.
 
 Belongs here: the format, read strictly. Every count, length and offset is compared with the size of
 the file before anything is allocated or looped over, and every failure is a `CheckpointError` that
-names the file. Does not: what the keys mean (`config.py`, `tokenizer.py`), sets of split files
-(`split.py`), packed numbers. No torch, and no package `gguf`: its reader takes 1.7 s for a header
-of 98 000 strings, this one 0.05 s.
+names the file. The files of a split set (`name-00001-of-00003.gguf` and so on) are read as one
+model. Does not: what the keys mean (`config.py`, `tokenizer.py`), packed numbers. No torch, and no
+package `gguf`: its reader takes 1.7 s for a header of 98 000 strings, this one 0.05 s.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -43,7 +45,7 @@ KINDS = {
     14: Kind("Q6_K", 256, 210),
     30: Kind("BF16", 1, 2),
 }
-"""By ggml's number: the kinds that are served."""
+"""The kinds that are served, by ggml's number."""
 
 _OTHER_KINDS = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -72,15 +74,16 @@ _MAX_NAME, _MAX_DIMS = 64, 4  # of a tensor: bounds of the format itself
 _MAX_KEY = 256  # bytes; the format has 65535, files have 60
 _MAX_NUMBERS = 2**63 - 1
 _AGAIN = "Download it again."
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)", re.I)
 
 
 class GgufTensor(NamedTuple):
     """One tensor of a file.
 
-    kind:   the name of how its numbers are stored, one of `KINDS`
-    shape:  rows first, as NumPy and PyTorch have it: a matrix is [out, in]
+    kind:   how its numbers are stored: a name in `KINDS`
+    shape:  rows first, as in NumPy and PyTorch: a matrix is [out, in]
     offset: of its first byte in `path`
-    data:   its bytes, as they lie in the file: a view of the one read-only map of the file
+    data:   its bytes as stored: a view of the file's one read-only map
     """
 
     name: str
@@ -111,7 +114,7 @@ class GgufTensor(NamedTuple):
 class GgufPart(NamedTuple):
     """One file: a whole model, or a part of a split set.
 
-    metadata: Python's own values; arrays are lists
+    metadata: Python values; arrays are lists
     """
 
     path: Path
@@ -119,6 +122,25 @@ class GgufPart(NamedTuple):
     alignment: int
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+
+
+class GgufFile(NamedTuple):
+    """A GGUF model: its only file, or all parts of its set.
+
+    path:     of the first part
+    metadata: of the first part; callers must not change it, because it is cached
+    tensors:  of all parts, by their names in the file
+    """
+
+    path: Path
+    parts: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def is_gguf(path: Path) -> bool:
@@ -130,6 +152,88 @@ def shown(value: Any) -> str:
     """A value of the metadata, short enough for a message."""
     text = repr(value[:60] if isinstance(value, (str, list)) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def split_names(name: str) -> list[str]:
+    """All file names of the split set that `name` belongs to, in order; else only `name`."""
+    match = _SPLIT_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
+        return [name]
+    stem, count, end = match["stem"], int(match["count"]), match["end"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{end}" for number in range(1, count + 1)]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the headers of a GGUF model; `path` may be any part of a split set.
+
+    A header is read again only if a file's size or modification time has changed.
+
+    Raises:
+        CheckpointError: a file that is missing, truncated, or contradicts itself or its set.
+        UnsupportedModelError: a tensor is stored in a kind that is not served.
+    """
+    try:
+        paths = [path.with_name(name) for name in split_names(path.name)]
+        missing = [part for part in paths if not part.is_file()]
+        if missing and path.is_file():
+            raise CheckpointError(
+                f"`{path}` is one of {len(paths)} parts, and {len(missing)} of them are missing: "
+                f"`{missing[0]}`. Download the model again."
+            )
+        states = [(part.stat().st_mtime_ns, part.stat().st_size) for part in paths]
+    except OSError as error:
+        raise CheckpointError(f"`{path}` cannot be read: {error.strerror or error}") from error
+    return _read(tuple(paths), tuple(states))
+
+
+@lru_cache(maxsize=2)  # a target and a draft model, each read for configuration, tokenizer, weights
+def _read(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GgufFile:
+    first = read_part(paths[0])
+    count = _whole(first, "split.count", 1)
+    if count > 1 or len(paths) > 1:
+        _check_name(first, count, len(paths))
+    tensors = dict(first.tensors)
+    for number, path in enumerate(paths[1:], 1):
+        part = read_part(path)
+        if _whole(part, "split.count", 1) != count or _whole(part, "split.no", 0) != number:
+            raise CheckpointError(
+                f"`{path}` says that it is part {_whole(part, 'split.no', 0) + 1} of "
+                f"{_whole(part, 'split.count', 1)}: must be {number + 1} of {count}."
+            )
+        for name in part.tensors:
+            if name in tensors:
+                raise CheckpointError(f"`{path}` and `{tensors[name].path}` both have `{name}`.")
+        tensors.update(part.tensors)
+    stated = _whole(first, "split.tensors.count", len(tensors))
+    if stated != len(tensors):
+        raise CheckpointError(
+            f"`{paths[0]}` and its other parts have {len(tensors)} tensors: must be {stated}, as "
+            "`split.tensors.count` says."
+        )
+    return GgufFile(paths[0], paths, first.metadata, tensors)
+
+
+def _whole(part: GgufPart, key: str, default: int) -> int:
+    """An integer >= 0 in the metadata about the set."""
+    value = part.metadata.get(key, default)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"`{part.path}` gives `{key}` as {shown(value)}: must be 0 or more.")
+    return value
+
+
+def _check_name(first: GgufPart, count: int, named: int) -> None:
+    """Check that a first part's name agrees with its metadata about the set."""
+    if named == 1:
+        raise CheckpointError(
+            f"`{first.path}` is one of {count} parts, and its name does not say which: must end in "
+            f"`-00001-of-{count:05d}.gguf`, as the others have it."
+        )
+    number = _whole(first, "split.no", 0)
+    if count != named or number:
+        raise CheckpointError(
+            f"`{first.path}` says that it is part {number + 1} of {count}: must be 1 of {named}, "
+            "as its name has it."
+        )
 
 
 def read_part(path: Path) -> GgufPart:
@@ -150,7 +254,7 @@ def read_part(path: Path) -> GgufPart:
 
 
 def _check_start(path: Path, start: bytes) -> None:
-    """Check the magic bytes and the version; later bytes mean nothing without them."""
+    """Check the magic bytes and the version."""
     if start.startswith(b"version https"):
         raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
     if not start.startswith(b"GGUF"):
@@ -195,23 +299,22 @@ class _Header:
             metadata[key] = self._value(key)
         alignment = self._alignment(metadata.get("general.alignment", 32))
         self._check_count(tensors, "tensors", _LEAST_TENSOR, _MAX_TENSORS)
-        told = [self._tensor() for _ in range(tensors)]
+        described = [self._tensor() for _ in range(tensors)]
         first = -(-self._at // alignment) * alignment
-        return GgufPart(
-            self._path, version, alignment, metadata, self._placed(told, first, alignment)
-        )
+        placed = self._placed(described, first, alignment)
+        return GgufPart(self._path, version, alignment, metadata, placed)
 
     def _wrong(self, what: str) -> CheckpointError:
         return CheckpointError(f"`{self._path}` {what}. {_AGAIN}")
 
     def _ends(self, what: str) -> NoReturn:
-        """Raise for something that goes on beyond the bytes that there are."""
+        """Raise for something that goes on after the last byte."""
         if self._size > self._end:
             raise self._wrong(f"has a header of more than {self._end} bytes, the most that is read")
         raise self._wrong(f"is truncated or corrupt: {what} goes beyond its {self._size} bytes")
 
     def _take(self, size: int, what: str) -> int:
-        """Where the next `size` bytes begin, which are there; the cursor moves behind them."""
+        """Check that the next `size` bytes exist, move past them, return where they begin."""
         at = self._at
         if size > self._end - at:
             self._ends(what)
@@ -227,7 +330,7 @@ class _Header:
         return number
 
     def _check_count(self, count: int, what: str, least: int, most: int) -> None:
-        """Check that so many things of `least` bytes each fit the rest of the header."""
+        """Check that `count` things of at least `least` bytes each fit the rest of the header."""
         if count > (self._end - self._at) // least:
             self._ends(f"the list of {count} {what}")
         if count > most:
@@ -244,7 +347,7 @@ class _Header:
             raise self._wrong(f"has {what} that is not UTF-8, at byte {at}") from error
 
     def _name(self, what: str, most: int) -> str:
-        """A text that can stand in a message as it is."""
+        """A printable text, safe to show in an error message."""
         name = self._text(what, most)
         if not name.isprintable():
             raise self._wrong(f"has {what} that is no name: {shown(name)}")
@@ -305,7 +408,7 @@ class _Header:
         return stated
 
     def _tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
-        """Name, kind, shape and offset of a tensor, which make sense by themselves."""
+        """A tensor's name, kind, shape and offset; its place is checked in `_placed`."""
         name = self._name("a tensor's name", _MAX_NAME)
         dims = self._u32()
         if not 1 <= dims <= _MAX_DIMS:
@@ -332,12 +435,12 @@ class _Header:
         return name, kind, shape, offset
 
     def _placed(
-        self, told: list[tuple[str, Kind, tuple[int, ...], int]], first: int, alignment: int
+        self, described: list[tuple[str, Kind, tuple[int, ...], int]], first: int, alignment: int
     ) -> dict[str, GgufTensor]:
-        """The tensors, after checking that each has its own place in the file."""
+        """The tensors, after checking that each lies within the file and no two overlap."""
         tensors: dict[str, GgufTensor] = {}
         data = np.frombuffer(self._mapped, np.uint8)
-        for name, kind, shape, offset in told:
+        for name, kind, shape, offset in described:
             if name in tensors:
                 raise self._wrong(f"has the tensor `{name}` twice")
             if offset % alignment:

@@ -1,27 +1,29 @@
 """The tokenizer that the metadata of a GGUF file describes.
 
 Belongs here: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`), as a `tokenizers` object in
-Transformers' wrapper. Does not: how text is cut before BPE (`splits.py`), chat templates beyond
-their text (`../chat.py`).
+Transformers' wrapper; and how text is cut into words before byte-level BPE, by the names of
+`tokenizer.ggml.pre`. Only rules that a well-known `tokenizer.json` states exactly are known here.
+Refused are rules known only from llama.cpp's approximations, and `default`, which old files say
+whatever their model was trained with: a guess would silently give other tokens. Does not belong
+here: chat templates beyond their text (`../chat.py`).
 
 It encodes as the checkpoint's own `tokenizer.json` does. Transformers' own conversion of GGUF files
-(5.23) differs in this: it leaves out Qwen's NFC, and Llama 3's rule that a word which is a token is
-taken as it is; it cuts by GPT-2's pattern what it does not know, SmolLM's single digits among them;
-text after a special token, or that begins with a space, has one of SentencePiece's spaces less.
+(5.23) differs: it leaves out Qwen's NFC, and Llama 3's rule that a word which is a token is not
+split further; it cuts by GPT-2's pattern where it does not know the rule, SmolLM's single digits
+among them; and it drops one of SentencePiece's spaces after a special token and before a text that
+begins with a space.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.gguf.reader import shown
-from foretoken.models.gguf.split import GgufFile
-from foretoken.models.gguf.splits import BYTE_LEVEL, Split, split_of
+from foretoken.models.gguf.reader import GgufFile, shown
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
 _KEY = "tokenizer.ggml."
@@ -37,13 +39,69 @@ _OTHER_MODELS = {
 }  # fmt: skip
 _SPACE = "▁"  # SentencePiece's mark of a space
 
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_LLAMA_3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
+)
+
+
+class WordRule(NamedTuple):
+    """How text is cut into words before byte-level BPE.
+
+    pattern:     a regular expression of words; None: GPT-2's
+    digits:      each digit is a word
+    normaliser:  applied to the text first
+    takes_words: a word that is a token stays that token, whatever the merges make of it
+    adds_bos:    whether a text begins with the token `bos` if the file does not say
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    normaliser: Any = None
+    takes_words: bool = False
+    adds_bos: bool = False
+
+    def pre_tokenizer(self, adds_space: bool) -> Any:
+        """The pre-tokenizer; `adds_space` puts a space before a text that begins without one."""
+        to_bytes = pre_tokenizers.ByteLevel(
+            add_prefix_space=adds_space, use_regex=self.pattern is None
+        )
+        if self.pattern is not None:
+            words: Any = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+        elif self.digits:
+            words = pre_tokenizers.Digits(individual_digits=True)
+        else:
+            return to_bytes
+        return pre_tokenizers.Sequence([words, to_bytes])
+
+
+_LLAMA = WordRule(_LLAMA_3, takes_words=True, adds_bos=True)
+_DIGITS = WordRule(digits=True)
+_WORD_RULES = {
+    "gpt-2": WordRule(),
+    "llama-bpe": _LLAMA,
+    "llama-v3": _LLAMA,
+    "llama3": _LLAMA,
+    "qwen2": WordRule(_QWEN, normaliser=normalizers.NFC()),
+    "refact": _DIGITS,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "tekken": WordRule(_TEKKEN, takes_words=True, adds_bos=True),
+}
+"""By the names of `tokenizer.ggml.pre`."""
+
 
 def build_tokenizer(file: GgufFile) -> Any | None:
     """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has none.
 
     Raises:
         CheckpointError: metadata that contradicts itself.
-        UnsupportedModelError: a kind of tokenizer, or a way to cut text, that is not known exactly.
+        UnsupportedModelError: a kind of tokenizer, or a rule for words, that is not known exactly.
     """
     if f"{_KEY}model" not in file.metadata:
         return None
@@ -70,7 +128,7 @@ def build_tokenizer(file: GgufFile) -> Any | None:
 
 
 def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
-    """The tokenizer as Transformers has it: named tokens, and what is put around a text."""
+    """The tokenizer in Transformers' wrapper, with its named tokens and added ones."""
     from transformers import PreTrainedTokenizerFast
 
     named = {name: vocabulary.named(key) for name, key in _NAMED.items()}
@@ -95,7 +153,7 @@ def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any
 
 
 class _Vocabulary:
-    """What the metadata says of tokens, checked."""
+    """The metadata about tokens, checked."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.path
@@ -121,7 +179,7 @@ class _Vocabulary:
         return value
 
     def listed(self, name: str, kind: type) -> list[Any]:
-        """The items of an array, which all have the type of the first; empty if it is not there."""
+        """The items of an array, all of the first one's type; empty if there is no such array."""
         items = self.metadata.get(_KEY + name, [])
         if not isinstance(items, list) or (items and type(items[0]) is not kind):
             raise CheckpointError(
@@ -131,7 +189,7 @@ class _Vocabulary:
         return items
 
     def named(self, key: str) -> str | None:
-        """The token whose id is at a key."""
+        """The token with the id that a key gives."""
         number = self.metadata.get(_KEY + key)
         if number is None or number == 2**32 - 1:  # llama.cpp's mark of none
             return None
@@ -147,7 +205,7 @@ class _Vocabulary:
         return self.tokens[number]
 
     def ids(self) -> dict[str, int]:
-        """Id by token, without those that stand for no text at all."""
+        """Id by token, without unused ones."""
         ids = {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
@@ -157,7 +215,7 @@ class _Vocabulary:
             used = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind != _UNUSED]
             twice = next(token for token, count in Counter(used).items() if count > 1)
             raise CheckpointError(f"`{self.path}` has the token {shown(twice)} twice.")
-        for key in _NAMED.values():  # a token with a name is one, whatever its type
+        for key in _NAMED.values():  # a named token counts, even if its type is `unused`
             if (token := self.named(key)) is not None and token not in ids:
                 ids[token] = self.tokens.index(token)
         return ids
@@ -166,17 +224,17 @@ class _Vocabulary:
 def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=ids, merges=merges, **options)
-    except Exception as error:  # `tokenizers` has no class of its own for a token that is not there
+    except Exception as error:  # `tokenizers` raises no class of its own for an unknown token
         raise CheckpointError(
             f"`{vocabulary.path}` has merges that do not fit its tokens: {str(error)[:200]}"
         ) from error
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether a text begins with a token where the file does not say."""
+    """Byte-level BPE, and whether it adds `bos` if the file does not say."""
     name = vocabulary.stated("pre", str, "default")
-    split: Split | None = split_of(name)
-    if split is None:
+    rule = _WORD_RULES.get(name)
+    if rule is None:
         raise UnsupportedModelError(
             f"`{vocabulary.path}` cuts text by the rule `{name[:60]}` (`{_KEY}pre`), which is not "
             "known exactly: its tokens might be others than the model was trained with. Give the "
@@ -192,21 +250,21 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         merges.append((left, right))
     if not merges:
         raise CheckpointError(f"`{vocabulary.path}` has no merges in `{_KEY}merges`.")
-    model = _bpe(vocabulary, vocabulary.ids(), merges, ignore_merges=split.takes_words)
+    model = _bpe(vocabulary, vocabulary.ids(), merges, ignore_merges=rule.takes_words)
     backend = Tokenizer(model)
-    if split.normaliser is not None:
-        backend.normalizer = split.normaliser
+    if rule.normaliser is not None:
+        backend.normalizer = rule.normaliser
     adds_space = vocabulary.stated("add_space_prefix", bool, False)
-    backend.pre_tokenizer = split.pre_tokenizer(adds_space)
-    backend.decoder = BYTE_LEVEL
-    return backend, split.adds_bos
+    backend.pre_tokenizer = rule.pre_tokenizer(adds_space)
+    backend.decoder = decoders.ByteLevel()
+    return backend, rule.adds_bos
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: the best score is joined first, what is left over becomes bytes.
+    """SentencePiece's BPE: the pair of best score is joined first; unknown characters become bytes.
 
-    A text, and each stretch of it after a special token, begins with a space more, as SentencePiece
-    itself and llama.cpp have it.
+    A text, and each part of it after a special token, gets a space in front, as in SentencePiece
+    and llama.cpp.
     """
     ids = vocabulary.ids()
     scores = vocabulary.listed("scores", float)
@@ -232,10 +290,10 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 def merges_by_score(
     tokens: list[str], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: all ways to join a token of two, best first.
+    """The merges that SentencePiece's scores imply: all ways to make a token of two, best first.
 
-    In the order that Transformers gives them: by score, then by the lengths of both parts, longest
-    first, then by their ids.
+    The order is Transformers': by score, then by the lengths of both parts, longest first, then by
+    their ids.
     """
     joins = (_NORMAL, _USER)
     ids = {token: i for i, token in enumerate(tokens) if types[i] in joins}

@@ -1,8 +1,8 @@
-"""The weights of a GGUF file on their way into a stack.
+"""The weights of a GGUF file, for a stack.
 
-Belongs here: which tensor of the file each weight is, in the file's own format or as plain numbers,
-and giving the file's memory back once a backend has its own copy. Does not: where a stack puts them
-(`families.py`), products (`ops/`).
+Belongs here: the tensor of each weight, in the file's own format or as plain numbers, and freeing
+the file's memory once a backend has its own copy. Does not: where a stack puts the weights
+(`families.py`), matrix products (`ops/`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.gguf.names import parameters, row_order
-from foretoken.models.gguf.reader import GgufTensor
-from foretoken.models.gguf.split import GgufFile
+from foretoken.models.gguf.reader import GgufFile, GgufTensor
 from foretoken.models.stored import StoredWeights
 from foretoken.ops.formats import BLOCKS, decode_blocks
 from foretoken.ops.stack import Blocks, Dense
@@ -30,11 +29,11 @@ class GgufWeights(StoredWeights):
     """See `StoredWeights`.
 
     Args:
-        module: the twin, whose parameters say what there must be.
+        module: the twin; the file must have exactly its parameters.
 
     Raises:
-        CheckpointError: tensors are missing, too many, or of other shapes than the module's.
-        UnsupportedModelError: a tensor that no parameter is.
+        CheckpointError: tensors are missing, left over, or of other shapes than the module's.
+        UnsupportedModelError: a tensor is no known parameter.
     """
 
     def __init__(self, file: GgufFile, module: Any) -> None:
@@ -77,7 +76,7 @@ class GgufWeights(StoredWeights):
 
 
 def _map_of(tensor: GgufTensor) -> mmap.mmap | None:
-    """The map of the file that a tensor's bytes are a view of; no bytes are of none."""
+    """The memory map of the file that a tensor's bytes are a view of; None for no bytes."""
     base: Any = tensor.data
     while isinstance(base, np.ndarray):
         base = base.base
@@ -86,7 +85,7 @@ def _map_of(tensor: GgufTensor) -> mmap.mmap | None:
 
 
 def _mapped(tensor: GgufTensor) -> Tensor:
-    """The bytes of a tensor's rows, uint8 [rows, bytes], where they are mapped."""
+    """The bytes of a tensor's rows, uint8 [rows, bytes]: a view of the memory map."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nobody writes to it, and the system would not have it
+        warnings.simplefilter("ignore")  # the map is read-only, and no code writes to it
         return torch.from_numpy(tensor.rows())

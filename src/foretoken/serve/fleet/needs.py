@@ -18,8 +18,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models import folder_of
 from foretoken.models.checkpoint import check_weights, read_config
 from foretoken.models.compressed_scheme import is_compressed
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.locate import BUILT_IN, PACKAGED
 from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it is queued. No torch."""
+"""Checks that a request must pass before it is queued. No torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
 FIXED = 4
-"""K of requests that must not adapt it, as their text depends on it, where others' K is `auto`; or
-the most there is, if that is less."""
+"""If the engine's K is `auto`: K of requests that must not adapt it, because their text depends on
+it; or the engine's largest K, if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The engine's bounds on a request.
 
-    cache_tokens: what the block pool holds
-    num_speculative_tokens: K of requests that name none, or the most that `auto` drafts
+    cache_tokens: tokens that the block pool holds
+    num_speculative_tokens: K of requests that name none, or the largest K that `auto` chooses
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: names of drafters that draft from `prediction`
-    drafter: drafts for requests that name none; "": this engine drafts nothing
-    drafters: names of several, `drafter` among them; () if there is no other
+    drafter: of requests that name none; "": this engine drafts nothing
+    drafters: names of all, if there are several; else ()
     """
 
     vocab_size: int
@@ -64,9 +64,9 @@ class Limits:
 def check_request(
     prompt_ids: Sequence[int], params: SamplingParams, limits: Limits, prompt: str | None = None
 ) -> SamplingParams:
-    """The parameters as they will be served: with a number in the place of max_tokens=None.
+    """The parameters as they will be served: max_tokens=None is replaced by a number.
 
-    Called once per request, by `boundary.prepare`: `prediction` is token ids by then, and
+    `boundary.prepare` calls it once per request, when `prediction` is token ids and
     `structured_outputs` is compiled.
 
     Raises:
@@ -116,7 +116,7 @@ def check_request(
 
 
 def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` if the request's rule accepts drafts that its grammar forbids."""
+    """Raise `RequestError` if the request's rule may accept drafts that its grammar forbids."""
     by_engine = params.rejection_sample_method is None and limits.allows_synthetic
     is_synthetic = by_engine or params.rejection_sample_method == "synthetic"
     if is_synthetic and params.num_speculative_tokens != 0:
@@ -126,11 +126,11 @@ def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
-    """Raise `RequestError` for one that the model does not have."""
+    """Raise `RequestError` for an id that the model does not have."""
     token_ids = list(token_ids)
     if not set(map(type, token_ids)) - {int} and (
         not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-    ):  # quick: lists may be long
+    ):  # without a loop in Python: lists may be long
         return
     for token in token_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -140,8 +140,8 @@ def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> Non
 def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:
     """K of a request, and whether it changes from step to step.
 
-    The text of a request with a seed that draws at random under `standard`, `block` or `synthetic`
-    depends on K, and must not depend on the batch: its K is fixed, unless it asks for `auto`.
+    A seeded text that is drawn at random under `standard`, `block` or `synthetic` depends on K, but
+    must not depend on the batch: K is fixed, unless the request asks for `auto`.
     """
     asked, most = params.num_speculative_tokens, limits.num_speculative_tokens
     if isinstance(asked, int):
@@ -153,7 +153,7 @@ def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, b
 
 
 def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
-    """The prediction, if a drafter reads it and it is no longer than a text may be."""
+    """The prediction, checked: the request's drafter reads it, and it fits the context."""
     prediction = params.prediction or ()
     given = f"{len(prediction)} tokens"
     drafter = params.drafter or limits.drafter
@@ -170,7 +170,7 @@ def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
 
 
 def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
-    """The parameters, if prompt and output fit the context and the cache."""
+    """The parameters with a number as `max_tokens`, checked: prompt and output fit."""
     context, cache = limits.max_model_len, limits.cache_tokens
     room = context - num_prompt
     if room < 1:
@@ -194,7 +194,7 @@ def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -
     """The end of a prompt that `truncate_prompt_tokens` keeps.
 
     Raises:
-        CapacityError: it is -1, and `max_tokens` leaves room for none.
+        CapacityError: it is -1, and `max_tokens` leaves no room for a prompt.
     """
     most = params.truncate_prompt_tokens
     if most is None:
@@ -209,9 +209,9 @@ def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Any | None, vocab_size: int) -> BadWords:
-    """Token sequences of the bad words, each as it starts a text and as it follows a space.
+    """Token sequences of the bad words, each at the start of a text and after a space.
 
-    A sequence with an id that the model does not have can never be drawn and is left out.
+    Sequences with an id that the model does not have are left out: they can never be drawn.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -1,9 +1,9 @@
 """Between users and the engine: prompts and parameters in, outputs out.
 
-Charter: what `LLM` and `AsyncEngine` share. Prompts and parameters take several forms: a text, ids,
-a dict or an array becomes text and ids; one set of parameters, a list or None becomes one per
-prompt. Whatever is wrong with one prompt becomes a typed error here, by the limits of
-`admission.py`; whatever is given out is a copy that later steps do not change.
+Charter: what `LLM` and `AsyncEngine` share. A prompt in any form (a text, ids, a dict, an array)
+becomes text and ids. Parameters in any form (one set, a list, None) become one set per prompt. What
+is wrong with a prompt becomes a typed error here, by the limits of `admission.py`. Outputs are
+copies that later steps do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Required, TypedDict, TypeVar
 from foretoken.config import plain
 from foretoken.engine.admission import BadWords, check_request, check_token_ids, last_tokens
 from foretoken.engine.engine import Engine
-from foretoken.engine.request import Given, Request, RequestGroup
+from foretoken.engine.request import Delivered, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError, RequestError, check_known_keys
 from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as a text; its `cache_salt` is that of `SamplingParams`."""
+    """A prompt as a text; `cache_salt` as in `SamplingParams`."""
 
     prompt: Required[str]
     cache_salt: str | None
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids, and the text that the output shall name as its prompt."""
+    """A prompt as token ids; `prompt` is the text that the output will name as its prompt."""
 
     prompt_token_ids: Required[Sequence[int]]
     prompt: str | None
@@ -49,9 +49,9 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 
 
 class ParamsReader:
-    """Sampling parameters as a caller gave them; None means the engine's defaults.
+    """Reads sampling parameters in any form; None means the engine's defaults.
 
-    Where the choice is left to the checkpoint, a warning says once what it chose.
+    If these come from the checkpoint, a warning names them once.
     """
 
     def __init__(self, defaults: SamplingParams) -> None:
@@ -63,7 +63,7 @@ class ParamsReader:
         ]
 
     def read(self, given: Any) -> SamplingParams:
-        """A checked copy of one set of parameters: the caller may go on changing theirs."""
+        """A checked copy of one set of parameters, which the caller can no longer change."""
         if given is None:
             if self._chosen:
                 _log.warning(
@@ -81,7 +81,7 @@ class ParamsReader:
         raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
 
     def read_per_prompt(self, given: Any, count: int) -> list[SamplingParams]:
-        """One for every prompt, of what was given for all of them or for each."""
+        """One set for every prompt, given once for all or once for each."""
         if given is None or isinstance(given, (SamplingParams, Mapping)):
             return [self.read(given)] * count
         if not isinstance(given, Sequence) or len(given) != count:
@@ -91,10 +91,10 @@ class ParamsReader:
 
 
 def check_options(others: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Those of a call's further options that it knows.
+    """A call's further options, without vLLM's names that change nothing.
 
     Raises:
-        RequestError: an unknown name, or one of vLLM's with a value that would change something.
+        RequestError: an unknown name, or a name of vLLM's with a value that would change something.
     """
     others = without_foreign(others, CALL_OPTIONS, RequestError)
     check_known_keys("option", others, known, RequestError)
@@ -102,7 +102,7 @@ def check_options(others: Mapping[str, Any], known: Iterable[str]) -> dict[str, 
 
 
 def check_call(on_error: str, use_tqdm: bool) -> None:
-    """Raise `RequestError` for a value that the calls of `LLM` do not take."""
+    """Raise `RequestError` for a bad option of `LLM.generate` or `LLM.chat`."""
     if on_error not in ("raise", "return"):
         raise RequestError("on_error", on_error, "`raise` or `return`")
     if not isinstance(use_tqdm, bool):
@@ -110,7 +110,7 @@ def check_call(on_error: str, use_tqdm: bool) -> None:
 
 
 def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
+    """Whether a single prompt was given, and the prompts as a list; [] is no prompt at all."""
     if isinstance(prompts, (str, Mapping)):
         return True, [prompts]
     items = as_list(prompts)
@@ -127,10 +127,10 @@ def encode(
     """Text (None if ids were given alone) and token ids of a prompt.
 
     Args:
-        add_special_tokens: whether a text gets those that the tokenizer begins one with.
+        add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
 
     Raises:
-        RequestError: it is no prompt, no text, or a text where there is no tokenizer.
+        RequestError: it is no prompt, or a text without a tokenizer to encode it.
     """
     if isinstance(prompt, ChatPrompt):
         return prompt.encode()
@@ -154,7 +154,7 @@ def salt_of(prompt: Any, params: SamplingParams) -> str | None:
     """The `cache_salt` of a prompt: its own, or that of its parameters.
 
     Raises:
-        RequestError: it has two, or one that is none.
+        RequestError: the two differ, or its own is not valid.
     """
     own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if own is None:
@@ -167,7 +167,7 @@ def salt_of(prompt: Any, params: SamplingParams) -> str | None:
 
 
 def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
-    """The text of tokens, special ones left out; `RequestError` where there is no tokenizer."""
+    """The text of tokens without special ones; `RequestError` if there is no tokenizer."""
     if tokenizer is None:
         bound = "left out: this checkpoint has no tokenizer"
         raise RequestError("tokens", f"{len(token_ids)} tokens", bound)
@@ -180,7 +180,7 @@ def encode_prediction(
     """Token ids of a predicted text, as they would follow the prompt.
 
     Raises:
-        RequestError: it is a text, and there is no tokenizer.
+        RequestError: a text, but there is no tokenizer.
     """
     if not isinstance(prediction, str):
         return prediction
@@ -200,7 +200,7 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
-    """What an output names as the prompt where it could not be encoded."""
+    """Text and ids of a prompt as given, for the output of one that could not be encoded."""
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     else:
@@ -228,7 +228,7 @@ _Sample = TypeVar("_Sample", bound=CompletionOutput)
 
 
 class Submission(NamedTuple):
-    """The arguments of `Engine.add`: a prompt that was encoded and checked."""
+    """The arguments of `Engine.add`, for a prompt that was encoded and checked."""
 
     request_id: str
     prompt_ids: list[int]
@@ -250,7 +250,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     try:
         text, ids = encode(engine.tokenizer, prompt)
         ids = last_tokens(ids, params, engine.limits)
-        if params.prediction is not None:  # it is encoded after the text of these ids
+        if params.prediction is not None:  # its encoding decodes these ids
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
@@ -265,7 +265,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
     limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
-        params = replace(params, max_tokens=None)  # the default is no demand: as many as fit
+        params = replace(params, max_tokens=None)  # a default too large: as many as fit
     params = check_request(ids, params, limits, text)
     return Submission(request_id, ids, params, text, bad_words)
 
@@ -274,8 +274,8 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     """What a request has so far."""
     samples = []
     for request in group.samples:
-        engine.settle(request)  # which may end it
-        samples.append(_sample(CompletionOutput, request, Given()))
+        engine.update_text(request)  # may end it with an error
+        samples.append(_sample(CompletionOutput, request, Delivered()))
     return RequestOutput(
         request_id=group.request_id, prompt=group.prompt, prompt_token_ids=[*group.prompt_ids],
         outputs=samples, metrics=group.metrics.copy(),
@@ -285,23 +285,23 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
 
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
-    """What a request has that no delta held before, or None; its cost grows with that alone."""
+    """What is new since the last delta, or None; the cost grows with what is new alone."""
     samples = []
     for request in group.samples:
-        engine.settle(request)
-        given, is_ended = request.given, request.finish_reason is not None
-        request.given = Given(request.num_output, len(request.pieces), is_ended)
-        if request.given != given:
-            samples.append(_sample(CompletionDelta, request, given))
+        engine.update_text(request)
+        before, is_ended = request.delivered, request.finish_reason is not None
+        request.delivered = Delivered(request.num_output, len(request.pieces), is_ended)
+        if request.delivered != before:
+            samples.append(_sample(CompletionDelta, request, before))
     if not samples:
         return None
     prompt, prompt_ids, prompt_logprobs = None, None, None
-    if not group.gave_prompt:
-        prompt, prompt_ids, group.gave_prompt = group.prompt, [*group.prompt_ids], True
+    if not group.delivered_prompt:
+        prompt, prompt_ids, group.delivered_prompt = group.prompt, [*group.prompt_ids], True
     finished, rows = group.finished, group.prompt_logprobs
     is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
-    if rows is not None and is_whole and not group.gave_prompt_logprobs:
-        prompt_logprobs, group.gave_prompt_logprobs = [*rows], True
+    if rows is not None and is_whole and not group.delivered_prompt_logprobs:
+        prompt_logprobs, group.delivered_prompt_logprobs = [*rows], True
     return RequestDelta(
         request_id=group.request_id, outputs=samples, finished=finished, prompt=prompt,
         prompt_token_ids=prompt_ids, prompt_logprobs=prompt_logprobs,
@@ -309,12 +309,12 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     )  # fmt: skip
 
 
-def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:
-    """What a sample has beyond what was given out before, as copies."""
-    first = given.num_tokens
+def _sample(kind: type[_Sample], request: Request, delivered: Delivered) -> _Sample:
+    """A copy of what a sample has beyond what was delivered."""
+    first = delivered.num_tokens
     return kind(
         index=request.index, token_ids=request.token_ids[request.num_prompt + first :],
-        text="".join(request.pieces[given.num_pieces :]), finish_reason=request.finish_reason,
+        text="".join(request.pieces[delivered.num_pieces :]), finish_reason=request.finish_reason,
         stop_reason=request.stop_reason, seed=request.key,
         logprobs=request.logprobs[first:] if request.params.logprobs is not None else None,
         origins=request.origins[first:], synthetic_acceptance=request.rule == "synthetic",

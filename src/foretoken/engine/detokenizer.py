@@ -1,13 +1,13 @@
-"""Tokens to text as they come, stop strings included. No torch."""
+"""From tokens to text, one step at a time, and stop strings in it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a UTF-8 character to
-_CONTEXT = 5  # prompt tokens decoded along, for tokenizers that drop a leading space
-_AT_ONCE = 64  # tokens decoded together when text is asked for late
+_INCOMPLETE = "\ufffd"  # a byte-level tokenizer decodes half a UTF-8 character to this
+_CONTEXT = 5  # prompt tokens decoded with the output: some tokenizers drop a leading space
+_AT_ONCE = 64  # tokens decoded together when the text is first read
 _PATIENCE = 8  # tokens that may wait for one character, which has at most four bytes
 
 
@@ -15,11 +15,11 @@ class Detokenizer:
     """Text of one sample. A character appears once all its bytes have.
 
     Only the tokens since the last complete character are decoded again, so the cost of a token does
-    not grow with the output, even where no character is ever complete: of tokens that say
-    nothing `_PATIENCE` wait, and of those that are no UTF-8 at most twice as many.
+    not grow with the output. This holds even if no character is ever complete: at most `_PATIENCE`
+    tokens without text wait, and at most twice as many tokens that are not UTF-8.
 
-    Without stop strings nothing depends on the text before somebody asks for it: tokens wait until
-    then and are decoded many at once (in a step of 16 requests that took 0.2 ms of 7).
+    Without stop strings, tokens are decoded only when the text is read, many at once (decoding in
+    each step of 16 requests took 0.2 ms of 7).
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        # One that drops spaces before punctuation decodes tokens together to another text than one
-        # by one, and text read late must be the text that was streamed.
+        # A tokenizer that drops spaces before punctuation decodes tokens together to another text
+        # than one by one; but text that is read late must be the text that was streamed.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._at_once = 1 if cleans_up else _AT_ONCE
         self._ids = list(prompt_ids[-_CONTEXT:])
@@ -48,7 +48,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What the tokens say, up to the last complete character; what was taken is gone."""
+        """The text up to the last complete character, without what `take` has returned."""
         unread, self._unread = self._unread, []
         for i in range(0, len(unread), self._at_once):
             self._read(unread[i : i + self._at_once])
@@ -75,12 +75,12 @@ class Detokenizer:
             for token_id in token_ids:
                 self._read([token_id])
         elif waiting >= _PATIENCE and now == before:
-            del self._ids[self._shown :]  # special tokens: no text, and none to come from them
+            del self._ids[self._shown :]  # special tokens never get a text
         elif waiting >= _PATIENCE:
             self._show_invalid(before, now)
 
     def flush(self) -> None:
-        """The output ended: show what waited, incomplete characters as U+FFFD."""
+        """The output ended: decode what waited, incomplete characters as U+FFFD."""
         self._num_before, end = len(self.text), len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
@@ -98,8 +98,8 @@ class Detokenizer:
         return stop
 
     @property
-    def settled_text(self) -> str:
-        """Text that no later token can take back: without a possible beginning of a stop string."""
+    def stable_text(self) -> str:
+        """The text that no later token can change: its end is no beginning of a stop string."""
         held, text = 0, self.text
         for stop in self._stop:
             sizes = range(min(len(stop) - 1, len(text)), held, -1)
@@ -107,23 +107,23 @@ class Detokenizer:
         return text[: len(text) - held]
 
     def take(self) -> str:
-        """The settled text; it is kept here no longer, so that long outputs cost no more."""
-        settled = self.settled_text
-        self._text = self._text[len(settled) :]
-        return settled
+        """Remove and return the stable text, so that the cost does not grow with the output."""
+        stable = self.stable_text
+        self._text = self._text[len(stable) :]
+        return stable
 
     def _show(self, before: str, now: str, end: int) -> None:
-        """Add what the tokens before `end` say: `now`, of which `before` has been said."""
+        """Add the text of the tokens before `end`: `now`, of which `before` was shown."""
         pairs = enumerate(zip(before, now, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
-        self._text += now[same:]  # not all of `before`: a prompt may end within a character
+        self._text += now[same:]  # may be less than `before`: a prompt may end in mid-character
         self._start, self._shown = self._shown, end
 
     def _show_invalid(self, before: str, now: str) -> None:
-        """Too much waits to be one character: show it up to a border between characters.
+        """More waits than one character can have: show it up to a border between characters.
 
-        Cutting there changes nothing: both parts decode to what the whole does. Invalid bytes that
-        have no such border are shown as they decode now.
+        A border is where both parts decode to the same text as the whole. Invalid bytes without
+        such a border are shown as they decode now.
         """
         end = len(self._ids)
         for cut in range(end - 1, self._shown, -1):

@@ -1,19 +1,19 @@
 """The engine: `step()` serves every request once, from schedule to committed tokens.
 
-Charter: the order of things and the life of requests (admission, committing tokens, stopping,
-ending, failing). Batching policy is the scheduler's, what runs on the device is the runner's, text
-is the detokenizer's.
+Charter: the order of a step and the life of requests (admission, committing tokens, stopping,
+ending, failing). The scheduler decides on batches, the runner computes on the device, the
+detokenizer makes text.
 
-A step is launched and committed. `step()` does one after the other; who launches the next step
-before committing the last gets the same tokens, with the device never waiting for the host.
+A step is launched, then committed. On an asynchronous device the next step is launched before the
+last one is committed: the tokens are the same, and the device never waits for the host.
 
-Faults: an exception in the work for one request ends that request (`_fail`); one in the work for
-the batch, its drafting or its forward pass, ends every running request, because their caches are
-then unknown. If it says that the device failed, the engine is broken, and everything that waits
-ends, too. None of them leaves `step`, and slots and blocks come back. What can fail for one request
-alone is done before the pass or at its commit, so that no pass runs twice. An exception in the
-schedule is a bug of ours that no request can be blamed for: it is raised, and so is what
-`check_integrity` finds when the last request has ended.
+Faults: an exception in the work for one request ends that request (`_fail`). An exception in the
+work for the batch (drafting, the forward pass) ends every running request, because the content of
+their caches is then unknown. If the device failed, the engine is broken, and waiting requests end,
+too. `step` raises none of these, and slots and blocks are given back. Work that can fail for one
+request alone is done before the pass or at its commit, so that no pass runs twice. An exception in
+the schedule is a bug of ours: it is raised, and so is what `check_integrity` finds when the last
+request has ended.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from foretoken.slots.step import OpenStep, Outcome, StepResult
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way: its requests, and its result.
+    """A step that was launched and not yet committed.
 
     Attributes:
-        faults: by slot, what making edits for one request has raised.
+        faults: by slot, the exception that making edits for one request raised.
     """
 
     groups: list[RequestGroup] = field(default_factory=list)
@@ -123,15 +123,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs.
-
-        A launched step whose requests have all ended since is no work: its result is not wanted.
-        """
+        """Whether any request waits or runs; a launched step of ended requests is no work."""
         return self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue takes another request; `add` refuses it if not."""
+        """Whether the queue takes another request; if not, `add` refuses it."""
         bound = self.config.max_num_waiting
         return bound is None or len(self.scheduler.waiting) < bound
 
@@ -139,20 +136,20 @@ class Engine:
         """Advance every running request; returns their groups, in order of arrival.
 
         Raises:
-            IntegrityError: nothing is left to do, and yet something is held: a bug of ours.
+            IntegrityError: no work is left, but a block or slot is still held: a bug of ours.
         """
         times = [time.perf_counter()]
-        plan = self.scheduler.schedule()
+        schedule = self.scheduler.schedule()
         times.append(time.perf_counter())
-        launched = done = self.launch(plan)
+        launched = done = self.launch(schedule)
         times.append(time.perf_counter())
         if self.runs_ahead:
             done, self._unread = self._unread, launched
         changed = self.commit(done)
         times.append(time.perf_counter())
         if launched.trace:
-            schedule, launch, commit = (end - begin for begin, end in pairwise(times))
-            launched.trace.time(schedule, launch, commit, launched.result)
+            seconds = [end - begin for begin, end in pairwise(times)]
+            launched.trace.time(seconds, launched.result)
         if self.on_step and done.trace and self._broken_by is None:
             done.trace.read_events(done.result)
             self.on_step(done.trace)
@@ -160,13 +157,13 @@ class Engine:
             self.check_integrity()
         return changed
 
-    def launch(self, plan: Schedule) -> Launched:
-        """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
+    def launch(self, schedule: Schedule) -> Launched:
+        """Run a step. Its tokens go to the slots; requests get them when it is committed."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
         launched = Launched(groups, StepTrace() if self.on_step else None)
-        with self._together():  # if it raises, all end
+        with self._ending_batch_on_error():
             use_device(self.runner.device)
-            message, shares = self._message(plan)
+            message, shares = self._message(schedule)
             with self.threads.during(shares):
                 step = self.runner.begin(message)
                 del self._released[: len(message.released)]
@@ -176,24 +173,24 @@ class Engine:
                     launched.shares = shares
         return launched
 
-    def _message(self, plan: Schedule) -> tuple[StepPlan, list[Share]]:
+    def _message(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
         """The step as numbers, and the shares of the requests that are in it."""
-        for slot in plan.left_slots:
-            self._forget(slot)
+        for slot in schedule.left_slots:
+            self._release_slot(slot)
         released = self._released[:]
         admissions = []
-        for request in plan.admitted:
+        for request in schedule.admitted:
             if request.status is Status.RUNNING:  # not aborted since it was scheduled
                 try:
                     admissions.append(self._admit(request))
                 except Exception as error:
                     self._fail(request, error)
-        shares = [s for s in plan.shares if s.request.status is Status.RUNNING]
+        shares = [s for s in schedule.shares if s.request.status is Status.RUNNING]
         for share in shares:
             share.request.launched_share = share
-        step = StepInput(*zip(*map(_numbers, shares), strict=True)) if shares else StepInput()
+        step = StepInput(*zip(*map(_input_row, shares), strict=True)) if shares else StepInput()
         message = StepPlan(
-            released, admissions, plan.new_blocks, plan.fresh_blocks, step,
+            released, admissions, schedule.new_blocks, schedule.fresh_blocks, step,
             timed=self.on_step is not None,
         )  # fmt: skip
         return message, shares
@@ -201,7 +198,7 @@ class Engine:
     def _edits(
         self, shares: Sequence[Share], step: OpenStep
     ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-        """What the host edits in the logits of a step; and what was raised, by slot."""
+        """The host's edits of a step's logits; by slot, the exceptions that making them raised."""
         deciding = [share for share in shares if share.decides]
         editing = {d: h for d, s in enumerate(deciding) if (h := s.request.history) is not None}
         if not editing:
@@ -214,11 +211,11 @@ class Engine:
         return edits, {deciding[d].slot: fault for d, fault in faults.items()}
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
-        """Let the requests have what a step computed; returns the groups of those that ran."""
+        """Give requests what a step computed for them; returns the groups of those that ran."""
         for share in launched.shares:
-            if share.request.launched_share is share:  # and not one that was launched since
+            if share.request.launched_share is share:  # no later step was launched
                 share.request.launched_share = None
-        with self._together():
+        with self._ending_batch_on_error():
             outcomes = launched.result.read()
             for slot, fault in launched.faults.items():
                 outcomes[slot] = outcomes[slot]._replace(fault=fault)
@@ -227,7 +224,7 @@ class Engine:
             if self._control is not None:
                 self._control.observe(launched.shares, outcomes, launched.result.seconds)
             for share in launched.shares:
-                if share.request.status is not Status.FINISHED:  # since it was launched
+                if share.request.status is not Status.FINISHED:
                     try:
                         self._commit(share, outcomes[share.slot])
                     except Exception as error:
@@ -242,15 +239,15 @@ class Engine:
         prompt: str | None = None,
         bad_words: BadWords | None = None,
     ) -> RequestGroup:
-        """Queue a prompt that was checked: see `boundary.prepare`.
+        """Queue a prompt that `boundary.prepare` has checked.
 
         Args:
-            bad_words: `encode_bad_words` of the parameters' own; None: they are encoded here.
+            bad_words: `encode_bad_words(params)`; None: they are encoded here.
 
         Raises:
             EngineBrokenError: the device failed.
-            OverloadedError: `max_num_waiting` requests wait already; there is no bound on what one
-                call adds, so that n samples are taken together or not at all.
+            OverloadedError: `max_num_waiting` requests wait already. One call may exceed that
+                number: its n samples are queued together or not at all.
         """
         self.check_works()
         self.check_room()
@@ -258,7 +255,7 @@ class Engine:
         admission = self._num_added + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
         stop_ids = frozenset(params.stop_token_ids or ())
-        if params.grammar or not params.ignore_eos:  # after the end of a grammar nothing may stand
+        if params.grammar or not params.ignore_eos:  # no token may follow the end of a grammar
             stop_ids |= self.eos_ids
         if bad_words is None:
             bad_words = self.encode_bad_words(params)
@@ -266,8 +263,9 @@ class Engine:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
         most_drafts, adapts = drafts_of(params, rule, self.limits)
-        waits = params.edits_logits and self.runs_ahead  # edits need the tokens before them
-        if params.edits_logits and not self.runner.on_host:  # and the drafts
+        # Edits need the tokens before them; on an asynchronous device drafts are not known in time.
+        waits = params.edits_logits and self.runs_ahead
+        if params.edits_logits and not self.runner.on_host:
             most_drafts, adapts = 0, False
         if rule == "synthetic" and not most_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
@@ -283,9 +281,9 @@ class Engine:
         return group
 
     def encode_bad_words(self, params: SamplingParams) -> BadWords:
-        """`bad_words` as token ids; those of the last call are kept. For any thread."""
+        """`bad_words` as token ids. Any thread may call it."""
         words, known = tuple(params.bad_words or ()), self._bad_words
-        if words not in known:  # prompts of one call come one after the other
+        if words not in known:  # the last words are kept: prompts of one call often share them
             ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
             self._bad_words = known = {(): (), words: ids}
         return known[words]
@@ -296,14 +294,14 @@ class Engine:
             raise broken_engine(self._broken_by)
 
     def check_room(self) -> None:
-        """Raise `OverloadedError` while the queue takes no other request."""
+        """Raise `OverloadedError` if the queue is full."""
         if not self.has_room:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
 
-    def settle(self, request: Request) -> None:
-        """Let the request have what its new tokens say, as far as no stop string may take it back.
+    def update_text(self, request: Request) -> None:
+        """Add the text of new tokens to `request.pieces`, except what may begin a stop string.
 
-        This may end it: a tokenizer that raises is a fault of the request.
+        If the tokenizer raises, the request ends with that error.
         """
         try:
             if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
@@ -312,47 +310,44 @@ class Engine:
             self._fail(request, error)
 
     def reset_prefix_cache(self) -> None:
-        """Have no later request find what earlier ones computed; running ones keep their blocks."""
+        """Let no later request reuse what earlier ones computed; running ones keep their blocks."""
         self.scheduler.pool.reset()
 
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
-        """End a request where it is, with this finish reason; its outputs keep what they have."""
+        """End a request now, with this finish reason; it keeps the tokens it has."""
         for request in group.samples:
             if request.status is not Status.FINISHED:
                 self._finish(request, reason)
         self._release_idle()
 
     def abort_all(self) -> None:
-        """End every request where it is."""
+        """End every request now."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "abort")
         self._release_idle()
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if any block, slot or what is kept by slot is leaked."""
+        """Raise `IntegrityError` if a block, a slot or anything kept by slot is leaked."""
         self.scheduler.check_integrity()
         live = {request.slot for request in self.scheduler.running}
         self._release_idle()
         self.runner.slots.check_integrity(live | {*self._released})
 
     def _release_idle(self) -> None:
-        """Tell the runner of released slots where no step will: nothing of a request is kept."""
+        """Release slots at once if no step follows, so that nothing of a request is kept."""
         if self._released and not self.has_work:
             released, self._released = self._released, []
             self.runner.run(StepPlan(released))
 
     def _fail(self, request: Request, cause: Exception) -> None:
-        """What was raised in the work for one request ends it, with its reason, and no other."""
+        """End a request, and no other, because the work for it raised `cause`."""
         self._blame(request, cause)
         if request.status is not Status.FINISHED:
             self._finish(request, "error")
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Whatever is raised inside ends every running request, with its reason.
-
-        If the device failed, those that wait end, too, and no other is taken.
-        """
+    def _ending_batch_on_error(self) -> Iterator[None]:
+        """An exception inside ends every running request; a failure of the device all requests."""
         try:
             yield
         except BaseException as error:
@@ -363,7 +358,7 @@ class Engine:
             for request in ending:
                 request.group.error = request.group.error or failure
                 self._finish(request, "error")
-            if not isinstance(error, Exception):  # a second Ctrl-C: not ours to keep
+            if not isinstance(error, Exception):  # a second Ctrl-C
                 raise
 
     @staticmethod
@@ -371,7 +366,7 @@ class Engine:
         request.group.error = request.group.error or processing_error(request, cause)
 
     def _admit(self, request: Request) -> Admission:
-        """Begin with a request that the scheduler just gave a slot, perhaps once more."""
+        """What a request brings to the slot that the scheduler just gave it, perhaps again."""
         params = request.params
         if params.edits_logits and request.history is None:
             prompt_ids, stop_ids = request.group.prompt_ids, tuple(request.stop_ids)
@@ -394,7 +389,7 @@ class Engine:
         )  # fmt: skip
 
     def _commit(self, share: Share, outcome: Outcome) -> None:
-        """Take over what a step computed for one request."""
+        """Give a request what a step computed for it."""
         request, group = share.request, share.request.group
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
             following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
@@ -402,7 +397,7 @@ class Engine:
             rows = describe(outcome.prompt_logprobs, following, most, self._decode_of(request))
             done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
             group.prompt_logprobs += rows[done - share.start :]
-        if share.num_preemptions == request.num_preemptions:  # else K/V and slot are another's
+        if share.num_preemptions == request.num_preemptions:  # else it has lost slot and K/V
             request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
             return
@@ -418,7 +413,7 @@ class Engine:
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, name, synthetic=synthetic)
-        self._take_tokens(request, outcome, name)  # accepted drafts stand, whatever follows them
+        self._take_tokens(request, outcome, name)  # accepted drafts hold even if no token follows
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)
             self._finish(request, "error")
@@ -440,29 +435,27 @@ class Engine:
                 break
 
     def _decode_of(self, request: Request) -> Decode:
-        """What makes a text of each of its tokens, if that was asked for."""
+        """The function that turns one of its tokens into text; without `detokenize` into None."""
         return self._decode if request.params.detokenize else no_text
 
-    def _forget(self, slot: int) -> None:
-        """Its request has left this slot; the runner is told with the next plan."""
+    def _release_slot(self, slot: int) -> None:
+        """A request has left this slot; the next plan releases it in the runner."""
         self._released.append(slot)
         if self._control is not None:
             self._control.release(slot)
 
     def _finish(self, request: Request, reason: str) -> None:
-        """Give back what a request holds, whatever raises on the way; its text is final."""
+        """Give back what a request holds and complete its text, whatever the text's work raises."""
         request.finish_reason = reason
         group, slot = request.group, request.slot
-        keep_blocks = reason != "error"  # what a fault left in them is not to be trusted
-        self.scheduler.finish(request, keep_blocks=keep_blocks)
+        self.scheduler.finish(request, keep_blocks=reason != "error")  # its K/V may be wrong
         detokenizer, request.detokenizer = request.detokenizer, None
         try:
             if slot >= 0:
-                self._forget(slot)
+                self._release_slot(slot)
             if detokenizer is not None and not isinstance(request.stop_reason, str):
-                detokenizer.flush()  # what waited for more bytes; a stop string may stand in it
-                # What was ended from outside stays so: an aborted request is aborted.
-                may_stop = reason in ("length", "stop")
+                detokenizer.flush()  # the text that appears may complete a stop string
+                may_stop = reason in ("length", "stop")  # an aborted request stays aborted
                 may_stop = may_stop and request.num_output >= request.params.min_tokens
                 if may_stop and (stop := detokenizer.find_stop()) is not None:
                     request.finish_reason, request.stop_reason = "stop", stop
@@ -475,8 +468,8 @@ class Engine:
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
 
 
-def _numbers(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
-    """A request's part of a `StepInput`."""
+def _input_row(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
+    """A request's entry in each column of `StepInput`."""
     request, params, top, prompt_top = share.request, share.request.params, NONE, NONE
     if share.decides and params.logprobs is not None:
         top = params.logprobs

@@ -19,7 +19,7 @@ from foretoken.sampling.params import SamplingParams
 
 
 class Status(Enum):
-    """Where a request is; FINISHED is final."""
+    """The state of a request; FINISHED is final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -31,11 +31,11 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
 
     Attributes:
         slot: the request's.
-        start: known tokens that are computed before it, accepted drafts of a launched step aside.
+        start: known tokens computed before it, without accepted drafts of a launched step.
         num_tokens: known tokens to compute.
         max_drafts: most drafts to verify after them, in a decode step.
         decides: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        num_preemptions: of the request, when it was made.
+        num_preemptions: of the request, when the step was scheduled.
     """
 
     request: Request
@@ -47,8 +47,8 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     num_preemptions: int
 
 
-class Given(NamedTuple):
-    """What the deltas of a sample have held so far: tokens, pieces of text, its end."""
+class Delivered(NamedTuple):
+    """How much of a sample was delivered as deltas: tokens, pieces of text, its end."""
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -60,32 +60,33 @@ class Request:
     """State of one sample.
 
     Attributes:
-        group: the user's request this is sample `index` of.
-        params, num_prompt: parameters and length of the prompt, which all its samples share.
+        group: the user's request, of which this is sample `index`.
+        params, num_prompt: parameters and length of the prompt, the same for all samples.
         key: the 64-bit noise key of the sample, which is also the seed that reproduces it.
         token_ids: prompt and generated ids.
         stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
         bad_word_ids: tokenised `bad_words`.
-        rule: name of the verification rule that decides it.
-        num_speculative_tokens: its K; if it `adapts`, that of its next step.
+        rule: name of its verification rule.
+        num_speculative_tokens: its K; if it `adapts`, the K of its next step.
         drafter: the number of its drafter in `Limits.drafters`.
-        waits_for_tokens: whether no step may be launched for it before the last one's tokens are
-            known here.
-        launched_share: its share of a step whose result is not known yet.
+        waits_for_tokens: whether its next step is launched only after the tokens of the last one
+            are known on the host.
+        launched_share: its share of a step with a result that is not known yet.
         num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
         slot: permanent index into per-request device state while it runs.
         block_ids: cache blocks in order of position.
-        block_serials: for its leading blocks that were entered into, or found in, the prefix index:
-            the serials of their contents.
-        arrival: its priority, and its place in the order in which requests came; lower is first.
+        block_serials: serials of its leading blocks' contents, as far as these blocks were entered
+            into the prefix index or found there.
+        arrival: its priority and its number in order of arrival; the lowest is served first.
         num_preemptions: how often it lost its blocks and had to compute them again.
-        trace: how its tokens came about, if that was asked for.
+        trace: how its tokens came about, if asked for.
         detokenizer: makes its text while it runs; None without a tokenizer.
-        pieces: the text that no later token can take back, as it was read.
-        given: how much of it was given out as deltas.
-        history: what its edits depend on, made when it gets a slot; None: it has none.
-        matcher: how far it has come in its grammar, if it has one; made with its first token.
-        limit: most tokens that it may have, prompt included; read six times in a step.
+        pieces: the text that no later token can change, in the pieces in which it was read.
+        delivered: how much of it was delivered as deltas.
+        history: what its edits depend on, made when it gets a slot; None: it has no edits.
+        matcher: its place in its grammar, if it has one; made with its first token.
+        limit: most tokens that it may have, prompt included; a field because a step reads it six
+            times.
     """
 
     group: RequestGroup
@@ -112,7 +113,7 @@ class Request:
     trace: list[TokenTrace] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
-    given: Given = field(default_factory=Given)
+    delivered: Delivered = field(default_factory=Delivered)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     history: EditHistory | None = None
@@ -137,18 +138,18 @@ class Request:
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts of its next decode step: its K, and no more than it can still emit."""
+        """Most drafts of its next decode step: its K, or less if it can emit less."""
         return min(self.num_speculative_tokens, self.most_remaining - 1)
 
     @property
     def num_prefill(self) -> int:
         """Known tokens to compute before it can decode; 0 when it decodes.
 
-        A request's first token is drawn when the last token of its prompt is computed; every later
-        one by a decode step, which computes the last known token and verifies the drafts after it.
-        So a request that lost its K/V computes them again up to its last token, and draws nothing
-        until it has been drafted for: where its drafts stand, and with them the noise that decides
-        each token, does not depend on preemption.
+        A request's first token is drawn when the last token of its prompt is computed. Every later
+        token is drawn by a decode step, which computes the last known token and verifies the drafts
+        after it. So a preempted request computes its K/V again up to its last token and draws
+        nothing before its next decode step: the positions of its drafts, and with them the noise
+        that decides each token, do not depend on preemption.
         """
         if self.launched_share is not None and self.launched_share.decides:
             return 0
@@ -169,8 +170,8 @@ class Request:
 
     @property
     def most_remaining(self) -> int:
-        """Tokens that it may still emit after the launched step; 0 if it has surely ended then, or
-        has to wait for what that one emits."""
+        """Most tokens that it may emit after the launched step; 0 if it will have ended, or must
+        wait for that step's tokens."""
         share = self.launched_share
         if self.waits_for_tokens and share and share.decides:
             return 0
@@ -182,7 +183,7 @@ class Request:
         return self.num_prefill == 0
 
     def append(self, token: int) -> str | None:
-        """Take and show a token; why it ends the request, if it does: stops before length."""
+        """Append a token and its text; the finish reason if it ends the request, else None."""
         self.token_ids.append(token)
         params, detokenizer = self.params, self.detokenizer
         is_finished = self._finishes_grammar(token)
@@ -202,7 +203,7 @@ class Request:
         return None if self.num_remaining else "length"
 
     def _finishes_grammar(self, token: int) -> bool:
-        """Whether nothing but the end of text may follow, which then need not be drawn."""
+        """Whether only the end of text may follow, which then need not be drawn."""
         grammar = self.params.grammar
         if grammar is None:
             return False
@@ -212,9 +213,9 @@ class Request:
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether its prompt must be computed, cached or not: the logits of every row are wanted.
+        """Whether logits of every row of the prompt are needed, even of cached blocks.
 
-        The first sample serves all; entries it has survive preemption.
+        The first sample computes them for all samples, and keeps them over a preemption.
         """
         rows = self.group.prompt_logprobs
         return self.index == 0 and rows is not None and len(rows) < self.num_prompt
@@ -222,10 +223,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt as the user sent it, its samples, and what they have done together.
+    """One prompt as the user sent it, its samples, and the metrics of all of them.
 
     Attributes:
-        gave_prompt, gave_prompt_logprobs: whether a delta has held them.
+        delivered_prompt, delivered_prompt_logprobs: whether a delta has held them.
     """
 
     request_id: str
@@ -237,8 +238,8 @@ class RequestGroup:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: ForetokenError | None = None
-    gave_prompt: bool = False
-    gave_prompt_logprobs: bool = False
+    delivered_prompt: bool = False
+    delivered_prompt_logprobs: bool = False
 
     @property
     def finished(self) -> bool:

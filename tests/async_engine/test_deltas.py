@@ -279,7 +279,9 @@ def test_deltas_of_preempted_and_aborted_requests(folder: Path, late: bool) -> N
 
 def test_a_delta_of_a_long_output_costs_no_more() -> None:
     """By the memory that it takes: a copy of the output would be 800 KB."""
-    group = RequestGroup("1", None, [1] * 100_000, SamplingParams(logprobs=0), delivered_prompt=True)
+    group = RequestGroup(
+        "1", None, [1] * 100_000, SamplingParams(logprobs=0), delivered_prompt=True
+    )
     request = Request(group, 0, 7, [*group.prompt_ids, *[2] * 100_000])
     request.origins, request.pieces = ["plain"] * 100_000, ["ab"] * 100_000
     request.logprobs = [{}] * 100_000
@@ -310,7 +312,9 @@ def unstable(self: Detokenizer) -> str:
 def repeated(engine: Any, group: RequestGroup) -> RequestDelta | None:
     delta = take_delta(engine, group)
     for request in group.samples:
-        request.delivered = request.delivered._replace(num_tokens=max(request.delivered.num_tokens - 1, 0))
+        request.delivered = request.delivered._replace(
+            num_tokens=max(request.delivered.num_tokens - 1, 0)
+        )
     return delta
 
 

@@ -38,7 +38,7 @@ from foretoken.engine.faults import (
     step_failure,
 )
 from foretoken.engine.request import Request, RequestGroup, Share, Status
-from foretoken.engine.rounds import Decode, describe, ended_at, no_text, trace_round
+from foretoken.engine.rounds import TokenText, describe, ended_at, no_text, trace_round
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
@@ -105,9 +105,9 @@ class Engine:
         speculation = config.speculative_config
         self._rule = speculation.rejection_sample_method if speculation else "standard"
         self._synthetic_rates = rates_of(speculation) if speculation else ()
-        self._decode: Decode = no_text
+        self._text_of: TokenText = no_text
         if tokenizer is not None:
-            self._decode = cache(lambda token: str(tokenizer.decode([token])))
+            self._text_of = cache(lambda token: str(tokenizer.decode([token])))
         self.limits = Limits(
             vocab_size=runner.model.vocab_size,
             max_model_len=runner.model.max_model_len,
@@ -394,7 +394,8 @@ class Engine:
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
             following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
             most = request.params.prompt_logprobs or 0
-            rows = describe(outcome.prompt_logprobs, following, most, self._decode_of(request))
+            text_of = self._text_of if request.params.detokenize else no_text
+            rows = describe(outcome.prompt_logprobs, following, most, text_of)
             done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
             group.prompt_logprobs += rows[done - share.start :]
         if share.num_preemptions == request.num_preemptions:  # else it has lost slot and K/V
@@ -420,10 +421,11 @@ class Engine:
 
     def _take_tokens(self, request: Request, outcome: Outcome, drafter: str) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
-        tokens, decode, logprobs = outcome.token_ids, self._decode_of(request), []
+        tokens, logprobs = outcome.token_ids, []
+        text_of = self._text_of if request.params.detokenize else no_text
         if outcome.logprobs is not None and request.params.logprobs is not None:
-            logprobs = describe(outcome.logprobs, tokens, request.params.logprobs, decode)
-        trace = trace_round(request, outcome, drafter or None, self._synthetic_rates, decode)
+            logprobs = describe(outcome.logprobs, tokens, request.params.logprobs, text_of)
+        trace = trace_round(request, outcome, drafter or None, self._synthetic_rates, text_of)
         for i, (token, origin) in enumerate(zip(tokens, outcome.origins, strict=False)):
             request.origins.append(origin)
             request.logprobs += logprobs[i : i + 1]
@@ -433,10 +435,6 @@ class Engine:
                     request.trace[-1] = ended_at(trace, i)
                 self._finish(request, reason)
                 break
-
-    def _decode_of(self, request: Request) -> Decode:
-        """The function that turns one of its tokens into text; without `detokenize` into None."""
-        return self._decode if request.params.detokenize else no_text
 
     def _release_slot(self, slot: int) -> None:
         """A request has left this slot; the next plan releases it in the runner."""

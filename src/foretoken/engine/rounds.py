@@ -1,7 +1,7 @@
-"""What users read of a step: log-probabilities, and how each token came about.
+"""The records of a step that users read: log-probabilities, and how each token came about.
 
-Charter: from numbers of a result to records; for traces, the rules' arithmetic on a few numbers of
-one request. What took a pass over the vocabulary is in the result already.
+Charter: from the numbers of a result to records; for traces, the arithmetic of the verification
+rules on a few numbers. Passes over the vocabulary are made on the device, before.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from foretoken.ops import Logprobs
 from foretoken.outputs import REASONS, Logprob, TokenTrace
 from foretoken.slots.step import Outcome
 
-Decode = Callable[[int], str | None]
-"""A token's text, or None where there is none."""
+TokenText = Callable[[int], str | None]
+"""From a token to its text, or None if texts are not wanted or there is no tokenizer."""
 
 
 def no_text(token: int) -> None:
-    """No token has a text here."""
+    """The `TokenText` that has no texts."""
 
 
 def describe(
-    found: Logprobs, token_ids: Sequence[int], num_top: int, decode: Decode
+    found: Logprobs, token_ids: Sequence[int], num_top: int, text_of: TokenText
 ) -> list[dict[int, Logprob]]:
     """Rows for users: token id -> Logprob, the given token first, then the likeliest by rank.
 
     Args:
         found: a row for each of the tokens.
-        num_top: how many of the likeliest were asked for here; there may be more.
+        num_top: how many of the likeliest to report; `found` may have more.
     """
     rows = zip(
         token_ids, found.logprob_N.tolist(), found.rank_N.tolist(),
@@ -39,21 +39,25 @@ def describe(
     )  # fmt: skip
     described = []
     for token, logprob, rank, top_ids, top_logprobs in rows:
-        row = {token: Logprob(logprob, rank, decode(token))}
+        row = {token: Logprob(logprob, rank, text_of(token))}
         for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-            row.setdefault(top_id, Logprob(value, k + 1, decode(top_id)))
+            row.setdefault(top_id, Logprob(value, k + 1, text_of(top_id)))
         described.append(row)
     return described
 
 
 def trace_round(
-    request: Request, outcome: Outcome, drafter: str | None, rates: Sequence[float], decode: Decode
+    request: Request,
+    outcome: Outcome,
+    drafter: str | None,
+    rates: Sequence[float],
+    text_of: TokenText,
 ) -> list[TokenTrace]:
-    """One record for each token of an outcome that the request does not have yet.
+    """One record for each token of an outcome that was not yet appended to the request.
 
     Args:
-        outcome: with evidence.
-        drafter: the name of the one that drafted; None: none did.
+        outcome: with evidence; [] without.
+        drafter: the name of the drafter; None: nothing was drafted.
         rates: of the rule `synthetic`, one per draft.
     """
     if outcome.evidence is None:
@@ -65,12 +69,12 @@ def trace_round(
     rule = "greedy" if greedy else request.rule
     q_K, mass_K = q_K1[:num], mass_K[:num]
     threshold_K = _thresholds(rule, p_K1[:num], q_K, mass_K, rates)
-    # The block rule looks at every draft up to the first that is none.
+    # The block rule tests every draft up to the first that counts as none.
     looked_at = next((i for i, q in enumerate(q_K) if not q > 0), num) if rule == "block" else 0
 
     def record(i: int, token: int, origin: str, p: float, q: float | None) -> TokenTrace:
         return TokenTrace(
-            token, decode(token) if token >= 0 else None, first + i, number, request.rule,
+            token, text_of(token) if token >= 0 else None, first + i, number, request.rule,
             origin, p, q if is_real else None, drafter if num else None,
         )  # fmt: skip
 
@@ -103,7 +107,7 @@ def trace_round(
 
 
 def ended_at(records: Sequence[TokenTrace], i: int) -> TokenTrace:
-    """Record i of a round that ends with it; the drafts after it become its dropped ones."""
+    """Record i of a round in which it is the last: the drafts after it count as dropped."""
     later = [record for record in records[i + 1 :] if record.draft_index is not None]
     drafts = (replace(record, dropped=()) for record in later)
     return replace(records[i], dropped=(*drafts, *records[-1].dropped))
@@ -112,7 +116,7 @@ def ended_at(records: Sequence[TokenTrace], i: int) -> TokenTrace:
 def _thresholds(
     rule: str, p_K: list[float], q_K: list[float], mass_K: list[float], rates: Sequence[float]
 ) -> list[float | None]:
-    """What each u has to be below; None where there is no draft, or draws are compared."""
+    """The bound below which each u accepts; None for no draft, or a rule that compares draws."""
     found: list[float | None] = []
     weight = 1.0  # p_i of the block rule
     for i, (p, q, mass) in enumerate(zip(p_K, q_K, mass_K, strict=True)):
@@ -126,6 +130,6 @@ def _thresholds(
             raise NotImplementedError(f"`engine/rounds.py` lacks the verification rule {rule}")
         else:
             weight = min(1.0, weight * p / q)
-            rest = mass + 1 - weight  # NaN: no draft follows
+            rest = mass + 1 - weight  # NaN if no draft follows
             found.append(weight if math.isnan(rest) else mass / rest if rest > 0 else 1.0)
     return found

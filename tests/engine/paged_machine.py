@@ -249,7 +249,7 @@ class WatchedScheduler(Scheduler):
         asked, context = [s.max_drafts for s in decodes], sum(s.start + 1 for s in decodes)
         room, tokens = pace.room(asked, context), sum(s.num_tokens for s in prompts)
         pairs = sum(s.num_tokens * (s.start + s.num_tokens / 2) for s in prompts)
-        seconds = pace.prompts.beside(room.decoding, room.rows, tokens, pairs)
+        seconds = pace.prompts.mixed_step(room.decoding, room.rows, tokens, pairs)
         assert seconds <= room.most + 1e-9 or tokens == 1
 
 

@@ -1,11 +1,11 @@
-"""K of requests that leave it to the engine, `auto`: chosen every few steps, for those to come.
+"""The choice of K for requests that leave it to the engine (`auto`), made every few steps.
 
-Charter: from requests to the numbers of `drafting/control.py` and back, when to choose, when to
-probe, what is told of it. A choice knows of committed steps only; prompts in the same step do not
-change it.
+Charter: from requests to the numbers of `drafting/control.py` and back; when to choose and when to
+probe; metrics and warnings. A choice depends on committed steps only; prompts in the same step do
+not change it.
 
-A request without drafts is never seen to be worth them again. So now and then one request gets more
-drafts than are thought best, for one step: as often as `_PROBING` of the time pays for.
+A request without drafts gives no sign that drafts would pay again. So now and then a request gets
+more drafts than the best choice, for one step (a probe): as often as `_PROBING` of the time allows.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STEPS, _MOST_STEPS = 8, 64  # between choices
-_CHOOSING = 0.01  # of the time at most, unless the most steps are reached: one takes 0.2 to 2 ms
-_CLEARLY = 1.02  # of the rate of what is done now: enough to change
-_STRETCH = 128  # steps by which what a drafter has missed must pay
-_PROBING = 0.015  # of the time
-_PROBE = 2  # drafts more than are thought best
-_SELDOM = 8  # choices between probes of requests that do have drafts
-_PATIENCE = 2000  # steps in a row without drafts: worth a word
+_CHOOSING = 0.01  # share of the time for choices, except at `_MOST_STEPS`; one takes 0.2 to 2 ms
+_CLEARLY = 1.02  # change if the rate is this many times the present one
+_STRETCH = 128  # steps within which a drafter's work to catch up must pay
+_PROBING = 0.015  # share of the time for probes
+_PROBE = 2  # drafts more than the best choice
+_SELDOM = 8  # choices between probes of requests that have drafts
+_PATIENCE = 2000  # steps in a row without drafts, after which a warning says so
 
 
 class DraftControl:
     """Chooses how many drafts each request of a step gets.
 
     Args:
-        table: what steps take.
+        table: measured times of steps.
         num_slots, max_drafts: sizes.
-        widths: numbers of drafts that a captured step may have, 0 among them; () where every
-            request may have its own.
+        widths: numbers of drafts that a captured step may have, 0 among them; () if every request
+            may have its own number.
         clock: seconds.
     """
 
@@ -77,9 +77,9 @@ class DraftControl:
         self._start = self._budget = 0.0
         self._probed: list[tuple[Request, int]] = []
         self._turn, self._has_warned = 0, False
-        self._rounds: list[tuple[int, int, int, int]] = []
-        self._steps: list[tuple[float, float, int]] = []
-        self._seen_S = [0] * num_slots  # tokens known when the drafter was last asked
+        self._verified: list[tuple[int, int, int, int]] = []  # for `Acceptance.observe`
+        self._steps: list[tuple[float, float, int]] = []  # seconds, those on the host, tokens
+        self._seen_S = [0] * num_slots  # tokens known when the drafter last drafted
 
     def choose(self, decoding: Sequence[Request]) -> None:
         """Set K of the requests that adapt, among those that decode in the coming step."""
@@ -90,7 +90,7 @@ class DraftControl:
         known = adapting == self._adapting and len(decoding) == self._batch
         if known and self._wait > 0:
             return
-        self._take_in()
+        self._learn()
         self._adapting, self._batch, self._wait = adapting, len(decoding), _STEPS
         if not adapting:
             self._choice = None
@@ -109,11 +109,10 @@ class DraftControl:
     def observe(
         self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
     ) -> None:
-        """See what became of a step: drafts, and seconds if all of its requests decoded.
+        """Record the drafts of a step, and its seconds if all of its requests decoded.
 
         Args:
-            in_runner: of these, seconds that were measured at start, too: all but the host's work
-                for requests.
+            in_runner: seconds of the step in the runner; the rest is the engine's work on the host.
         """
         tokens, plain = 0, True
         for share in shares:
@@ -124,7 +123,7 @@ class DraftControl:
                 tokens += len(outcome.token_ids)
                 if share.max_drafts:
                     drafted, accepted = outcome.num_drafts, outcome.num_accepted
-                    self._rounds.append((share.slot, share.max_drafts, drafted, accepted))
+                    self._verified.append((share.slot, share.max_drafts, drafted, accepted))
                     self._seen_S[share.slot] = share.start + 1
         seconds = self._clock() - self._start
         self._budget += _PROBING * seconds
@@ -132,27 +131,27 @@ class DraftControl:
             self._steps.append((seconds, seconds - in_runner, tokens))
 
     def release(self, slot: int) -> None:
-        """The slot's request ended or gave way: what it taught of others stays."""
-        self._take_in()
+        """Forget a slot's request, which ended or was preempted, but not what it showed of all."""
+        self._learn()
         self.acceptance.release(slot)
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):
             self._end_probe()
             self._adapting, self._wait = [], 0  # no ended request is kept
 
-    def _take_in(self) -> None:
+    def _learn(self) -> None:
         """Learn from the steps since the last choice."""
-        rounds, self._rounds = self._rounds, []
-        self.acceptance.observe(rounds)
+        verified, self._verified = self._verified, []
+        self.acceptance.observe(verified)
         steps, self._steps = self._steps, []
         if not steps or self._choice is None or self._plain is None:
             return
         choice, metrics = self._choice, self.metrics
-        usual, beside = (median(column) for column in list(zip(*steps, strict=True))[:2])
-        seconds, tokens = sum(s for s, _, _ in steps), sum(t for _, _, t in steps)
-        self.costs.learn(self._batch, choice.per_request, choice.seconds, usual)
-        if not self._widths:  # a device computes meanwhile
-            self.costs.learn_beside(self._batch, beside)
+        all_seconds, all_on_host, all_tokens = zip(*steps, strict=True)
+        seconds, tokens = sum(all_seconds), sum(all_tokens)
+        self.costs.learn(self._batch, choice.per_request, choice.seconds, median(all_seconds))
+        if not self._widths:  # a device computes while the host works
+            self.costs.learn_beside(self._batch, median(all_on_host))
         metrics.controlled_seconds += seconds
         metrics.estimated_plain_seconds += seconds * choice.rate / self._plain.rate
         slower = float(np.exp(self.costs.off))
@@ -163,7 +162,7 @@ class DraftControl:
             self._say_unpaid()
 
     def _look(self, decoding: Sequence[Request]) -> tuple[Curve, Load]:
-        """Costs and chances of these requests."""
+        """Costs and chances of acceptance of these requests."""
         slots = [request.slot for request in decoding]
         fixed = [ADAPTS if r.adapts else r.num_speculative_tokens for r in decoding]
         context = sum(len(request.token_ids) for request in decoding)
@@ -171,7 +170,7 @@ class DraftControl:
         return self.costs.curve(len(slots)), Load(joint_BK, np.array(fixed), offered_K, context)
 
     def _best(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> Choice:
-        """The best choice, if it is clearly better than going on."""
+        """The best choice; the present one if that is not clearly worse."""
         in_lockstep = bool(self._widths)
         best = by_width(curve, load, self._widths) if in_lockstep else by_gain(curve, load)
         last = self._choice
@@ -180,19 +179,19 @@ class DraftControl:
         current = [request.num_speculative_tokens for request in decoding]
         now = expect(curve, load, np.array(current), in_lockstep=in_lockstep)
         starts = (best.asked_B > 0) & (now.asked_B == 0)
-        behind = self._missed(r for r, s in zip(decoding, starts, strict=True) if s)
-        rate = best.tokens / (best.seconds + behind / _STRETCH)
+        missed = self._missed(r for r, s in zip(decoding, starts, strict=True) if s)
+        rate = best.tokens / (best.seconds + missed / _STRETCH)
         return best if rate > _CLEARLY * now.rate else now
 
     def _missed(self, requests: Iterable[Request]) -> float:
         """Seconds that a drafter takes to catch up with these requests."""
-        behind = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
-        return self.costs.table.missed * behind
+        tokens = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
+        return self.costs.table.missed * tokens
 
     def _probe(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> None:
-        """Give the next request in turn more drafts, once time enough was put by for it.
+        """Give the next request in turn more drafts, once enough time was saved up for it.
 
-        In lockstep all that adapt: they wait for each other's passes anyway.
+        In lockstep all adapting requests get them: they wait for each other's passes anyway.
         """
         if self._choice is None:
             return

@@ -1,11 +1,11 @@
 """Stages of a step that are captured once and replayed: CUDA graphs.
 
-Charter: which steps are replayed, at what padded size, and the capture itself. A step of decoding
-requests alone has a shape: how many requests (padded to the next size), how many drafts at most,
-and which kernels its slots' parameters ask for. Its stages, recorded once with the spare slot in
-the place of every request, read and write the same tensors whenever they are replayed. Other steps
-(prompts, log-probabilities of prompts, requests with edits in their last stage) run operator by
-operator, on the same lines of the runner.
+Charter: which steps are replayed, at what padded size, and the capture itself. A step in which all
+requests decode has a shape: the number of requests (padded to the next size), the most drafts, and
+the kernels that the parameters of its slots need. Its stages are recorded once, with the spare slot
+in the place of every request; each replay reads and writes the same tensors. Other steps (with
+prompts or their log-probabilities) run operator by operator, by the same code of the runner; so
+does the last stage of steps with edits.
 
 Without a GPU nothing is captured, and a stage is a call.
 """
@@ -55,7 +55,7 @@ class Graphs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that captured steps keep."""
+        """Bytes that captured steps keep."""
         if self._pool is None:
             return 0
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class Graphs:
 
         Args:
             drafters: of the slots in use.
-            samples: whether a request of the step draws at random, so that the q of drafts is kept.
+            samples: whether a request of the step draws at random, so that q of drafts is kept.
         """
         count = len(step.slot_B)
         if not self.sizes or count > self.sizes[-1]:
@@ -82,13 +82,13 @@ class Graphs:
         most = next(width for width in self.widths if width >= asked)
         shape = StepShape(size, most, params.has_filters, params.rules, samples, drafters)
         if len(params.rules) > 1 or params.rules & _SELDOM:
-            # Requests of several kinds share the kernels that serve all: a capture takes as long
-            # as a hundred steps, and there would be 30 kinds.
+            # Rare mixtures of rules share kernels that serve all of them: there would be 30 kinds
+            # of steps, and a capture takes as long as a hundred steps.
             shape = StepShape(size, most, True, params.rules | _LOSSLESS, True, drafters)
         return None if shape in self._left_out else shape
 
     def leave_out(self, shape: StepShape) -> None:
-        """Memory ran out while such a step was captured: from here on they run as others do."""
+        """Capture this shape no more, because memory ran out: its steps run like other ones."""
         self._left_out.add(shape)
         _log.warning(
             "Steps of %d requests run without a CUDA graph, which is slower: it would not fit into "
@@ -96,15 +96,15 @@ class Graphs:
             shape.size,
         )
 
-    def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *given: Any) -> Out:
-        """Run a stage of a step, or replay it; the next replay overwrites what it returns."""
+    def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *args: Any) -> Out:
+        """Run or replay a stage of a step; the next replay overwrites what it returns."""
         if requests.shape is None or self._runs_once:
-            return run(requests, *given)
+            return run(requests, *args)
         if self._recording is not None:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                out = run(requests, *given)
+                out = run(requests, *args)
             self._recording[name] = graph, out
             return out
         graph, out = self._captured[requests.shape][name]
@@ -119,7 +119,7 @@ class Graphs:
 
     @contextmanager
     def running_once(self) -> Iterator[None]:
-        """Run the stages of a shape operator by operator: kernels are compiled, memory is taken."""
+        """Inside, stages of a shape run operator by operator, which compiles kernels."""
         self._runs_once = True
         try:
             yield
@@ -128,7 +128,7 @@ class Graphs:
 
     @contextmanager
     def recording(self, shape: StepShape) -> Iterator[None]:
-        """Capture the stages that are run inside, each with what the ones before it return."""
+        """Inside, stages are captured, each on the outputs of the stages before it."""
         self._recording = {}
         try:
             yield

@@ -1,14 +1,14 @@
 """One step on the device: draft, one pass of the target, verify; the only place where models run.
 
-Charter: everything between a `StepPlan` and its `StepResult`. What a step needs of a request it
-reads from the slots, and what it finds it writes there, so that the next step can begin before the
-host has seen this one's tokens. It decides nothing: not who runs (scheduler), not when a request
-ends (engine).
+Charter: everything between a `StepPlan` and its `StepResult`. A step reads the state of its
+requests from the slots and writes the outcome there, so that the next step can begin before the
+host has seen this one's tokens. Nothing is decided here: the scheduler chooses the requests, the
+engine ends them.
 
-Drafts are proposed at the beginning of the step that verifies them: nothing of a proposal outlives
+Drafts are proposed at the beginning of the step that verifies them: no part of a proposal outlives
 a step, and no block is reserved for drafts that are not verified (decision 016).
 
-Every device runs the same lines. On a GPU stages of a step may be replayed from a capture instead
+All devices run the same code. On a GPU, stages of a step may be replayed from a CUDA graph instead
 of being launched operator by operator (`graphs.py`).
 
 Shape suffixes: B requests of the step, D those that decide, N rows of logits, V vocabulary.
@@ -39,8 +39,8 @@ from foretoken.slots.step import OpenStep, StepRequests, StepResult, StepShape
 class Runner:
     """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots.
 
-    device, on_host: of the slots: where it computes, and whether results are known as soon as a
-    step was launched: reading never blocks then.
+    device: of the slots; it computes here. on_host: results are known as soon as a step was
+    launched, so that reading never blocks.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Runner:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
+        """What takes memory; of CUDA graphs what those captured take, instead of the estimate."""
         return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step's tokens and draw the next ones."""
+        """Run a whole step, without edits of the host."""
         step = self.begin(plan)
         return StepResult() if step is None else self.finish(step)
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
-        """Apply a plan, launch drafts and the target's pass; None if no request takes part."""
+        """Apply a plan, launch drafting and the target's pass; None if no request takes part."""
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)
@@ -81,15 +81,15 @@ class Runner:
         self._clock.mark("admit")
         if not plan.step.slot_B or self.slots.have_ended(plan.step.slot_B):
             return None
-        step = self._begin(plan.step, self._shape_of(plan.step))
+        step = self._begin(plan.step, self._captured_shape(plan.step))
         step.seconds = time.perf_counter() - start
         return step
 
     def finish(self, step: OpenStep, edits: PackedEdits | None = None) -> StepResult:
-        """Verify, let the slots have the outcome, and send the result on its way.
+        """Verify, write the outcome to the slots, and begin to copy the result to the host.
 
         Args:
-            edits: of rows that the host edits; made from what was drafted (`OpenStep.drafted`).
+            edits: the host's edits of logits, made from the drafts (`OpenStep.drafted`).
         """
         start = time.perf_counter()
         result = self._finish(step, edits)
@@ -98,9 +98,9 @@ class Runner:
         return result
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Forget what is kept for blocks that change hands.
+        """Forget what is kept for blocks that are handed out again.
 
-        If the model multiplies masked keys, they are zeroed: a NaN would poison the new owner.
+        If the model multiplies masked keys, they are zeroed: a NaN would spread to the new owner.
         """
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
@@ -112,11 +112,11 @@ class Runner:
         self._clock.mark("batch")
         stage, mark = self.graphs.stage, self._clock.mark_stage
         self._clock.begin()
-        asked, drafts = stage("draft", self._propose, requests)
+        draft_requests, drafts = stage("draft", self._propose, requests)
         mark("draft", "draft")
         tokens, batch, output = stage("target", self._forward, requests, drafts)
         mark("forward", "forward")
-        return OpenStep(requests, asked, drafts, tokens, batch, output)
+        return OpenStep(requests, draft_requests, drafts, tokens, batch, output)
 
     def _finish(self, step: OpenStep, packed: PackedEdits | None) -> StepResult:
         requests, drafts, edits = step.requests, step.drafts, None
@@ -140,11 +140,11 @@ class Runner:
         return result
 
     def compile_ahead(self, steps: Sequence[StepInput]) -> None:
-        """Compile the kernels of such steps, as far as they will be captured, all at once.
+        """Compile the kernels of those of these steps that will be captured, all at once.
 
         Call before serving: see `Backend.compile_ahead`.
         """
-        shapes = {shape for step in steps if (shape := self._found_shape(step)) is not None}
+        shapes = {shape for step in steps if (shape := self._shape_of(step)) is not None}
 
         def run() -> None:
             for shape in shapes:
@@ -153,16 +153,16 @@ class Runner:
         if shapes:
             self.model.backend.compile_ahead(run)
 
-    def _found_shape(self, step: StepInput) -> StepShape | None:
-        """The shape under which a step can be replayed."""
+    def _shape_of(self, step: StepInput) -> StepShape | None:
+        """The shape under which a step can be captured and replayed."""
         if not self.graphs.sizes:
             return None
         slots, samples = self.slots, self.slots.draws_at_random(step.slot_B)
         return self.graphs.shape_of(step, slots.params, slots.drafters, samples=samples)
 
-    def _shape_of(self, step: StepInput) -> StepShape | None:
-        """The shape under which a step is replayed; what is new is captured first."""
-        shape = self._found_shape(step)
+    def _captured_shape(self, step: StepInput) -> StepShape | None:
+        """The shape under which a step is replayed; a new shape is captured first."""
+        shape = self._shape_of(step)
         if shape is not None and shape not in self.graphs:
             try:
                 self.capture(shape)
@@ -173,10 +173,10 @@ class Runner:
         return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
-        """Record the stages of such steps, on padding alone: no request's slot is touched.
+        """Record the stages of steps of this shape, on padding alone: no request is touched.
 
-        A model that looks at the device in the midst of a pass cannot be recorded, whatever the
-        shape: every step runs operator by operator then.
+        If the model reads results of the device during a pass, no shape can be recorded: then every
+        step runs operator by operator.
         """
         self._run_once(shape)
         try:
@@ -193,13 +193,13 @@ class Runner:
 
     def _propose(self, requests: StepRequests) -> tuple[DraftRequests, DraftBlock]:
         """Drafts of the requests that decide, written after their known tokens."""
-        asked = self.slots.count_drafts(requests)
-        if self.drafter is None or not asked.most:
-            return asked, no_drafts(len(asked.slot_B), self.device)
-        drafts = self.drafter.propose(asked)
-        # An id that the target lacks is rejected, but passes through it first: as its last one.
-        self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)
-        return asked, drafts
+        draft_requests = self.slots.count_drafts(requests)
+        if self.drafter is None or not draft_requests.most:
+            return draft_requests, no_drafts(len(draft_requests.slot_B), self.device)
+        drafts = self.drafter.propose(draft_requests)
+        # Ids that the target lacks are rejected; in its pass its last id stands for them.
+        self.slots.write_drafts(draft_requests, drafts, self.model.vocab_size - 1)
+        return draft_requests, drafts
 
     def _forward(
         self, requests: StepRequests, drafts: DraftBlock
@@ -214,7 +214,7 @@ class Runner:
     def _verify(
         self, _: StepRequests, step: OpenStep, edits: Edits | None = None
     ) -> tuple[Verdict, Tensor]:
-        """Verify, and let the slots have the outcome; also what the host will ask for."""
+        """Verify, and write the outcome to the slots; the tensor is what the host will read."""
         verdict = self.sampler.verify(step, edits)
         self._clock.mark("verify")
         return verdict, self.slots.advance(step.tokens, verdict)

@@ -1,11 +1,10 @@
 """The sampler: raw target logits and drafts in, verdicts and log-probabilities out.
 
-Charter: hands `ops` what belongs to the requests of a step, by slot, and takes from the logits what
-the host will ask for, before the next pass overwrites them. It knows nothing of scheduling, cache
-or models.
+Charter: passes the parameters of a step's slots to `ops`, and copies from the logits what the host
+will read, before the next pass overwrites them. It knows nothing of scheduling, cache or models.
 
-Shape suffixes: B requests, D those that decide, K drafts, N rows (= sum of K_b + 1), R rows whose
-log-probabilities are wanted, P those of them that are of prompts, V vocabulary.
+Shape suffixes: B requests, D those that decide, K drafts, N rows (= sum of K_b + 1), R rows of
+which log-probabilities are wanted, P those of prompts among them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ class Sampler:
     def verify(self, step: OpenStep, edits: Edits | None) -> Verdict:
         """Verify a step's drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
         batch = self._batch(step, edits)
-        # What a drafter made is looked at; in a plain step that would be 26 us, 2 % of it.
+        # Values of drafts are checked; in a step without drafts that would cost 26 us, 2 % of it.
         return self.backend.verify(batch._replace(values_fit=step.drafts.token_BK.shape[1] == 0))
 
     def _batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
-        asked = step.asked
+        requests = step.draft_requests
         return VerifyBatch(
-            step.logits_NV, asked.params, asked.slot_B, asked.position_B, step.drafts, edits,
-            self.synthetic_rate_K, self.fp64_noise, values_fit=True,
+            step.logits_NV, requests.params, requests.slot_B, requests.position_B, step.drafts,
+            edits, self.synthetic_rate_K, self.fp64_noise, values_fit=True,
         )  # fmt: skip
 
     def report(
         self, result: StepResult, step: OpenStep, verdict: Verdict, edits: Edits | None
     ) -> None:
-        """Send on their way what a result holds besides tokens: the host waits for nothing."""
+        """Begin to copy evidence and log-probabilities to the host, which does not wait."""
         wanted = step.requests.step
         if wanted.traced_D:
             request_R = to_device(np.array(wanted.traced_D, dtype=np.int64), self.slots.device)
             evidence = self.backend.evidence(self._batch(step, edits), verdict, request_R)
             result.evidence = ToHost(evidence)
-        # On a host it costs nothing to see that there is nothing to explain.
+        # Which rows were finite matters only if a verdict is not; on a host that is known at once.
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
             result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
         if wanted.most_logprobs != NONE:
@@ -77,10 +76,10 @@ class Sampler:
                 result.logprobs = ToHost(self.backend.logprobs(logits_NV[row_R], token_R, num_top))
 
     def _reported(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
-        """Rows whose log-probabilities are wanted, and the token after each.
+        """Rows of which log-probabilities are wanted, and the token after each.
 
-        Of each decision as many as the request with most drafts may have; then of prompts: where
-        nothing follows in the prompt, some token.
+        First rows of decisions, for each as many as the request with most drafts may have; then
+        rows of prompts. The row at the end of a prompt gets an arbitrary token.
         """
         requests, batch, num_D = opened.requests, opened.batch, opened.drafts.num_B
         step, device = requests.step, self.slots.device
@@ -98,7 +97,7 @@ class Sampler:
             count = sum(step.num_tokens_B[b] for b in step.reported_prompts_B)
             at_P = batch.logit_row_N[first : first + count]
             end_B = batch.attention.query_start_B1[1:]
-            # Where kernels are only compiled ahead, all requests begin at 0.
+            # While kernels are compiled ahead, they return zeros: all requests begin at 0.
             b_P = torch.searchsorted(end_B, at_P, right=True).clamp(max=len(end_B) - 1)
             after_P = batch.position_T[at_P] + 1
             token_R.append(self.slots.state.token_SL[requests.slot_B[b_P], after_P].to(torch.int64))

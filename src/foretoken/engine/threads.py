@@ -1,10 +1,10 @@
-"""How many threads compute, PyTorch's and the kernels'.
+"""The number of computing threads, PyTorch's and the kernels'.
 
-On a machine of 2 cores that others use too, two OpenMP threads took a decode step from 7 to 77 ms,
-since a team waits for its slowest member at every loop. The native pool does not (its threads take
-small pieces), and where it runs the target OpenMP gets one thread: idle ones would spin on the
-cores that the pool needs. Only the steps themselves show whether others use the machine: so one
-thread and all of them are timed on real steps.
+On 2 cores that other processes also used, two OpenMP threads took a decode step from 7 to 77 ms,
+because a team waits for its slowest member at every loop. The native pool does not wait (its
+threads take small pieces). If it runs the target, OpenMP gets one thread: idle ones would spin on
+the cores that the pool needs. Only real steps show whether other processes use the machine: so
+steps with one thread and with all threads are timed.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
 _OPENMP_THREADS = torch.get_num_threads()  # before we set it
-_STEPS = 3  # their median stands for a count
+_STEPS = 3  # counts are compared by the median of so many steps
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
-_CLEARLY = 0.95  # of the other's time: enough to change
-_HOPELESS = 2.0  # times the other's: a trial ends at the first such step
-_PER_TRIAL = 20  # steps at least, in the time that one step of the slower count takes
+_CLEARLY = 0.95  # change at this share of the other count's time
+_HOPELESS = 2.0  # times the other count's time: a trial ends at the first such step
+_PER_TRIAL = 20  # least steps between trials: times the ratio of the slower to the faster time
 
 
 def usable_cores(
     cpus: Path = Path("/sys/devices/system/cpu"), quota: Path = Path("/sys/fs/cgroup/cpu.max")
 ) -> int:
-    """Physical cores that this process may use: hyper-threads once, within a container's quota."""
+    """Physical cores that this process may use, within a container's quota."""
     usable = (
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
     count = len({_siblings(cpus / f"cpu{cpu}") or str(cpu) for cpu in usable})
     with suppress(OSError, ValueError):
         time_used, period = quota.read_text(encoding="ascii").split()
-        count = min(count, int(int(time_used) / int(period)))  # `max` is no number: no quota
+        count = min(count, int(int(time_used) / int(period)))  # `max` raises: no quota
     return max(count, 1)
 
 
 class StepThreads:
-    """Sets the process's threads for every step of one engine: as asked, or as is faster now.
+    """Sets the process's threads for every step of one engine: a given number, or the faster one.
 
     Args:
-        asked: None takes one thread, or all usable cores but no more than OpenMP had when this
-            module was imported (`openmp_threads`), by steps of the same size; what is set by
-            others, by `torch.set_num_threads` for example, does not count and is overwritten.
+        asked: None chooses between one thread and all usable cores (at most `openmp_threads`), by
+            timing steps of the same size. It overwrites numbers that others set, for example by
+            `torch.set_num_threads`.
         backend: the threads of its kernels are set, too.
-        native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
-            next to it that does not is small: one thread is as fast there.
+        native_target: the native decoder runs the target: PyTorch gets one thread. A draft model in
+            PyTorch's operators is small: one thread is as fast there.
         clock: seconds.
-        openmp_threads: `OMP_NUM_THREADS`, if that is set.
+        openmp_threads: OpenMP's threads when this module was imported: `OMP_NUM_THREADS`, if set.
     """
 
     def __init__(
@@ -72,62 +72,65 @@ class StepThreads:
         self._backend = backend
         self._native_target = native_target
         self._clock = clock
-        self._choices: dict[int, _Choice] = {}
-        self._prompts: _Choice | None = None  # while decode steps collapse with all threads
+        self._for_size: dict[int, _FasterCount] = {}
+        # Set while decode steps take many times as long with all threads.
+        self._for_prompts: _FasterCount | None = None
         self._use(self.most)
 
     @contextmanager
     def during(self, shares: Sequence[Share]) -> Iterator[None]:
-        """Compute a step of these shares, inside, with the threads for its size.
+        """Inside, a step of these shares computes with the threads for its size.
 
-        Steps that compute prompts take all threads, since no two are alike. Only while decode steps
-        collapse with them is there a choice for prompts, too, by the time per token: one thread,
-        and all of them tried again.
+        Steps with prompts take all threads, because no two of them are alike. Only while decode
+        steps are many times slower with all threads, prompts take one thread, and all are tried
+        again, by the time per token.
         """
-        choice, tokens, decodes = None, 0, False
+        faster, tokens, decodes = None, 0, False
         if self.chooses and shares:
             tokens = sum(share.num_tokens + share.max_drafts for share in shares)
-            decodes, choice = all(share.num_tokens == 1 for share in shares), self._prompts
+            decodes, faster = all(share.num_tokens == 1 for share in shares), self._for_prompts
             if decodes:
-                counts = (1, self.most) if self._prompts else (self.most, 1)
                 size = _rounded(tokens)
-                choice = self._choices.get(size) or self._choices.setdefault(size, _Choice(*counts))
-        if choice is None:
+                if size not in self._for_size:
+                    counts = (1, self.most) if self._for_prompts else (self.most, 1)
+                    self._for_size[size] = _FasterCount(*counts)
+                faster = self._for_size[size]
+        if faster is None:
             self._use(self.most)
             yield
             return
-        count = choice.next()
+        count = faster.next()
         self._use(count)
         start = self._clock()
         yield
-        choice.observe(count, (self._clock() - start) / tokens)
-        if decodes and not choice.crowded:
-            self._prompts = None
-        elif self._prompts is None:
-            self._prompts = _Choice(1, self.most, collapsed=True)
+        faster.observe(count, (self._clock() - start) / tokens)
+        if decodes and not faster.crowded:
+            self._for_prompts = None
+        elif self._for_prompts is None:
+            self._for_prompts = _FasterCount(1, self.most, collapsed=True)
 
     def _use(self, count: int) -> None:
         self._backend.set_num_threads(count)
         openmp = 1 if self._native_target else count
-        if torch.get_num_threads() != openmp:  # it is of this thread, not of the process
+        if torch.get_num_threads() != openmp:  # each thread has a number of its own
             torch.set_num_threads(openmp)
 
 
-class _Choice:
-    """Which of two counts is faster for steps of one kind, by the latest times per token.
+class _FasterCount:
+    """The faster of two thread counts for steps of one kind, by the latest times per token.
 
-    Both are tried in turns at first. The slower one is tried again after 64 steps, and after twice
-    as many each time that it stays the slower, or later if a step with it takes very long. A count
-    is left at once when its steps have become slower than the other's last ones.
+    At first both are tried in turns. The slower one is tried again after 64 steps, then after twice
+    as many each time that it stays slower, or later if a step with it takes very long. If the steps
+    of the present count become slower than the other's last ones, the other is taken at once.
 
     Attributes:
-        crowded: one thread is taken because steps with all took many times as long.
+        crowded: one thread is used because steps with all threads took many times as long.
     """
 
     def __init__(self, first: int, second: int, collapsed: bool = False) -> None:
         self._taken, self._other = first, second
         self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (first, second)}
-        if collapsed:  # steps with `second` do: as if that had been tried
+        if collapsed:  # as if `second` had been tried and took for ever
             self._seconds[second].extend([math.inf] * _STEPS)
         self._wait = self._pause = _PAUSE
         self.crowded = first == 1
@@ -139,7 +142,7 @@ class _Choice:
         return self._taken
 
     def observe(self, count: int, seconds: float) -> None:
-        """Learn from a step, by its seconds per token; settle once there are enough of both."""
+        """Learn a step's seconds per token; choose again once both counts have enough steps."""
         taken, other = self._seconds[self._taken], self._seconds[self._other]
         tried = count == self._other
         own, rival = (other, taken) if tried else (taken, other)
@@ -164,13 +167,13 @@ class _Choice:
 
 
 def _rounded(tokens: int) -> int:
-    """`tokens` to two binary digits: steps of that size take about the same time."""
+    """`tokens` to two binary digits: steps of one rounded size take about the same time."""
     shift = max(tokens.bit_length() - 2, 0)
     return tokens >> shift << shift
 
 
 def _siblings(cpu: Path) -> str:
-    """What names the core of a logical processor; "" if nothing does."""
+    """The name of a logical processor's core; "" if unknown."""
     try:
         return (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
     except OSError:

@@ -82,7 +82,7 @@ class OpenStep:
     """
 
     requests: StepRequests
-    asked: DraftRequests
+    draft_requests: DraftRequests
     drafts: DraftBlock
     tokens: StepTokens
     batch: ForwardBatch

@@ -29,8 +29,8 @@ from foretoken.engine.faults import broken_engine, is_device_failure
 from foretoken.engine.gauge import Gauge, gauge_of, measure_steps
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory_plan import (
-    Costs,
     Demand,
+    MemoryCosts,
     MemoryPlan,
     Sizes,
     blocks_within,
@@ -338,12 +338,12 @@ class Assembly:
             prompts = measure_prompts(runner, rule, bound, config.max_num_batched_tokens)
         return table, prompts
 
-    def _costs(self) -> Costs:
+    def _costs(self) -> MemoryCosts:
         """What follows from shapes."""
         model, size, drafter = self.model, self.block_size, self.drafter
         block = KVPool.bytes_per_block(model.layer_shapes, size, model.dtype)
         copies = model.device.type != "cpu" and model.backend.name != "triton"
-        return Costs(
+        return MemoryCosts(
             block_size=size,
             block=block,
             draft_block=drafter.kv_bytes_per_block if drafter else 0,

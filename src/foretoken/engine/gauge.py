@@ -1,8 +1,8 @@
-"""What an engine takes of a GPU's memory, measured: by loading, and by steps as large as they get.
+"""A GPU's memory as an engine takes it, measured: by loading, and by the largest steps.
 
-Charter: the only place that asks PyTorch and the driver how much memory is taken. What PyTorch has
-taken of the device is counted (`memory_reserved`), not what its tensors need: the difference is
-lost to everybody else, too.
+Charter: the only place that asks PyTorch and the driver how much memory is taken. It counts what
+PyTorch has reserved (`memory_reserved`), not what its tensors need: no other process can use the
+difference.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import partial
 
 import torch
 
-from foretoken.engine.memory_plan import Budget, Sizes, StepCost, StepPeak, is_out_of_memory, shown
+from foretoken.engine.memory_plan import Budget, Sizes, StepBytes, StepPeak, is_out_of_memory, shown
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
 
-# What takes most: every request draws at random, from a nucleus, and asks for log-probabilities.
+# The dearest steps: every request draws from a nucleus, and asks for log-probabilities.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)
 
 
 class Gauge:
-    """Memory of one GPU, from the moment that this is made: before anything is loaded."""
+    """Memory of one GPU; made before anything is loaded, from which on it counts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,23 +34,23 @@ class Gauge:
         self._reserved = torch.cuda.memory_reserved(device)
 
     def budget(self, fraction: float) -> Budget:
-        """What there is to be planned with."""
+        """The memory to be planned with."""
         return Budget(self._total, self._free, fraction)
 
     def taken(self) -> int:
-        """Bytes that PyTorch has taken since, without what it merely keeps for later."""
+        """Bytes that PyTorch has taken since, without its cache of free memory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device) - self._reserved
 
     def libraries(self) -> int:
-        """Bytes taken since outside PyTorch's allocator; other processes' doings are in it, too."""
+        """Bytes taken since outside PyTorch's allocator, by other processes, too."""
         taken = self.taken()
         free, _ = torch.cuda.mem_get_info(self._device)
         return max(self._free - free - taken, 0)
 
     def peak(self, run: Callable[[], object], base: int) -> int | None:
-        """Most bytes taken while it runs, beyond `base` of `taken`; None if memory ran out."""
+        """Most bytes taken while `run` runs, beyond `base`; None if memory ran out."""
         try:
             self.taken()
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -59,7 +59,7 @@ class Gauge:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # which hold the tensors that there were
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
             return None
         most = torch.cuda.max_memory_reserved(self._device)
         return max(most - self._reserved - base, 0)
@@ -70,8 +70,8 @@ def gauge_of(device: torch.device) -> Gauge | None:
     return Gauge(device) if device.type == "cuda" else None
 
 
-def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
-    """Run the steps of `StepCost.of`; where memory runs out, smaller ones, from which it follows.
+def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
+    """Measure the steps of `StepBytes.of`, or smaller ones if memory runs out.
 
     Args:
         runner: over slots on a device, with a pool of any size; it may serve no request.
@@ -86,7 +86,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     more = sizes.tokens - requests * width
 
     def run(chunks: Sequence[int]) -> None:
-        """Each request decides; prompts, and the first, end where contexts do."""
+        """A step in which every request decides; the first and all prompts fill the context."""
         for b, count in enumerate(chunks):
             length = longest if b == 0 or count > 1 else 1
             state.length_S[b] = length
@@ -95,17 +95,17 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
         runner.run(StepPlan(step=_step(chunks, drafts)))
 
     def run_all() -> None:
-        """Without filters and with them; what is too large for memory is left out."""
+        """Steps without filters and with them; those too large for memory are left out."""
         for params in (SamplingParams(), _PARAMS):
             _admit(runner, sizes, params)
             for chunks in ([1], [1] * requests, _chunks(requests, max(more, 0), longest)):
                 gauge.peak(partial(run, chunks), 0)
 
     def peak(requests: int, prompt_tokens: int) -> StepPeak | None:
-        """Of requests that decode, with so many tokens of prompts shared among them."""
+        """The peak of decoding requests, with so many tokens of prompts shared among them."""
         chunks = _chunks(requests, prompt_tokens, longest)
         once = partial(run, chunks)
-        # The first run may choose among kernels.
+        # The first run may try several kernels.
         if gauge.peak(once, base) is None or (num_bytes := gauge.peak(once, base)) is None:
             return None
         return StepPeak(sum(chunks) + requests * drafts, requests * width, num_bytes)
@@ -125,18 +125,18 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     while largest is None and more > 0:
         largest = peak(requests, more)
         more //= 2
-    return StepCost.of(least, decode, largest or decode)
+    return StepBytes.of(least, decode, largest or decode)
 
 
 def _admit(runner: Runner, sizes: Sizes, params: SamplingParams) -> None:
-    """Into every slot a request; all of its blocks are the spare one."""
+    """Admit a request to every slot; all of its blocks are the spare one."""
     limit, slots = sizes.max_model_len, range(sizes.max_num_seqs)
     admissions = [Admission(s, s, params, Rule.STANDARD, [0], 1, limit) for s in slots]
     runner.run(StepPlan(admissions=admissions))
 
 
 def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:
-    """A last token each, and so many tokens of prompts shared among them."""
+    """Tokens of each request: its last one, and prompt tokens as long as there are any left."""
     chunks, left = list[int](), prompt_tokens
     for _ in range(requests):
         chunks.append(1 + min(left, longest - 1))

@@ -1,8 +1,8 @@
-"""How memory is divided, and what to change where it does not suffice. No torch.
+"""How memory is divided, and what to change if it does not suffice. No torch.
 
 Charter: arithmetic on numbers that `gauge.py` measured or that follow from shapes, and the errors
-of memory that ran out. A plan never exceeds what may be used; every remedy that it names was tried
-in the same arithmetic and suffices there.
+when memory runs out. A plan never exceeds the usable memory. Every remedy that an error names was
+tried in the same arithmetic and suffices there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from foretoken.drafting.control import draft_widths
 from foretoken.errors import ConfigError, EngineMemoryError, ForetokenError
 
 LEAST_CONTEXT = 1024
-"""A context is not shortened below this, nor is it advised."""
+"""A context is never shortened below this; no remedy advises less."""
 
-# Sizes under their names as options, where K is fixed and where it is `auto`.
+# Sizes by their names as options: if K is fixed, if it is `auto`.
 _OPTIONS = {"num_drafts": ("num_speculative_tokens", "max_speculative_tokens")}
 _LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
-_RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that are loaded later
-# Steps are captured when they first occur, by the kernels that their parameters ask for: without
-# filters and with them, say. A draft step and a plain one are counted apart anyway.
+_RESERVE = 0.03  # share of free memory for the allocator's fragments and kernels loaded later
+# Captures of steps of one size: with and without filters, say. Steps with drafts and plain ones are
+# counted apart.
 _VARIANTS = 2
 
 _REMEDY = (
@@ -37,7 +37,7 @@ _GPU_REMEDY = (
     "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
     "`max_num_seqs`; and see that no other process takes the GPU's memory."
 )
-_SAID = (  # how PyTorch, its libraries and the C++ library say it, all as RuntimeError
+_SAID = (  # messages of PyTorch, its libraries and the C++ library, all as RuntimeError
     "alloc_failed",
     "can't allocate memory",
     "not enough memory",
@@ -52,8 +52,8 @@ class Sizes:
     """Options that memory depends on.
 
     num_drafts: K; 0 without speculation.
-    num_blocks: of the cache; None: as many as fit, enough for one request of `max_model_len`.
-    adapts: whether K is `auto`, and `num_drafts` the most.
+    num_blocks: of the cache; None: as many as fit, at least for one request of `max_model_len`.
+    adapts: whether K is `auto`; then `num_drafts` is the largest.
     """
 
     max_num_seqs: int
@@ -65,7 +65,7 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """Most rows of logits that decide in one step."""
+        """Most deciding rows of logits in one step."""
         return self.max_num_seqs * (1 + self.num_drafts)
 
     @property
@@ -75,7 +75,7 @@ class Sizes:
 
 
 class StepPeak(NamedTuple):
-    """Bytes that a step takes while it runs, and how many tokens and deciding rows it has."""
+    """Bytes that a step takes while it runs, and its numbers of tokens and deciding rows."""
 
     tokens: int
     rows: int
@@ -83,10 +83,10 @@ class StepPeak(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class StepBytes:
     """Bytes that steps take while they run: linear in tokens and deciding rows, or `least`.
 
-    A decode step's row, which is a token, too, takes `per_row`; another token `per_token`.
+    A row of a decode step, which is also a token, takes `per_row`; another token `per_token`.
     """
 
     least: int = 0
@@ -95,13 +95,13 @@ class StepCost:
     per_token: float = 0.0
 
     @classmethod
-    def of(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepCost:
-        """Through three that were measured.
+    def of(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepBytes:
+        """The line through three measured steps.
 
         Args:
             least: one request decodes.
-            decode: as many as may run decode, as far as memory suffices.
-            largest: as many tokens as there may be next to them; `decode`, if there are no others.
+            decode: as many requests as may run decode, as far as memory suffices.
+            largest: with as many prompt tokens as may be next to them; if none may, `decode`.
         """
         rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
         more = (max(decode.num_bytes - least.num_bytes, 0), largest.num_bytes - decode.num_bytes)
@@ -111,31 +111,31 @@ class StepCost:
         return cls(least.num_bytes, largest.num_bytes - linear, per_row, per_token)
 
     def at(self, tokens: int, rows: int) -> int:
-        """Bytes of a step of this size, larger or smaller than those that were measured."""
+        """Bytes of a step of this size."""
         more = self.per_token * tokens + max(self.per_row - self.per_token, 0) * rows
         return max(self.least, self.base + round(more))
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of requests that decode steps are padded to when they are captured."""
+    """Numbers of requests to which captured decode steps are padded."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class MemoryCosts:
     """Bytes of everything that is allocated.
 
     block, draft_block: K/V of a cache block of `block_size` tokens
-    slot_block:  tokens and block id of a slot, by cache block
-    draft:       what the drafter keeps for a slot, the q of its drafts above all, by draft
-    draft_texts: what the drafter keeps of texts for all requests together
-    spare:       slots and blocks that no request is given
-    copied:      what attention copies of a block while it runs, as stock operators do
+    slot_block:  tokens and block id of a slot, per cache block
+    draft:       the drafter's memory for a slot, mostly the q of its drafts, per draft
+    draft_texts: the drafter's memory for texts, shared by all requests
+    spare:       number of slots and of blocks that no request is given
+    copied:      copies that attention makes of a block while it runs, in stock operators
     weights, draft_weights: as loading took them
-    libraries:   what kernels and libraries take outside PyTorch's allocator
-    steps:       what steps take while they run
-    graph:       of a captured step, without its tensors; 0: none are captured
+    libraries:   memory of kernels and libraries outside PyTorch's allocator
+    steps:       memory of steps while they run
+    graph:       of a captured step, without its tensors; 0: no step is captured
     """
 
     block_size: int
@@ -149,7 +149,7 @@ class Costs:
     weights: int = 0
     draft_weights: int = 0
     libraries: int = 0
-    steps: StepCost = StepCost()
+    steps: StepBytes = StepBytes()
     graph: int = 0
 
     def columns(self, sizes: Sizes) -> int:
@@ -157,7 +157,7 @@ class Costs:
         return -(-sizes.max_model_len // self.block_size)
 
     def most_blocks(self, sizes: Sizes) -> int:
-        """Blocks of as many such requests as may run: more are never used at a time."""
+        """Blocks of `max_num_seqs` such requests: more are never in use."""
         return sizes.max_num_seqs * self.columns(sizes)
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
@@ -175,7 +175,7 @@ class Costs:
         return {name: size for name, size in parts.items() if size}
 
     def cache(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """Of the parts those that `kv_cache_gib` bounds."""
+        """The parts that `kv_cache_gib` bounds."""
         slots, blocks = sizes.max_num_seqs + self.spare, num_blocks + self.spare
         return {
             "slots": slots * min(self.columns(sizes), num_blocks) * self.slot_block,
@@ -189,7 +189,7 @@ class Costs:
         return sum(self.parts(sizes, num_blocks).values())
 
     def _graphs(self, sizes: Sizes) -> int:
-        """Captured steps keep what they return; plain ones and those with drafts are apart."""
+        """Bytes of captured steps, which keep their outputs; each width of drafts is captured."""
         if not self.graph:
             return 0
         captured = graph_sizes(sizes.max_num_seqs)
@@ -200,8 +200,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory of a device: of `total` bytes an engine takes `fraction` at most, and never all that
-    is `free` when it starts."""
+    """Memory of a device: an engine takes at most `fraction` of `total` bytes, and never all that
+    are `free` when it starts."""
 
     total: int
     free: int
@@ -215,7 +215,7 @@ class MemoryPlan:
     Attributes:
         parts: bytes by name, of everything that takes any.
         num_blocks: blocks of the cache.
-        max_model_len: longest request: maybe less than the checkpoint's, if no option asked for it.
+        max_model_len: longest request; if no option set it, maybe less than the checkpoint's.
         usable: bytes that the engine may take; None on a CPU, where nothing is measured.
     """
 
@@ -230,7 +230,7 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def measured(self, name: str, num_bytes: int) -> MemoryPlan:
-        """The same with what a part really takes in place of what was planned; 0: not known yet."""
+        """The same plan with a part's measured bytes instead of planned ones; 0: not known yet."""
         return replace(self, parts={**self.parts, name: num_bytes}) if num_bytes else self
 
     def table(self) -> str:
@@ -243,14 +243,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of a device, and what it has."""
+    """The memory that an engine needs on a device, and the memory there is."""
 
-    costs: Costs
+    costs: MemoryCosts
     sizes: Sizes
     budget: Budget
 
     def resized(self, **sizes: Any) -> Demand:
-        """The same with other sizes."""
+        """The same demand with other sizes."""
         return replace(self, sizes=replace(self.sizes, **sizes))
 
     @property
@@ -266,33 +266,33 @@ class Demand:
 
     @property
     def usable(self) -> int:
-        """Bytes that may be used; if the size of the cache was asked for, whatever the fraction."""
+        """Bytes that may be used; if the size of the cache was given, whatever the fraction."""
         fraction = self.budget.fraction if self.sizes.num_blocks is None else 1
         free = int(self.budget.free * (1 - _RESERVE))
         return min(int(fraction * self.budget.total), free)
 
     @property
     def missing(self) -> int:
-        """Bytes that the device has too few, if more than 0."""
+        """Bytes that are lacking, if more than 0."""
         return self.least - self.usable
 
     def largest(self, name: str, low: int, high: int) -> int | None:
-        """The largest value in [low, high] of a size with which nothing is missing, if any."""
+        """The largest value in [low, high] of a size with which memory suffices, if any."""
         return most_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
 
 
 def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number in [low, high] that fits, as all smaller ones do; None: not even `low`."""
+    """The largest number in [low, high] that fits, by bisection; None: not even `low` fits."""
     if low > high or not fits(low):
         return None
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda n: not fits(n))
 
 
-def blocks_within(gib: float, costs: Costs, sizes: Sizes) -> int:
+def blocks_within(gib: float, costs: MemoryCosts, sizes: Sizes) -> int:
     """Blocks of a cache that takes so many GiB together with the slots and their drafts.
 
     Raises:
-        ConfigError: there is not one.
+        ConfigError: not one block fits.
     """
 
     def taken(num_blocks: int) -> float:
@@ -307,29 +307,29 @@ def blocks_within(gib: float, costs: Costs, sizes: Sizes) -> int:
 
 
 class Remedy(NamedTuple):
-    """Options to change together, by name: from, to; and the demand that results."""
+    """Options to change together, by name (old, new), and the demand that results."""
 
     changes: dict[str, tuple[object, object]]
     result: Demand
 
     def described(self, before: Demand) -> str:
-        """For a message."""
+        """The text for a message."""
         listed = (f"`{name}` {old} -> {new}" for name, (old, new) in self.changes.items())
         freed = before.least - self.result.least
         return " with ".join(listed) + (f" (frees {shown(freed)})" if freed > 0 else "")
 
 
 def shown(num_bytes: float) -> str:
-    """A number of bytes as users read it."""
+    """A number of bytes for users."""
     gib = num_bytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
-    """The plan with the largest cache of use, if there is one.
+    """The plan with the largest cache that can be of use.
 
     Args:
-        may_shorten: lower `max_model_len`, which no option asked for, where the cache is too small.
+        may_shorten: lower `max_model_len`, which no option set, if the cache would be too small.
 
     Raises:
         EngineMemoryError: memory does not suffice.
@@ -348,7 +348,7 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
 
 
 def shortage(demand: Demand) -> str:
-    """How much is missing, for what, and what would do instead."""
+    """How much is missing, for which parts, and the remedies."""
     budget, num_blocks, usable = demand.budget, demand.sizes.num_blocks, demand.usable
     source = f"{shown(budget.free)} of {shown(budget.total)} are free"
     if num_blocks is None and usable == int(budget.fraction * budget.total):
@@ -368,14 +368,14 @@ def shortage(demand: Demand) -> str:
 
 
 def remedies(demand: Demand) -> list[Remedy]:
-    """Each option that would do alone; else the sizes, halved together; [] if nothing does."""
+    """Each option that suffices alone; else all sizes halved together; [] if nothing suffices."""
     alone = [remedy for remedy in _single(demand) if remedy.result.missing <= 0]
     halved = (_halved(demand, times) for times in range(1, 32))
     return alone or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
 
 
 def _single(demand: Demand) -> Iterator[Remedy]:
-    """Each option by itself; of those that are as they were already none suffices either."""
+    """Each option by itself, whether it suffices or not."""
     sizes, budget = demand.sizes, demand.budget
     left_out = demand.resized(num_blocks=None)
     yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
@@ -392,7 +392,7 @@ def _single(demand: Demand) -> Iterator[Remedy]:
 
 
 def _halved(demand: Demand, times: int) -> Remedy:
-    """All sizes halved so many times, as far as each may be lowered."""
+    """All sizes halved so many times, but none below its least value."""
     before = demand.sizes
     least = _least(replace(before, max_num_seqs=max(1, before.max_num_seqs >> times)))
     halves = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
@@ -400,7 +400,7 @@ def _halved(demand: Demand, times: int) -> Remedy:
 
 
 def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
-    """Other sizes, those that are as they were left out of what is said."""
+    """Other sizes; the message leaves out those that do not change."""
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
@@ -409,7 +409,7 @@ def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
 
 
 def _least(sizes: Sizes) -> dict[str, int]:
-    """The least that each size may be, the others being as they are."""
+    """The least value of each size, if the others do not change."""
     return {
         "max_num_seqs": 1,
         "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.max_num_batched_tokens)),
@@ -418,14 +418,14 @@ def _least(sizes: Sizes) -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory could not be had."""
+    """Whether an exception says that memory ran out."""
     says_so = any(said in str(error).lower() for said in _SAID)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
 
 
 @contextmanager
 def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
-    """What runs out of memory inside says so by an `EngineMemoryError`."""
+    """Inside, running out of memory raises `EngineMemoryError`; `doing` stands in its message."""
     try:
         yield
     except Exception as error:
@@ -436,7 +436,7 @@ def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None
 
 
 def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:
-    """The typed form of an allocation that failed while `doing` something."""
+    """The typed error of an allocation that failed while `doing` something."""
     said = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
     remedy = remedy or (_GPU_REMEDY if "cuda" in said.lower() else _REMEDY)
     error = EngineMemoryError(f"Out of memory while {doing}: {said}. {remedy}")
@@ -445,9 +445,9 @@ def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMe
 
 
 def check_fits(num_bytes: int) -> None:
-    """Raise `EngineMemoryError` for a cache that this machine can never hold.
+    """Raise `EngineMemoryError` for a cache larger than this machine's memory.
 
-    Linux grants memory that it does not have, and kills the process once it is used.
+    Linux would grant that memory, and kill the process once it is used.
     """
     limit = machine_bytes()
     if limit is not None and num_bytes > limit:

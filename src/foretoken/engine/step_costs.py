@@ -1,9 +1,9 @@
-"""What decode steps take here, measured at start with requests made up for it.
+"""The times of steps on this machine, measured at start with made-up requests.
 
 Charter: only for K = `auto` and for `max_step_seconds`. The steps go through the real runner: on a
-host over slots of their own, before the engine's are made; on a device in the engine's, through the
-graphs that it will replay. For K what is measured is refined by the engine's own steps
-(`StepCosts`); for chunks of prompts it is not (`Pace`).
+host over slots of their own, before the engine's are made; on a device in the engine's slots,
+through the graphs that it will replay. For K, the engine's own steps refine the measured times
+(`StepCosts`); for chunks of prompts they do not (`Pace`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from foretoken.sampling.params import SamplingParams
 from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
 
 SECONDS = {"cpu": 1.5, "cuda": 30.0}
-"""When the limit is reached, larger batches are taken to cost as much more as they are larger, and
-others to lie between those measured; on a GPU captures take most of it."""
+"""Limit of measuring. Batch sizes that were not reached are extrapolated in proportion, or
+interpolated. On a GPU, captures take most of the time."""
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 12  # the quickest counts: what disturbs a step makes it slower
-_SHARE = 0.2  # of the time, for each batch size
+_LEAST_REPEATS, _MOST_REPEATS = 2, 12  # the quickest counts: disturbances make steps slower
+_SHARE = 0.2  # of the limit, for each batch size
 _SHORT, _LONG = 32, 512  # tokens of context
 _LONG_ON_DEVICE = 4096  # 512 tokens of 16 requests take a GPU 0.2 ms of a step of 4
-_MIDDLE = 16  # requests of which a long context is measured
-BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of no request
-_BEHIND = 256  # tokens that steps of one admission may add
-_EVERY_K = 4  # requests, up to which all K are measured, and not powers of two alone
-_ROUGHLY = 0.3  # of the time, where K does not depend on what is measured
+_MIDDLE = 16  # requests with which a long context is measured
+BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of the cache in which steps are measured on a host
+_ROOM = 256  # tokens that the steps after one admission may add
+_EVERY_K = 4  # up to so many requests all K are measured, then powers of two alone
+_ROUGHLY = 0.3  # share of the limit if K does not depend on the measurement
 _CHUNKS = (1, *(2**i for i in range(4, 16)))  # tokens of a prompt
-_ENOUGH = 0.5  # of `max_step_seconds`: no larger chunk is timed
-_CHUNK_ROUNDS = 3
+_ENOUGH = 0.5  # share of `max_step_seconds`: after such a chunk, no larger one is timed
+_CHUNK_REPEATS = 3
 _LONG_PROMPT = 1024  # tokens before a chunk
 _PARAMS = SamplingParams(temperature=1.0)
 
@@ -55,16 +55,17 @@ def measure(
 
     Args:
         num_slots, num_drafts: most requests, most drafts of each.
-        widths: numbers of drafts that a captured step may have; () where nothing is captured.
-        rule: what decides; steps that are captured for it here are those that will be served.
-        adapts: K will be chosen by this; else none and all of the drafts are timed, for less time.
+        widths: numbers of drafts that a captured step may have; () if nothing is captured.
+        rule: the verification rule; serving replays the steps that are captured for it here.
+        adapts: K will be chosen by these times; else only steps without and with all drafts are
+            timed, in less time.
     """
     limit = SECONDS[runner.device.type] * (1.0 if adapts else _ROUGHLY)
     steps = _Steps(runner, num_drafts, rule)
     sizes = [*(4**i for i in range(16) if 4**i < num_slots), num_slots]
     if widths:
         steps.compile_ahead(sizes, widths)
-        sizes.insert(1, sizes.pop())  # these two always: others lie between, should time run out
+        sizes.insert(1, sizes.pop())  # the smallest and the largest are always measured
     some = (1, 2, 4, 8, 16, 32) if adapts else ()
     coarse = sorted({0, num_drafts, *(k for k in some if k < num_drafts)})
     found, missed, end = dict[int, Array](), 0.0, time.perf_counter() + limit
@@ -85,16 +86,16 @@ def measure(
 
 
 def measure_prompts(runner: Runner, rule: Rule, max_seconds: float, most: int) -> PromptCosts:
-    """Time chunks of a prompt, larger ones until one takes half of the time, and one further on.
+    """Time chunks of a prompt, up to one that takes half of `max_seconds`, and one further on.
 
     Args:
         rule: as in `measure`.
-        max_seconds: that a step may take.
-        most: tokens of a step.
+        max_seconds: longest time of a step.
+        most: most tokens of a step.
     """
     steps = _Steps(runner, 0, rule)
     sizes = [size for size in _CHUNKS if size <= min(steps.most_chunk, most)]
-    steps.chunk(0, sizes[0])  # whatever is done once
+    steps.chunk(0, sizes[0])  # work that is done once
     first = list[float]()
     for size in sizes:
         first.append(steps.chunk(0, size))
@@ -102,23 +103,23 @@ def measure_prompts(runner: Runner, rule: Rule, max_seconds: float, most: int) -
             break
     sizes = sizes[: len(first)]
     start = min(_LONG_PROMPT, steps.most_chunk - (count := sizes[len(sizes) // 2]))
-    rounds = [[*first, steps.chunk(start, count)]]
-    rounds += [
+    repeats = [[*first, steps.chunk(start, count)]]
+    repeats += [
         [*(steps.chunk(0, size) for size in sizes), steps.chunk(start, count)]
-        for _ in range(_CHUNK_ROUNDS - 1)
+        for _ in range(_CHUNK_REPEATS - 1)
     ]
     steps.clear()
-    *quickest, later = np.min(rounds, axis=0).tolist()
-    quickest = np.minimum.accumulate(quickest[::-1])[::-1]  # what is larger is no quicker
+    *quickest, later = np.min(repeats, axis=0).tolist()
+    quickest = np.minimum.accumulate(quickest[::-1])[::-1]  # larger chunks are no quicker
     pair = max(later - quickest[sizes.index(count)], 0.0) / (count * start) if start else 0.0
     own = np.maximum.accumulate(quickest - pair * np.square(sizes) / 2)
-    if len(sizes) == 1:  # no prompt here is longer
+    if len(sizes) == 1:  # prompts can be no longer; `PromptCosts` takes two sizes
         sizes, own = [*sizes, 2 * sizes[0]], np.append(own, 2 * own)
     return PromptCosts(sizes, own.tolist(), float(pair))
 
 
 def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
-    """No step is slower than one of as many requests and rows, or more, whatever disturbed it."""
+    """The times without disturbances: no step is slower than one of more requests and rows."""
     rows_JK1 = batches[:, None] * np.arange(1, rest_JK1.shape[1] + 1)
     least_JK1 = rest_JK1.copy()
     for j, k in np.ndindex(rest_JK1.shape):
@@ -127,7 +128,7 @@ def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
 
 
 class _Steps:
-    """Requests made up for measuring, and timed steps of them."""
+    """Made-up requests, and timed steps of them."""
 
     def __init__(self, runner: Runner, num_drafts: int, rule: Rule) -> None:
         self._runner, self._num_drafts = runner, num_drafts
@@ -138,32 +139,25 @@ class _Steps:
         self._batch = 0
 
     def compile_ahead(self, sizes: Sequence[int], widths: Sequence[int]) -> None:
-        """All kernels of the steps that will be captured, at once: one by one they take longer than
-        there is time for."""
+        """Compile the kernels of all steps to capture at once: one by one takes too long."""
         self._admit(max(sizes), _SHORT)
         self._runner.compile_ahead([_step(size, width) for size in sizes for width in widths])
 
     def table(self, batch: int, every: Sequence[int], limit: float) -> tuple[Array, float]:
-        """Seconds [2, K] of all but drafting, and of drafting; and of a token that was missed.
+        """Seconds [2, K] of all but drafting, and of drafting; seconds to catch up with a token.
 
-        A step with fewer drafts is no slower than one with more, whatever disturbed it.
+        A step with fewer drafts is made no slower than one with more, against disturbances.
         """
-        rounds, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
+        repeats, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
         self._admit(batch, _SHORT)
-        self._run(1)  # whatever is done once
-        while len(rounds) < _MOST_ROUNDS:
+        self._run(1)  # work that is done once
+        while len(repeats) < _MOST_REPEATS:
             self._admit(batch, _SHORT)
             first = self._run(1)[1]
-            taken = []
-            for count in every:
-                if not self._reaches(count):
-                    self._admit(batch, _SHORT)
-                    self._run(1)
-                taken.append(self._run(count))
-            rounds.append(taken)
-            if len(rounds) >= _LEAST_ROUNDS and time.perf_counter() > start + limit:
+            repeats.append([self._run_at(_SHORT, count) for count in every])
+            if len(repeats) >= _LEAST_REPEATS and time.perf_counter() > start + limit:
                 break
-        found_2K = np.maximum(np.array(rounds).min(axis=0).T, 1e-7)  # 0: no room for a step at all
+        found_2K = np.maximum(np.array(repeats).min(axis=0).T, 1e-7)  # 0: no room for any step
         found_2K = np.minimum.accumulate(found_2K[:, ::-1], axis=1)[:, ::-1]
         drafted = float(np.interp(1, every, found_2K[1]))
         tokens = batch * max(min(_SHORT, self._most // 2), 1)
@@ -172,7 +166,7 @@ class _Steps:
     def of_context(self, batch: int, every: Sequence[int]) -> Array:
         """Seconds per token of context, of a step with each of these numbers of drafts.
 
-        Of several requests, so that it is no difference of two times that are nearly the same.
+        Measured with several requests: with one, two times would hardly differ.
         """
         if self._most < 2 * _SHORT:
             return np.zeros(len(every))
@@ -181,21 +175,21 @@ class _Steps:
             self._admit(batch, length)
             admitted = self._length  # what room allows
             self._run(1)
-            rounds = [[self._total(count, length) for count in every] for _ in range(4)]
-            quickest.append((admitted, *np.min(rounds, axis=0)))
+            repeats = [[sum(self._run_at(length, count)) for count in every] for _ in range(4)]
+            quickest.append((admitted, *np.min(repeats, axis=0)))
         tokens, *more = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
         return np.array([seconds / tokens / batch if tokens else 0.0 for seconds in more])
 
-    def _total(self, count: int, length: int) -> float:
-        """Seconds of a step with so many drafts, at about this length."""
-        if not self._reaches(count):
+    def _run_at(self, length: int, count: int) -> tuple[float, float]:
+        """`_run`, with new requests of about this length if the present ones have no room left."""
+        if self._length + count + 2 > self._most:
             self._admit(self._batch, length)
             self._run(1)
-        return sum(self._run(count))
+        return self._run(count)
 
     @property
     def most_chunk(self) -> int:
-        """Tokens of the longest chunk, which ends before the last token that there is room for."""
+        """Tokens of the longest chunk: all but the last that there is room for."""
         return max(self._most - 1, 1)
 
     def chunk(self, start: int, count: int) -> float:
@@ -213,27 +207,24 @@ class _Steps:
         self._runner.run(StepPlan(range(self._batch)))
         self._batch = 0
 
-    def _reaches(self, count: int) -> bool:
-        return self._length + count + 2 <= self._most
-
     def _admit(self, batch: int, length: int) -> None:
-        """New requests, all but the last of whose tokens are computed.
+        """New requests of so many tokens, of which all but the last are computed.
 
-        Each has blocks of its own, as far as there are so many: shared ones would stay in a
+        Each has blocks of its own, as far as there are enough: shared blocks would stay in a
         processor's cache.
         """
         self._new_cache()
         self._length = length = max(min(length, self._most // 2), 2)
         stride = -(-2 * length // self._runner.kv.block_size)
         admissions = [self._admission(slot, length, length - 1) for slot in range(batch)]
-        new_blocks = [self._blocks(slot, slot * stride, length + _BEHIND) for slot in range(batch)]
+        new_blocks = [self._blocks(slot, slot * stride, length + _ROOM) for slot in range(batch)]
         self._runner.run(StepPlan([], admissions, new_blocks))
         self._batch = batch
 
     def _new_cache(self) -> None:
         self.clear()
         if not self._on_device:
-            self._runner.clear(range(self._num_blocks))  # the drafter has seen what they hold
+            self._runner.clear(range(self._num_blocks))  # else the drafter reuses what they hold
 
     def _admission(self, slot: int, length: int, computed: int) -> Admission:
         """A request of `length` tokens, of which so many are computed."""
@@ -243,12 +234,12 @@ class _Steps:
         )
 
     def _blocks(self, slot: int, first: int, num_tokens: int) -> tuple[int, int, list[int]]:
-        """A slot's blocks for so many tokens, from this block on, as far as it has columns."""
+        """A slot's blocks for so many tokens, beginning with block `first`."""
         count = min(-(-num_tokens // self._runner.kv.block_size), self._columns)
         return slot, 0, [i % self._num_blocks for i in range(first, first + count)]
 
     def _run(self, count: int) -> tuple[float, float]:
-        """Seconds of a step with so many drafts of each: of all but drafting, and of drafting."""
+        """Seconds of a decode step with so many drafts each: of all but drafting, of drafting."""
         taken = self._time(_step(self._batch, count))
         self._length += count + 1
         return taken
@@ -263,7 +254,7 @@ class _Steps:
         seconds = time.perf_counter() - begin
         phases = device_phases(result) if result.events else result.phases
         drafting = phases.get("draft", 0.0)
-        if result.events:  # without the gap, in which a GPU waited for this
+        if result.events:  # without the gap, in which the GPU waited for the host
             seconds = sum(phases.values()) - phases.get("gap", 0.0)
         return seconds - drafting, drafting
 

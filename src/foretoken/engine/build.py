@@ -1,7 +1,7 @@
-"""Puts an engine together from its options: backend, target, drafter, pools sized to memory.
+"""Builds an engine from its options: backend, target, drafter, pools sized to memory.
 
-On a GPU a first runner with hardly any cache runs the largest steps, so that their memory is known;
-on a CPU the options alone decide.
+On a GPU a first runner with hardly any cache runs the largest steps, to measure their memory; on a
+CPU the options alone decide.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from foretoken.slots.table import SlotSizes, SlotTable
 _log = logging.getLogger(__name__)
 
 _GRAPH = 4 << 20  # bytes of a captured step besides its tensors: some hundred kernels
-_ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of this
+_ROUNDING = 2 << 20  # PyTorch reserves memory for large tensors in multiples of this
 _SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
 
-# What generation_config.json may set, besides `max_new_tokens`: the names that vLLM reads there.
+# Fields that generation_config.json may set, besides `max_new_tokens`: those that vLLM reads.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -79,9 +79,9 @@ def build_engine(config: EngineConfig) -> Engine:
             raise broken_engine(error) from error
         raise
     if not engine.runner.on_host:
-        # A full collection looks at all that PyTorch and Transformers have loaded: a device that
-        # decoded 512 requests stood still for 190 ms. What there is now is left out of it.
-        gc.unfreeze()  # garbage of engines that are gone
+        # A full collection visits everything that PyTorch and Transformers have loaded: a device
+        # that decoded 512 requests waited 190 ms. Objects that exist now are left out of it.
+        gc.unfreeze()  # to collect engines that are gone
         gc.collect()
         gc.freeze()
     return engine
@@ -93,13 +93,13 @@ def _build(config: EngineConfig) -> Engine:
     config, on_host = _completed(config, device), is_on_host(device)
     speculation, view, drafter = config.speculative_config, TargetView(), None
     drafter_class = find_drafter(speculation, on_host=on_host) if speculation else None
-    if drafter_class is not None:  # what is wrong with it is said before anything is loaded
+    if drafter_class is not None:  # raises what is wrong with it before anything is loaded
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
     gauge = gauge_of(device)
     folder = folder_of(config, config.model, config.revision)
     free = gauge.budget(1).free if gauge else None
-    if device.type == "cpu":  # kernels lay weights out anew while they load them
+    if device.type == "cpu":  # loading rearranges weights in these threads
         backend.set_num_threads(config.threads or usable_cores())
     with reserving("the weights were loaded", partial(_smaller_weights, folder, free)):
         model = load_model(
@@ -144,17 +144,17 @@ def _build(config: EngineConfig) -> Engine:
 
 
 def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The options with what they leave to the device."""
+    """The options, with the device's defaults filled in."""
     gib = config.kv_cache_gib or (HOST_CACHE_GIB if device.type == "cpu" else None)
     block_size = config.block_size or BLOCK_SIZES[device.type]
     return replace(config, block_size=block_size, kv_cache_gib=gib)
 
 
 def _smaller_weights(folder: Path, free: int | None) -> str:
-    """What to do if the weights do not fit, which no option makes smaller.
+    """The remedy if the weights do not fit, which no option makes smaller.
 
     Args:
-        free: bytes that the GPU had free at the start, if there is one.
+        free: bytes that the GPU had free at the start; None: there is no GPU.
     """
     remedy = "Take a smaller checkpoint or `dtype`."
     with suppress(CheckpointError, OSError):  # random weights have no files
@@ -166,7 +166,7 @@ def _smaller_weights(folder: Path, free: int | None) -> str:
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
-    """The tokenizer that was asked for, or the model's own, if it has one."""
+    """The tokenizer that the options name, else the model's own, if it has one."""
     if config.tokenizer is None:
         return load_tokenizer(folder)
     folder = folder_of(config, config.tokenizer, None, weights=False)
@@ -178,12 +178,12 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
 
 
 def is_on_host(device: torch.device) -> bool:
-    """Whether what is kept by slot is kept as numbers on the host."""
+    """Whether slots are on the host, where their numbers can be read at once."""
     return device.type == "cpu"
 
 
 def _check_token_budget(config: EngineConfig) -> None:
-    """Every running request must be able to verify its drafts in one step, whoever else runs."""
+    """Raise `ConfigError` unless all running requests can verify their drafts in one step."""
     least = config.max_num_seqs * (1 + config.num_drafts)
     if config.max_num_batched_tokens < least:
         speculation = config.speculative_config
@@ -194,7 +194,7 @@ def _check_token_budget(config: EngineConfig) -> None:
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
-    """What `sampling_params=None` means: the checkpoint's defaults, or ours."""
+    """The meaning of `sampling_params=None`: the checkpoint's defaults, or ours."""
     source = model.generation_config
     if config.generation_config == "vllm" or source is None:
         return SamplingParams()
@@ -210,7 +210,7 @@ def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-text ids: of the first that has them: generation, model, text config, tokenizer."""
+    """End-of-text ids of the first that has any: generation, model, text config, tokenizer."""
     configs = (model.generation_config, model.config)
     for source in (*configs, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -221,7 +221,7 @@ def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
 
 
 class Assembly:
-    """Loaded models, and what an engine over them is made of; `on_host`: by slots on the host."""
+    """Makes the parts of an engine from its loaded models; `on_host`: slots are on the host."""
 
     def __init__(
         self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool
@@ -238,11 +238,11 @@ class Assembly:
         self._rates = _synthetic_rates(config)
 
     def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
-        """How many blocks the cache has, and all else that takes memory.
+        """The blocks of the cache, and everything else that takes memory.
 
         Args:
             gauge: of the GPU; None: nothing is measured.
-            weights: bytes of the target's.
+            weights: bytes of the target's weights.
 
         Raises:
             EngineMemoryError: memory does not suffice.
@@ -277,14 +277,14 @@ class Assembly:
         """A runner with a cache of so many blocks.
 
         Args:
-            measuring: it serves no request; contexts are as long as can be, whatever the cache.
+            measuring: it serves no request; contexts may be longer than the cache.
         """
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, most = model.device, self.block_size, model.max_model_len
         if not measuring:
             most = min(most, num_blocks * block_size)
         count, blocks = config.max_num_seqs, -(-most // block_size)
-        pool_blocks = num_blocks + 1  # the last one is the spare's
+        pool_blocks = num_blocks + 1  # the last one is for the spare slot
         sizes = SlotSizes(count, most, config.num_drafts, blocks, num_blocks)
         slots = SlotTable(sizes, device, model.backend.steps, on_host=self.on_host)
         if drafter is not None:
@@ -299,11 +299,11 @@ class Assembly:
         return Runner(model, kv, sampler, drafter, graphs)
 
     def served(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:
-        """The engine's runner; who chooses K where that is `auto`, and who keeps steps within
-        `max_step_seconds`, both from what steps take here.
+        """The engine's runner; the control of K if that is `auto`, and the pace if there is
+        `max_step_seconds`, both from measured times of steps.
 
-        On a host they are measured with slots and blocks of their own, so that the drafter forgets
-        them; on a device in the runner's own, since that is where graphs are kept.
+        On a host, steps are measured with slots and blocks of their own, which the drafter then
+        forgets; on a device in the runner itself, which keeps the captured graphs.
         """
         config, bound, control, pace = self.config, self.config.max_step_seconds, None, None
         if not self.adapts and bound is None:
@@ -328,7 +328,7 @@ class Assembly:
         return () if self.on_host else draft_widths(self.config.num_drafts, adapts=self.adapts)
 
     def _measure(self, runner: Runner) -> tuple[StepTable, PromptCosts | None]:
-        """What steps take in this runner; those of prompts where steps have a longest time."""
+        """Times of steps in this runner; times of prompts if there is `max_step_seconds`."""
         config, bound, prompts = self.config, self.config.max_step_seconds, None
         method = config.speculative_config and config.speculative_config.rejection_sample_method
         rule = Rule[(method or "standard").upper()]
@@ -339,7 +339,7 @@ class Assembly:
         return table, prompts
 
     def _costs(self) -> MemoryCosts:
-        """What follows from shapes."""
+        """The costs that follow from shapes."""
         model, size, drafter = self.model, self.block_size, self.drafter
         block = KVPool.bytes_per_block(model.layer_shapes, size, model.dtype)
         copies = model.device.type != "cpu" and model.backend.name != "triton"

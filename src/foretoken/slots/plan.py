@@ -1,7 +1,7 @@
-"""A step as a message: all that the device side needs to know of it, as numbers.
+"""A step as a message: everything that the device side needs for it, as numbers.
 
-Charter: what goes from an engine to a runner, and how it is written as bytes. No request is in it,
-slots are: a plan can be recorded, replayed in another process, or sent to other ranks. True lengths
+Charter: the message from an engine to a runner, and its form as bytes. It names slots, not
+requests: a plan can be recorded, replayed in another process, or sent to other ranks. True lengths
 are read from the slots when it runs. `PackedEdits` (`sampling/edits.py`) may follow as a second
 message of the same step, once its drafts are known.
 
@@ -25,18 +25,18 @@ from foretoken.sampling.grammar import Grammar
 from foretoken.sampling.params import SamplingParams
 
 NONE = -1
-"""In the place of a number of log-probabilities: none are wanted."""
+"""As a number of log-probabilities: none are wanted."""
 
 
 class Admission(NamedTuple):
-    """What a request brings into its slot; its blocks come with `StepPlan.new_blocks`.
+    """The state that a request brings into its slot; `StepPlan.new_blocks` has its blocks.
 
     Attributes:
-        key: 64 bits that name its noise.
+        key: the 64-bit key of its noise.
         token_ids: known tokens, of which the first `num_prompt` are the prompt.
         limit: most tokens that it may have, prompt included.
-        num_computed: leading tokens whose K/V are in the cache already.
-        drafter: its drafter's number, of several.
+        num_computed: number of leading tokens with K/V in the cache.
+        drafter: the number of its drafter.
     """
 
     slot: int
@@ -66,14 +66,14 @@ class StepInput(NamedTuple):
     """Requests of one step, in batch order.
 
     Attributes:
-        slot_B: where their state is.
+        slot_B: slots of their state.
         num_tokens_B: known tokens to compute.
-        max_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
-            follow, or where the drafter has fewer.
+        max_drafts_B: most drafts to verify after them; K_b is smaller if fewer tokens may follow,
+            or if the drafter has fewer.
         decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
         num_logprobs_B: likeliest tokens to report with each that is drawn; NONE: no report.
-        num_prompt_logprobs_B: the same of the prompt's tokens: logits of every row are wanted.
-        traces_B: whether evidence of what is decided is wanted.
+        num_prompt_logprobs_B: the same for the prompt's tokens, which needs logits of every row.
+        traces_B: whether evidence of the decisions is wanted.
     """
 
     slot_B: Sequence[int] = ()
@@ -96,26 +96,26 @@ class StepInput(NamedTuple):
 
     @property
     def of_B(self) -> list[int]:
-        """Of each request, its index among those that decide; -1 if it does not."""
+        """Index of each request among those that decide; -1 if it does not."""
         index = count()
         return [next(index) if decides else NONE for decides in self.decides_B]
 
     @property
     def traced_D(self) -> list[int]:
-        """Which of the requests that decide want evidence."""
+        """Indices of deciding requests that want evidence."""
         if True not in self.traces_B:
             return []
         return [d for d, traces in zip(self.of_B, self.traces_B, strict=True) if traces and d >= 0]
 
     @property
     def reported_D(self) -> list[int]:
-        """Which of the requests that decide want log-probabilities of what is drawn."""
+        """Indices of deciding requests that want log-probabilities of drawn tokens."""
         columns = zip(self.of_B, self.num_logprobs_B, strict=True)
         return [d for d, most in columns if most != NONE and d >= 0]
 
     @property
     def reported_prompts_B(self) -> list[int]:
-        """Which of the requests want log-probabilities of the prompt's tokens that are computed."""
+        """Indices of requests that want log-probabilities of their prompt's tokens."""
         return [b for b, most in enumerate(self.num_prompt_logprobs_B) if most != NONE]
 
 
@@ -123,15 +123,15 @@ NO_STEP = StepInput()
 
 
 class StepPlan(NamedTuple):
-    """A step, and what changed hands before it; applied in this order.
+    """A step, and the slots and blocks that changed hands before it; applied in this order.
 
     Attributes:
-        released: slots whose requests ended or gave way.
+        released: slots of requests that ended or were preempted.
         admissions: requests that are new to their slots.
-        new_blocks: (slot, first column, block ids): what block tables become longer by.
-        fresh_blocks: blocks handed out, which hold what their last owner left there.
-        step: who computes what; without requests the rest is done all the same.
-        timed: whether the result is to say how long the phases of the step took.
+        new_blocks: (slot, first column, block ids): entries to append to block tables.
+        fresh_blocks: blocks handed out, which still hold the data of their last owner.
+        step: the requests to compute; the rest of the plan is applied even if there are none.
+        timed: whether to time the phases of the step for its result.
     """
 
     released: Sequence[int] = ()
@@ -143,7 +143,7 @@ class StepPlan(NamedTuple):
 
 
 def encode(message: StepPlan | PackedEdits) -> bytes:
-    """A message as JSON; every number is kept to the bit."""
+    """A message as JSON, with every number to the bit."""
     if isinstance(message, StepPlan):
         admissions = [a._replace(params=_written(a.params)) for a in message.admissions]  # type: ignore[arg-type]
         written = message._replace(admissions=admissions)
@@ -152,10 +152,10 @@ def encode(message: StepPlan | PackedEdits) -> bytes:
 
 
 def decode(data: bytes, compiled: Callable[[Any], Grammar | None]) -> StepPlan | PackedEdits:
-    """What `encode` wrote.
+    """The message that `encode` wrote.
 
     Args:
-        compiled: makes a grammar from what was asked for, in the process that reads.
+        compiled: compiles a grammar from its source, in the reading process.
     """
     message = json.loads(data)
     if "edits" in message:

@@ -1,7 +1,6 @@
-"""A step on the device, and what came of it.
+"""A step on the device, and its result.
 
-Charter: the records between slots, runner, drafters and engine. Nothing here decides or computes
-what a step is about.
+Charter: records that slots, runner, drafters and engine exchange. Nothing is decided here.
 
 Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, T packed
 tokens.
@@ -23,14 +22,14 @@ from foretoken.slots.plan import NO_STEP, StepInput
 
 
 class StepShape(NamedTuple):
-    """What a captured step depends on besides tensors.
+    """Everything that a captured step depends on besides tensors.
 
     Attributes:
         size: requests, padding included; all of them decode.
         most_drafts: columns of drafts.
         has_filters, rules: as in `SlotParams`.
-        samples: whether a request draws at random, so that the q of drafts is kept.
-        drafters: numbers of those that its requests may have.
+        samples: whether a request draws at random, so that q of drafts is kept.
+        drafters: numbers of the drafters that its requests may have.
     """
 
     size: int
@@ -46,16 +45,17 @@ class StepRequests(NamedTuple):
 
     Attributes:
         step: the same requests as numbers.
-        params: the parameters of all slots, with what is promised of them in this step.
+        params: the parameters of all slots, with flags that hold for this step.
         drafters: numbers of the drafters that its requests may have.
         slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
-            may follow padding: the spare slot, with one token and no drafts.
+            there may be padding: the spare slot, with one token and no drafts.
         slot_D, max_drafts_D: int64; of those that decide.
-        of_B: int64, which of these each of the B requests is, -1: none; None: all are, in order.
+        of_B: int64; index of each of the B requests among the D, -1: it does not decide; None: all
+            decide, in order.
         most_drafts: no request has more.
-        samples: whether a request draws at random; True says nothing.
+        samples: False: no request draws at random; True: some may.
         shape: of a captured step; None runs operator by operator.
-        others: drafts may be another drafter's than the one that reads this.
+        others: drafts may come from another drafter than the one that reads this.
     """
 
     step: StepInput
@@ -74,11 +74,11 @@ class StepRequests(NamedTuple):
 
 @dataclass(slots=True)
 class OpenStep:
-    """A step whose drafts and pass were launched; what is drawn is not decided yet.
+    """A step after the launch of drafting and of the target's pass, before verification.
 
     Attributes:
-        tokens: what is computed of each request.
-        seconds: that the step took on the host so far.
+        tokens: tokens to compute of each request.
+        seconds: time of the step on the host so far.
     """
 
     requests: StepRequests
@@ -95,7 +95,7 @@ class OpenStep:
         return self.batch.deciding(self.output.logits_NV)
 
     def drafted(self) -> list[list[int]]:
-        """Drafts of each deciding request; reading blocks."""
+        """Drafts of each deciding request; waits for the device."""
         columns = zip(self.drafts.token_BK.tolist(), self.drafts.num_B.tolist(), strict=True)
         return [token_K[:num] for token_K, num in columns]
 
@@ -104,15 +104,15 @@ class Outcome(NamedTuple):
     """One request's part of a result, on the host.
 
     Attributes:
-        token_ids: accepted drafts and the one token after them; empty in the midst of a prefill.
+        token_ids: accepted drafts and the one token after them; empty within a prefill.
         num_drafts, num_accepted: drafts that were verified, and how many of them were accepted.
         is_finite: False if there is no token after the accepted drafts: the target's logits were
-            not finite, or, if `bans_all`, the request's own parameters left no token.
-        fault: what its own part of the step raised; its tokens are void.
+            not finite, or, if `bans_all`, the request's own parameters ban every token.
+        fault: the exception of the work for this request alone; its tokens are void.
         logprobs: one row per token, if asked for.
         prompt_logprobs: rows of the prompt tokens after those computed here, if asked for.
-        drafter: the number of the one that made the drafts; None: the one that was asked for.
-        evidence: its row of each part, if asked for.
+        drafter: the number of the drafter that made the drafts; None: the request's own.
+        evidence: its row of each column, if asked for.
     """
 
     token_ids: list[int]
@@ -128,7 +128,7 @@ class Outcome(NamedTuple):
 
     @property
     def origins(self) -> list[str]:
-        """Of each of the tokens, as in `CompletionOutput.origins`."""
+        """The origin of each token, as in `CompletionOutput.origins`."""
         last = "bonus" if self.num_accepted == self.num_drafts else "resampled"
         return ["accepted"] * self.num_accepted + [last if self.num_drafts else "plain"]
 
@@ -138,21 +138,21 @@ _UNDECIDED = Outcome([])
 
 @dataclass
 class StepResult:
-    """What a step computed. Only reading blocks; everything it reads then is its own.
+    """What a step computed. Only reading blocks; later steps do not change what it reads.
 
     Attributes:
         step: its requests.
         packet: of `Steps.advance`; num_padded: requests in it that are padding, all of which
             decide.
-        faults: by slot, what drafting for one request alone raised.
-        source_D: numbers of the drafters that made the drafts; None: those that were asked for.
-        is_finite_N: whether each row that decided was before edits; None: they are not the cause
-            of a row that is not.
+        faults: by slot, exceptions of drafting for one request alone.
+        source_D: numbers of the drafters that made the drafts; None: the requests' own.
+        is_finite_N: whether each deciding row was finite before edits; None: no row became
+            non-finite by edits.
         logprobs: `num_drafts + 1` rows for each deciding request that wants some, padded to the
             request with most, then those of prompts; None if no request wants any.
         evidence: of requests that want it; None if none does.
-        seconds: that the step took here; events: the marks that it left on a GPU.
-        phases: seconds of each phase, if they were to be timed.
+        seconds: time of the step in the runner; events: those that it recorded on a GPU.
+        phases: seconds of each phase, if timed.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
             batch; overwritten by the next step.
     """
@@ -172,7 +172,7 @@ class StepResult:
 
     @cached_property
     def decisions(self) -> dict[int, Outcome]:
-        """What was decided, by slot."""
+        """The outcomes of deciding requests, by slot."""
         if self.packet is None:
             return {}
         numbers, slot_D = self.packet.wait()[0].tolist(), self.step.slot_D
@@ -207,7 +207,7 @@ class StepResult:
         return outcomes
 
     def _read_bans(self, outcomes: dict[int, Outcome], is_finite_N: list[bool]) -> None:
-        """Tell what a request's own edits ruled out from logits that were not finite."""
+        """Set `bans_all` where logits were finite before the request's own edits."""
         first = 0
         for slot, outcome in self.decisions.items():
             raw = all(is_finite_N[first : first + outcome.num_accepted + 1])
@@ -225,12 +225,12 @@ class StepResult:
             outcomes[slot_D[d]] = outcome._replace(logprobs=rows)
         first = num_decided
         for b in prompts:
-            # What follows the prompt is no part of it.
+            # The token after the prompt is no part of it.
             rows = _some_rows(found, first, step.num_tokens_B[b] - step.decides_B[b])
             slot, first = step.slot_B[b], first + step.num_tokens_B[b]
             outcomes[slot] = outcomes[slot]._replace(prompt_logprobs=rows)
 
 
 def _some_rows(logprobs: Logprobs, begin: int, count: int) -> Logprobs | None:
-    """So many rows from this one on, None if there are none."""
+    """`count` rows from `begin` on; None if there are none."""
     return Logprobs(*(column[begin : begin + count] for column in logprobs)) if count else None

@@ -1,4 +1,4 @@
-"""Fixed-size cache blocks: who holds which, and what unheld ones still hold. No torch.
+"""Fixed-size cache blocks: their owners, and the content of blocks without owners. No torch.
 
 Charter: allocation, reference counts, reuse by content, eviction, and the integrity of all of it.
 It knows tokens and blocks, not requests; scheduling policy is the scheduler's.
@@ -12,35 +12,34 @@ from collections.abc import Iterable, Sequence
 from foretoken.errors import IntegrityError
 
 ROOT = 0
-"""What stands before a request's first block: a serial that no block has."""
+"""The parent of a request's first block: a serial that no block has."""
 
-Before = int | str
-"""What stands before a block: the serial of the block before it, `ROOT`, or in the place of `ROOT`
-a salt, so that what was cached under one salt is found under that one alone."""
+Parent = int | str
+"""The parent of a block: the serial of the block before it. The parent of a first block is `ROOT`
+or a salt: blocks cached under one salt are found under that salt alone."""
 
 Entry = tuple[int, int]
 """A cached block: (block id, serial)."""
 
-_Key = tuple[Before, tuple[int, ...]]
+_Key = tuple[Parent, tuple[int, ...]]
 
 
 class BlockPool:
     """Reference-counted blocks 0..num_blocks-1 of `block_size` tokens each.
 
-    A block without references is either *empty* or *cached*: its content is in the prefix index and
-    may be taken again until the block is handed out anew. Empty blocks are handed out first (last
-    in first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
-    2, ... so that one request's blocks are adjacent in memory), then the least recently used
-    cached ones.
+    A block without references is *empty* or *cached*. The content of a cached block is in the
+    prefix index and may be shared again until the block is allocated again. Empty blocks are
+    allocated first (last in, first out, so that a block just freed is used while it is warm; a new
+    pool hands out 0, 1, 2, ... so that one request's blocks are adjacent in memory), then the least
+    recently used cached ones.
 
-    The prefix index maps (what stands before a block, the block's own tokens) to the block,
-    exactly: no hash can collide. Every entry gets a serial of its own, which is never used
-    again: a serial stands for all tokens up to the end of its block. When an entry is removed,
-    those that name it as the block before cannot be found any more, for these or other tokens.
+    The prefix index maps (parent, the block's own tokens) to the block, exactly: no hash can
+    collide. Every entry gets a serial that is never used again: it stands for all tokens up to the
+    end of its block. Once an entry is removed, entries with it as parent can never be found again.
 
     Args:
-        lookahead: tokens after a block that its content depends on, too, and that it is found by;
-            a block can be cached and found only once they are known.
+        lookahead: tokens after a block on which its content depends, too; they are part of its key,
+            so that a block can be cached and found only once they are known.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
@@ -94,46 +93,46 @@ class BlockPool:
                 self._empty.append(block)
 
     def key(self, token_ids: Sequence[int], column: int) -> Sequence[int]:
-        """The tokens that a request's block at this column is found by, fewer at its end."""
+        """The tokens in the key of a request's block at this column; fewer at the request's end."""
         start = column * self.block_size
         return token_ids[start : start + self.block_size + self.lookahead]
 
-    def match(self, token_ids: Sequence[int], num_blocks: int, root: Before = ROOT) -> list[Entry]:
-        """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`.
+    def match(self, token_ids: Sequence[int], num_blocks: int, root: Parent = ROOT) -> list[Entry]:
+        """The cached blocks that hold the first tokens, at most `num_blocks`.
 
         Args:
-            root: what stands before the first of them: `ROOT`, or a salt.
+            root: the parent of the first block: `ROOT`, or a salt.
         """
         found: list[Entry] = []
-        before = root
+        parent = root
         for column in range(num_blocks):
-            entry = self._entries.get((before, tuple(self.key(token_ids, column))))
+            entry = self._entries.get((parent, tuple(self.key(token_ids, column))))
             if entry is None:
                 break
             found.append(entry)
-            before = entry[1]
+            parent = entry[1]
         return found
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of these cached or held blocks, to share what they hold."""
+        """Add one reference to each of these blocks, which are in the prefix index."""
         for block in blocks:
             if block not in self._keys:
                 raise IntegrityError(f"block {block} is not cached and cannot be shared")
             self._refs[block] += 1
             self._cached.pop(block, None)
 
-    def enter(self, before: Before, tokens: Sequence[int], block: int) -> int:
-        """Make a full, computed block one that can be found; returns its content's serial.
+    def enter(self, parent: Parent, tokens: Sequence[int], block: int) -> int:
+        """Enter a full, computed block into the prefix index; returns its content's serial.
 
-        If another block has this content already, that one stays the one to be found.
+        If another block with this content was entered before, that block will be found.
 
         Args:
-            before: the serial of the request's block before it, or its root.
-            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those after.
+            parent: the serial of the request's block before it, or its root.
+            tokens: its `key`: the `block_size` tokens of its K/V, and the lookahead.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
             raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
-        key = (before, tuple(tokens))
+        key = (parent, tuple(tokens))
         if (found := self._entries.get(key)) is not None:
             return found[1]
         if block in self._keys:
@@ -144,7 +143,7 @@ class BlockPool:
         return self._last_serial
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make sure that these held blocks cannot be found any more."""
+        """Remove these held blocks from the prefix index."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._entries[key]

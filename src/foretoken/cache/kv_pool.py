@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.ops.pinned import to_device
 
-_PAST_END = 16  # numbers that can be read after a tensor's own: kernels load whole vectors
+_PAST_END = 16  # numbers after the end of a tensor: kernels load whole vectors
 
 LayerShape = tuple[int, int, int]
 """(H_kv, D of keys, D of values); layers of one model may differ."""
@@ -27,7 +27,7 @@ class KVPool:
 
     keys, values: per layer, [num_blocks, block_size, H_kv, D] and [..., D_v]. Memory starts at
     zero: attention reads whole blocks, and if the model multiplies masked keys (all but the native
-    decoder), a masked position holding NaN would still give NaN.
+    decoder), NaN at a masked position would give NaN.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVPool:
         return numbers * block_size * dtype.itemsize
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands, if the model multiplies masked keys: they may hold NaN."""
+        """Zero blocks: if the model multiplies masked keys, a NaN would spread to the new owner."""
         index = to_device(np.array(block_ids, dtype=np.int64), self._device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from operator import attrgetter
 
-from foretoken.cache.block_pool import ROOT, Before, BlockPool
+from foretoken.cache.block_pool import ROOT, BlockPool, Parent
 from foretoken.engine.control import DraftControl
 from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, Share, Status
@@ -209,9 +209,9 @@ class Scheduler:
         known = len(request.token_ids) - pool.lookahead
         num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
         for i in range(len(serials), num_full):
-            before = serials[-1] if serials else _root(request)
+            parent = serials[-1] if serials else _root(request)
             tokens = pool.key(request.token_ids, i)
-            serials.append(pool.enter(before, tokens, request.block_ids[i]))
+            serials.append(pool.enter(parent, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
         """Shares of all decoding requests, and chunks of prompts as far as there is room."""
@@ -288,7 +288,7 @@ class Scheduler:
                 _check_request(request, status)
 
 
-def _root(request: Request) -> Before:
+def _root(request: Request) -> Parent:
     """The parent of its first block in the prefix index."""
     return request.params.cache_salt or ROOT
 

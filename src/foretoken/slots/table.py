@@ -1,18 +1,18 @@
-"""Everything that is kept by request slot: one table of tensors, on any device.
+"""The state of requests by slot: one table of tensors, on any device.
 
 A slot is a request's permanent index from admission to release. Nothing is ever reordered: a batch
 gathers the rows it needs.
 
 Charter: the one owner of request state that a step reads and writes. The scheduler's view of a
-request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
-all) they register, so that one `release` reaches all of it and one check finds what is left over.
-What a plan brings is written in one go, when its step begins. Then the runner calls `begin`,
-`count_drafts`, `write_drafts`, `pack` and `advance`, in this order.
+request may be a step late; lengths here are the truth. Other parts that keep state by slot (mainly
+drafters) register here, so that one `release` reaches all state and one check finds leaks. A plan
+is written when its step begins. Then the runner calls `begin`, `count_drafts`, `write_drafts`,
+`pack` and `advance`, in this order.
 
-After the slots of requests stands one more, the spare: padding of a captured step names it. It has
-one token, may have no more, and its blocks are all the cache's last one, which no request is given.
+After the slots of requests there is one more, the spare, which is the padding of captured steps. It
+has one token and may have no more; all its blocks are the cache's last one, which no request gets.
 A request that may have no more tokens (its limit is reached, or its logits were not finite) may
-still take part in a step: then the spare is computed in its place, and nothing of it is kept.
+still take part in a step: then the spare is computed instead, and no outcome is kept.
 
 Shape suffixes: S slots, L tokens or blocks of a slot, A admissions, B requests, D deciding
 requests, K drafts.
@@ -48,13 +48,13 @@ LEAST_TOP_P = 2.0**-149
 
 
 class SlotSizes(NamedTuple):
-    """How large a table is.
+    """The sizes of a table.
 
     Attributes:
         num_slots: requests that run at the same time.
         max_tokens, max_drafts: of a request.
         num_blocks: columns of a block table.
-        spare_block: the cache block of whatever is computed for no request.
+        spare_block: the cache block of the spare slot.
     """
 
     num_slots: int
@@ -65,27 +65,27 @@ class SlotSizes(NamedTuple):
 
 
 class SlotOwner(Protocol):
-    """Keeps something by slot outside of the table."""
+    """Keeps state by slot outside of the table."""
 
     def release(self, slot: int) -> None:
-        """Forget the request in this slot: it ended, or was preempted and will be admitted anew."""
+        """Forget the request in this slot: it ended, or was preempted."""
 
     def held_slots(self) -> Iterable[int]:
-        """Slots for which something is kept."""
+        """Slots with state."""
 
 
 class SlotTable:
     """State by slot.
 
     Args:
-        steps_of: `Backend.steps`: what reads and changes the state in a step.
-        on_host: whether the numbers of a step are known as soon as it was launched, so that they
-            may be read at once; only on a CPU.
+        steps_of: `Backend.steps`: makes the functions that read and change the state in a step.
+        on_host: whether the numbers of a step may be read as soon as it was launched; only on a
+            CPU.
 
     Attributes:
         state: tokens, blocks and lengths.
         drafter_S: int64, numbers of drafters.
-        admitted: what is known of the requests in slots, as they were admitted.
+        admitted: the admissions of the requests in slots.
     """
 
     def __init__(
@@ -121,21 +121,21 @@ class SlotTable:
             top_p_S=column(1, torch.float32),
             min_p_S=column(0, torch.float32),
             rule_S=column(0),
-            values_fit=True,  # `SamplingParams` saw to it
+            values_fit=True,  # `SamplingParams` has checked them
         )
         self._drafters = frozenset[int]()
         self.admitted: dict[int, Admission] = {}
         self._has_changed = True
-        self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
-        # Weakly: a drafter holds the slots, too, and what is frozen (`engine/build.py`) is freed
-        # by its last reference or never.
+        self._inputs: dict[int, Tensor] = {}  # of captured steps, by padded size
+        # Weak, because a drafter refers to the slots, too: frozen cycles (`engine/build.py`) would
+        # never be freed.
         self._owners = WeakValueDictionary[str, SlotOwner]()
         if on_host:
             views = (column.numpy() for column in self.state)
             self.token_SL, self.block_SL, self.length_S, self.computed_S, self.limit_S = views
 
     token_SL: Array
-    """`state.token_SL`, as the host reads it; this and the next four only where `on_host`."""
+    """`state.token_SL` as a numpy view; this and the next four exist only if `on_host`."""
     block_SL: Array
     length_S: Array
     computed_S: Array
@@ -143,24 +143,24 @@ class SlotTable:
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
-        """Memory of one slot, without a few numbers."""
+        """Bytes of a slot's tokens and block table."""
         return 4 * max_tokens + 8 * -(-max_tokens // block_size)
 
     def text(self, slot: int, first: int = 0) -> Array:
-        """Known tokens of a slot from this one on, int32; only where `on_host`."""
+        """Known tokens of a slot, from token `first` on, int32; only if `on_host`."""
         return self.token_SL[slot, first : self.length_S[slot]]
 
     def have_ended(self, slots: Sequence[int]) -> bool:
-        """Whether none of these requests may have more tokens, as far as that is known at once."""
+        """Whether none of these requests may have more tokens; always False unless `on_host`."""
         return self.on_host and all(self.length_S[s] >= self.limit_S[s] for s in slots)
 
     def register(self, name: str, owner: SlotOwner) -> None:
-        """Have what `owner` keeps by slot released and checked with the table's own, as long as
-        something else holds it."""
+        """Release and check the state of `owner` together with the table's own; the table keeps
+        only a weak reference to it."""
         self._owners[name] = owner
 
     def apply(self, plan: StepPlan) -> None:
-        """Write what a plan brings besides its step."""
+        """Write all of a plan except its step."""
         for slot in plan.released:
             self._release(slot)
         if plan.admissions:
@@ -174,8 +174,7 @@ class SlotTable:
     def _release(self, slot: int) -> None:
         """Forget a request; its numbers stay until the slot's next request.
 
-        What an owner raises concerns a request that is over: it is logged, and no other request
-        ends for it.
+        Exceptions of owners are only logged: they concern a request that has ended.
         """
         self.admitted.pop(slot, None)
         self._has_changed = True
@@ -212,11 +211,11 @@ class SlotTable:
         for row, ids in zip(tokens, known, strict=True):
             row[: len(ids)] = ids
         state.token_SL[slot_A, : tokens.shape[1]] = self._sent(tokens)
-        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # none of the last request's
+        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # no block of the last request
 
     def _write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         width = self.state.block_SL.shape[1]
-        latest = {  # of two for the same place the later one holds
+        latest = {  # the later of two entries for one place holds
             slot * width + column: block
             for slot, first, block_ids in ranges
             for column, block in enumerate(block_ids, first)
@@ -225,27 +224,27 @@ class SlotTable:
         self.state.block_SL.view(-1)[sent[0]] = sent[1]
 
     def draws_at_random(self, slots: Iterable[int]) -> bool:
-        """Whether one of these requests does."""
+        """Whether one of these requests draws at random."""
         return any(self.admitted[slot].params.temperature > 0 for slot in slots)
 
     @property
     def params(self) -> SlotParams:
         """The slots' parameters, always in the same tensors.
 
-        `has_filters` and `rules` are those of the slots in use, known without looking at the
-        device, and stated anew only once a request has come or gone.
+        `has_filters` and `rules` hold for the slots in use, and are known without reading the
+        device.
         """
         self._refresh()
         return self._params
 
     @property
     def drafters(self) -> frozenset[int]:
-        """Numbers of drafters: no slot in use has another."""
+        """Numbers of the drafters of slots in use."""
         self._refresh()
         return self._drafters
 
     def _refresh(self) -> None:
-        """Look at the requests once some have come or gone."""
+        """Update flags and drafters, if requests were admitted or released."""
         if self._has_changed:
             requests = self.admitted.values()
             has_filters = any(request.params.filters_logits for request in requests)
@@ -258,7 +257,7 @@ class SlotTable:
         """A step's requests as tensors.
 
         Args:
-            shape: of a step that is captured or replayed, which promises no more than this.
+            shape: of a step that is captured or replayed; its flags hold instead of the requests'.
         """
         params, drafters = self.params, self.drafters
         if shape is None:
@@ -271,8 +270,8 @@ class SlotTable:
         if not all(step.decides_B):
             chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
             chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # numpy gives columns
-            # In an even number of columns: then rows lie at multiples of 16 bytes; for others
-            # kernels are compiled anew.
+            # With an even number of columns, rows are aligned to 16 bytes; for other alignments
+            # kernels would be compiled again.
             padded = np.pad(chosen, ((0, 0), (0, chosen.shape[1] % 2)))
             slot_D, max_drafts_D = self._sent(padded)[:, : chosen.shape[1]].unbind()
             of_B = self._sent(np.array(step.of_B, dtype=np.int64))
@@ -284,7 +283,7 @@ class SlotTable:
     def _send_numbers(self, step: StepInput, shape: StepShape | None) -> Iterable[Tensor]:
         """Slots, known tokens and most drafts, padded to the shape.
 
-        A captured step reads them where it read them when it was captured.
+        All steps of a captured size have them in the same tensor.
         """
         count = len(step.slot_B)
         if shape is None and self.device.type == "cpu":
@@ -304,7 +303,7 @@ class SlotTable:
         return sent[:, :size].unbind()
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
-        """How many drafts each deciding request may have, K_b, and where they stand."""
+        """The number of drafts that each deciding request may have, K_b, and their positions."""
         slot_D = requests.slot_D
         num_D, position_D = self.steps.count_drafts(slot_D, requests.max_drafts_D)
         return DraftRequests(
@@ -313,15 +312,15 @@ class SlotTable:
         )  # fmt: skip
 
     def write_drafts(self, asked: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
-        """Write drafts after the known tokens, ids past the last as the last."""
+        """Write drafts after the known tokens; ids above `last_id` as `last_id`."""
         self.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
 
     def pack(
         self, requests: StepRequests, tokens: StepTokens, most: int, block_size: int
     ) -> ForwardBatch:
-        """What the target computes: the requests' next known tokens, then drafts of who decides.
+        """The target's batch: the requests' next known tokens, and drafts of those that decide.
 
-        Rows that decide come first, then those of prompts whose log-probabilities are wanted.
+        Rows of logits that decide come first, then rows of prompts that want log-probabilities.
 
         Args:
             tokens: of each request; most: no request has more drafts.
@@ -343,16 +342,16 @@ class SlotTable:
         ]
         row_N = torch.cat([batch.logit_row_N, *row_P])
         if len(row_N) == len(batch.token_T):
-            # As many rows as tokens are all tokens in order, which these are not: one more, unread.
+            # As many rows as tokens would mean all tokens in order: so one row more, never read.
             row_N = torch.cat([row_N, row_N[:1]])
         return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """Take over a step: see `Steps.advance`."""
+        """Write the outcome of a step: see `Steps.advance`."""
         return self.steps.advance(tokens, verdict)
 
     def check_integrity(self, live: set[int]) -> None:
-        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
+        """Raise `IntegrityError` if there is state for a slot that no request has."""
         held = {name: owner.held_slots() for name, owner in self._owners.items()}
         for name, slots in ({"requests": self.admitted.keys()} | held).items():
             if leaked := set(slots) - live:

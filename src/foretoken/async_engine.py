@@ -1,6 +1,6 @@
 """`AsyncEngine`: one async iterator per request, all of them batched by one engine in a thread.
 
-Charter: what users of asyncio call. The thread, and how news come from it, is `engine/worker.py`.
+Charter: the calls for users of asyncio. The thread and its mailboxes are in `engine/worker.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AsyncEngine:
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
         self._grammars = engine.grammars
         self._worker = Worker(engine)
-        # A forgotten engine ends its thread when it is collected or when the program exits.
+        # An engine without references ends its thread when it is collected or the program exits.
         weakref.finalize(self, self._worker.stop)
 
     @property
@@ -88,22 +88,22 @@ class AsyncEngine:
         deltas: bool = False,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
-        """Complete one prompt; yields what there is, in order, the last output finished.
+        """Complete one prompt; yields outputs in order, the last one finished.
 
-        Every output holds all that came before it, so an iterator that is read slowly gets the
-        newest one and skips others. With `deltas` every `RequestDelta` holds what is new: an
-        iterator that is read slowly gets several as one, and each token, piece of text and
-        log-probability exactly once. Leaving it early (`break`, `aclose`, cancellation) aborts the
-        request; to have that happen at once rather than at garbage collection, use
-        `contextlib.aclosing`. Nothing is queued before the first step of the iterator.
+        Every output holds all that came before it, so a slow reader gets the newest one and skips
+        others. With `deltas` every `RequestDelta` holds what is new: a slow reader gets several as
+        one, and each token, piece of text and log-probability exactly once. Leaving the iterator
+        early (`break`, `aclose`, cancellation) aborts the request; use `contextlib.aclosing` to
+        abort it at once rather than at garbage collection. Nothing is queued before the first step
+        of the iterator.
 
         Args:
             prompt, sampling_params, others: as in `LLM.generate`, for one prompt.
-            request_id: a name for `abort`, of no other open request; None: a number.
-            deltas: yield `RequestDelta`s; the cost of a step does not grow with the output then.
+            request_id: a name for `abort` that no other open request has; None: a number.
+            deltas: yield `RequestDelta`s: then the cost of a step does not grow with the output.
 
         Raises, at once:
-            RequestError: an option that is unknown.
+            RequestError: an unknown option.
 
         Raises, at the first step of the iterator:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
@@ -112,8 +112,7 @@ class AsyncEngine:
 
         Raises, at any step:
             StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
-                requests and not the engine are in the last output's `error` instead, next to the
-                tokens that were made.
+                only requests are not raised: the last output has the `error` and the tokens so far.
         """
         check_options(others, known=("prompt", "sampling_params", "request_id", "deltas"))
         return self._complete(prompt, sampling_params, request_id, deltas)
@@ -148,7 +147,7 @@ class AsyncEngine:
             sampling_params, request_id, deltas: as in `generate`.
 
         Raises, at once:
-            RequestError: a template that is not one or does not use what it is given. All else is
+            RequestError: a bad template, or one that does not use an input. All other errors are
                 raised as in `generate`.
         """
         prompt = self._chat_prompt(messages, template)
@@ -166,7 +165,7 @@ class AsyncEngine:
         deltas: bool,
     ) -> AsyncGenerator[Any, None]:
         params = self._params.read(sampling_params)
-        # A grammar that no variable holds is dropped: this one stays until the request has ended.
+        # A grammar without references is dropped: `compiling` keeps it until the request ends.
         compiling = self._grammars.begin(params.structured_outputs)
         while compiling and (left := self._grammars.seconds_left(compiling)) > 0:
             await asyncio.wait([asyncio.wrap_future(compiling.future)], timeout=left)
@@ -186,14 +185,14 @@ class AsyncEngine:
         return self._worker.status()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` means: the checkpoint's defaults, to change and pass on."""
+        """The meaning of `sampling_params=None` (a copy): the checkpoint's defaults, or ours."""
         return replace(self._params.defaults)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, as `generate` would have them.
+        """Token ids of a prompt, as `generate` encodes it.
 
         Raises:
-            RequestError: it is no prompt, or a text where there is no tokenizer.
+            RequestError: it is no prompt, or a text without a tokenizer to encode it.
         """
         encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
         return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
@@ -201,12 +200,12 @@ class AsyncEngine:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
     ) -> list[int]:
-        """Token ids of a conversation, as `chat` would have them; raises `RequestError`, too."""
+        """Token ids of a conversation, as `chat` encodes it; raises `RequestError`, too."""
         prompt = self._chat_prompt(messages, template)
         return await asyncio.wrap_future(self._worker.call(lambda _: prompt.encode()[1], prompt))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out.
+        """The text of tokens, without special ones.
 
         Raises:
             RequestError: an id that the model does not have, or there is no tokenizer.
@@ -219,10 +218,10 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.call(work, token_ids))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request where it is; its iterator ends with what there is, marked `abort`.
+        """End a request now; its iterator ends with the output so far, marked `abort`.
 
         Returns:
-            Whether a request of this name is open; one that just ends may still end by itself.
+            Whether a request of this name is open; it may still end by itself.
         """
         return self._worker.abort(request_id)
 
@@ -236,10 +235,10 @@ class AsyncEngine:
         __getattr__ = absent_attribute
 
     async def close(self) -> None:
-        """End what runs and release models and caches; the thread has ended when it returns.
+        """End all requests, release models and caches, and wait until the thread has ended.
 
-        Open iterators end with what there is, marked `abort`; later calls raise `UsageError`. Does
-        nothing in a forked child.
+        Open iterators end with the output so far, marked `abort`; later calls raise `UsageError`.
+        Does nothing in a forked child.
         """
         self._worker.ask_to_stop()
         await asyncio.to_thread(self._worker.stop)

@@ -1,7 +1,7 @@
 """`LLM`: prompts in, texts out, in the caller's own thread.
 
-Charter: whatever touches the engine does so in a turn (`engine/worker.py`), one step long, so that
-the calls of several threads are batched together.
+Charter: the engine is used only in turns of one step (`engine/worker.py`), so that the calls of
+several threads are batched together.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
-_Prepared = Submission | RequestOutput  # what can be queued, or the output of what cannot
+_Prepared = Submission | RequestOutput  # the output is that of a refused prompt
 _Done = TypeVar("_Done", Submission, RequestGroup)
-_Begun = RequestGroup | RequestOutput  # what runs or has ended, or such an output
-_PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
+_Begun = RequestGroup | RequestOutput
+_PREPARED_PER_TURN = 16  # prompts for which other threads' requests wait between two steps
 
 
 class LLM:
@@ -97,11 +97,11 @@ class LLM:
         __getattr__ = absent_attribute
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` means (a copy): the checkpoint's own defaults over ours."""
+        """The meaning of `sampling_params=None` (a copy): the checkpoint's defaults, or ours."""
         return replace(self._params.defaults)
 
     def reset_prefix_cache(self, **others: Any) -> bool:
-        """Have no later request reuse what earlier ones computed; True: it has happened."""
+        """Let no later request reuse what earlier ones computed; always True."""
         check_options(others, known=())
         with self._turns:
             self.engine.reset_prefix_cache()
@@ -115,7 +115,7 @@ class LLM:
     @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
-        if self._turns.inside:  # a signal handler in the midst of a call
+        if self._turns.inside:  # a signal handler during a call
             return self.engine.metrics.copy()
         with self._turns:
             return self.engine.metrics.copy()
@@ -139,10 +139,10 @@ class LLM:
                 `get_default_sampling_params()`; each a `SamplingParams` or a dict of its fields.
             use_tqdm: show a progress bar if there is more than one prompt, the error stream is a
                 terminal and the call takes more than two seconds.
-            on_error: `raise` checks every prompt before anything runs and raises what is wrong
-                with the first bad one; `return` gives a bad prompt an output with its `error`, and
-                the others complete.
-            on_interrupt: what a signal in the main thread does; a program's own signal handlers
+            on_error: `raise` checks every prompt before anything runs and raises the error of the
+                first bad one; `return` gives a bad prompt an output with its `error`, and the
+                others complete.
+            on_interrupt: the effect of a signal in the main thread; a program's own signal handlers
                 are left alone. `raise`: Ctrl-C ends the call after the present step by
                 KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
                 after the present step, and the outputs say so (`interrupted_by`); if all of them
@@ -150,16 +150,16 @@ class LLM:
             others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
-            One `RequestOutput` per prompt. A request that fails while it runs carries its `error`
-            and what it has, and the others complete; one that was given alone raises it and drops
-            the tokens it has, unless `on_error` is `return`.
+            One `RequestOutput` per prompt. A request that fails while it runs has its `error` and
+            the tokens so far, and the others complete; if it is the call's only prompt, the error
+            is raised and the tokens are dropped, unless `on_error` is `return`.
 
         Raises:
             RequestError, CapacityError, ProcessingError: a prompt or its parameters.
             EngineBrokenError: the device failed, in an earlier call; nothing is served any more.
-            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` is what would have been returned:
-                what is done is complete, the rest has finish_reason `interrupted`, with the tokens
-                it has.
+            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` holds what would have been returned:
+                complete outputs, and unfinished ones with finish_reason `interrupted` and the
+                tokens so far.
         """
         check_call(on_error, use_tqdm)
         check_options(others, known=("sampling_params", "use_tqdm", "on_error", "on_interrupt"))
@@ -183,7 +183,7 @@ class LLM:
                 `text`), and `tool_calls`, `tool_call_id`, `name` or `reasoning_content` if they
                 have them; or a list of such lists.
             sampling_params, use_tqdm, on_error, on_interrupt: as in `generate`.
-            template: what the template is given: see `ChatOptions`.
+            template: inputs of the template: see `ChatOptions`.
 
         Returns:
             One `RequestOutput` per conversation, its `prompt` the rendered text.
@@ -209,7 +209,7 @@ class LLM:
         results: list[_Begun] = []
         outputs = None
 
-        # Grammars that no variable holds are dropped, and would be compiled again in each turn.
+        # A grammar without references is dropped, and would be compiled again in each turn.
         _kept = engine.grammars.wait(one.structured_outputs for one in params)
 
         def count() -> int:
@@ -229,7 +229,7 @@ class LLM:
                 while outputs is None:
                     outputs = self._turn(left, results, interrupt)
                     update()
-        except BaseException as error:  # whatever ends it, nothing is left in the engine
+        except BaseException as error:  # leave nothing in the engine
             self._turns.later(lambda: _abort(engine, results))
             if isinstance(error, RequestError) and not single:
                 error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")
@@ -254,7 +254,7 @@ class LLM:
                 given = item.request_id, shown, item.params, interrupt
                 results.append(_attempt(*given, partial(engine.add, *item)))
             for result in results if interrupt.name else ():
-                _mark(engine, result, interrupt)
+                _end_interrupted(engine, result, interrupt)
             if left or not all(result.finished for result in results):
                 engine.step()
                 return None
@@ -267,13 +267,13 @@ class LLM:
         *,
         on_interrupt: OnInterrupt = "raise",
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields what there is after every step, the last one finished.
+        """Complete one prompt; yields the output so far after every step, the last one finished.
 
-        A request that fails while it runs is not raised: its last output has the `error` and what
-        there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. Between steps, signals are the caller's. During a step
-        `on_interrupt` decides, as in `generate`: `raise` raises KeyboardInterrupt with the output
-        so far in its `outputs`; `return` makes the next output the last, marked `interrupted`.
+        If the request fails while it runs, nothing is raised: its last output has the `error`.
+        Closing the iterator early aborts the request. Other calls may run in between; they advance
+        this request, too. Between steps, signals are the caller's. During a step `on_interrupt`
+        decides, as in `generate`: `raise` raises KeyboardInterrupt with the output so far in its
+        `outputs`; `return` makes the next output the last, marked `interrupted`.
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
@@ -288,14 +288,14 @@ class LLM:
                 with interrupt.noticed(), self._turns:
                     if not (group.finished or interrupt.name):
                         self.engine.step()
-                    _mark(self.engine, group, interrupt)
+                    _end_interrupted(self.engine, group, interrupt)
                     output = build_output(self.engine, group)
-                finished = output.finished  # reading the text may be what ends it
+                finished = output.finished  # reading the text may end it
                 if interrupt.name and not finished:
-                    continue  # the signal came when the output had been read
+                    continue  # the signal came after the output was read
                 interrupt.deliver([output])
                 yield output
-        except KeyboardInterrupt as error:  # also one that came just after a step
+        except KeyboardInterrupt as error:  # from `deliver`, or between steps
             if output is not None:
                 vars(error).setdefault("outputs", [output])
             raise
@@ -303,9 +303,9 @@ class LLM:
             self._turns.later(lambda: engine.abort(group))
 
     def close(self) -> None:
-        """End what runs and release models and caches; later calls raise `UsageError`.
+        """End all requests and release models and caches; later calls raise `UsageError`.
 
-        Calls that other threads are in end with that error, too. Does nothing in a forked child.
+        Running calls of other threads end with that error, too. Does nothing in a forked child.
         """
         self._turns.later(self._release)
 
@@ -330,10 +330,10 @@ def _attempt(
     *,
     raises: bool = False,
 ) -> _Done | RequestOutput:
-    """What `work` makes of a prompt, or the output of one that it refuses or a signal came before.
+    """The result of `work` on a prompt; an output if it refuses the prompt or a signal came before.
 
     Args:
-        raises: raise what refuses it instead.
+        raises: raise the error of a refused prompt instead.
     """
     error, samples = None, []
     if interrupt.name:
@@ -356,8 +356,8 @@ def _abort(engine: Engine, results: Sequence[_Begun]) -> None:
             engine.abort(result)
 
 
-def _mark(engine: Engine, group: _Begun, interrupt: Interrupt) -> None:
-    """End what a noticed signal interrupts, with its name as the reason."""
+def _end_interrupted(engine: Engine, group: _Begun, interrupt: Interrupt) -> None:
+    """If a signal came, end a request with the signal's name as its stop reason."""
     if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return
     running = [request for request in group.samples if request.finish_reason is None]

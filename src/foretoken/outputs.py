@@ -1,4 +1,4 @@
-"""What a request returns. No torch."""
+"""Outputs of requests, and metrics. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Logprob:
     """A log-probability under the model's raw distribution and its rank (1 = likeliest).
 
     Attributes:
-        decoded_token: the token alone as text, U+FFFD for bytes that are part of a character; None
-            if the checkpoint has no tokenizer.
+        decoded_token: the token alone as text, U+FFFD for parts of a character; None if the
+            checkpoint has no tokenizer.
     """
 
     logprob: float
@@ -27,31 +27,31 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """How a token came about, or a draft that came to nothing; see docs/verification.md.
+    """How a token came about, or why a draft was not emitted; see docs/verification.md.
 
-    p and q are those that verification saw, after edits, temperature and filters: at temperature 0
-    p is 1 or 0.
+    p and q are the probabilities in verification, after edits, temperature and filters: at
+    temperature 0 p is 1 or 0.
 
     Attributes:
         token_id: the token; `decoded_token`: the same as text, as in `Logprob`.
         position: its place in prompt and output together, from 0.
-        round: which pass of the target decided it, from 0 within the sample.
+        round: the pass of the target that decided it, counted from 0 within the sample.
         rule: the verification rule of the sample.
         origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
-            `unread` behind a rejected one, or `accepted` behind the token that ended the sample.
+            `unread` (after a rejected one), or `accepted` (after the token that ended the sample).
         p: the target's probability of the token.
-        q: the drafter's, in the same place; None if it had none to give: no draft stood there, or
-            its q is one-hot, 1 for the draft and 0 for all else, as it is under `coupled`.
-        drafter: who drafted in this round; None if nobody did.
+        q: the drafter's probability at the same place; None if no draft was there, or if q is
+            one-hot (1 for the draft and 0 for all other tokens), as under `coupled`.
+        drafter: the drafter of this round; None if nothing was drafted.
         draft_index: of a draft, its index in the round, from 0.
-        u: the uniform random number of a draft's acceptance test; None where no number decides,
-            which is so under `coupled` and at temperature 0, and of what counts as no draft.
-        threshold: what u has to be below: min(1, p / q), 1 in the place of a q that is None; under
-            `block` its h_i, under `synthetic` the rate that was set; None if u is.
+        u: the uniform random number of a draft's acceptance test; None if no number decides (under
+            `coupled`, at temperature 0) or if it counts as no draft.
+        threshold: u must be below it: min(1, p / q), with 1 for a q that is None; under `block` its
+            h_i, under `synthetic` the rate that was set; None if u is None.
         residual_mass: under `block` S_i, if another draft follows.
         reason: why a draft was rejected, one of `REASONS`; else None.
-        dropped: in the last token of a round, its drafts that were not emitted, in order: the one
-            that the token replaced is the first of them.
+        dropped: in the last token of a round, the drafts that were not emitted, in order; the first
+            is the one that the token replaced.
     """
 
     token_id: int
@@ -80,12 +80,12 @@ REASONS = {
     "placeholder": "no token, or one that its q excludes",
     "not finite": "q is not finite",
 }
-"""Why drafts are rejected: by their rule, at temperature 0, or because they count as none."""
+"""Reasons of rejected drafts: by rule, at temperature 0, or because they count as no draft."""
 
 
 @dataclass(slots=True)
 class DrafterMetrics:
-    """The part of one drafter in `SpeculationMetrics`, whose names these are."""
+    """Counts of one drafter, under the names of `SpeculationMetrics`."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -94,9 +94,9 @@ class DrafterMetrics:
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """What verification decided for one request, or a sum of requests.
+    """Counts of verification for one request, or summed over requests.
 
-    A draft accepted behind the token that ended the request counts as accepted, but is not emitted.
+    A draft accepted after the token that ended the request counts as accepted, but is not emitted.
 
     Attributes:
         num_steps: target passes that emitted tokens.
@@ -106,8 +106,8 @@ class SpeculationMetrics:
         accepted_per_position: how often the draft at each index was accepted, length K.
         drafted_per_position: how often there was a draft at each index, length K.
         steps_per_k: `num_steps` by how many drafts were verified, from 0 on.
-        num_synthetic_drafts: of `num_drafts`, those that the rule `synthetic` decided: what was
-            accepted there was set, and tells nothing of the drafter.
+        num_synthetic_drafts: of `num_drafts`, those that the rule `synthetic` decided: their
+            acceptance was set, and says nothing about the drafter.
         drafters: counts of each drafter that drafted, by name.
     """
 
@@ -124,7 +124,7 @@ class SpeculationMetrics:
     def observe(
         self, num_drafted: int, num_accepted: int, drafter: str = "", *, synthetic: bool = False
     ) -> None:
-        """Record one step: K_b drafts, of which a prefix was accepted, maybe by `synthetic`."""
+        """Record one step: drafted and accepted tokens; `synthetic`: by that rule."""
         self.num_steps += 1
         self.steps_per_k.extend([0] * (num_drafted + 1 - len(self.steps_per_k)))
         self.steps_per_k[num_drafted] += 1
@@ -194,13 +194,13 @@ class SpeculationMetrics:
 
 @dataclass(slots=True)
 class EngineMetrics(SpeculationMetrics):
-    """Speculation of all requests, and what it was worth where K is `auto`.
+    """Speculation of all requests, and the gain from it if K is `auto`.
 
     Attributes:
         controlled_seconds: of steps for which K was chosen, and in which all requests decoded.
-        estimated_plain_seconds: what plain decoding would take for what these steps were expected
-            to emit, by the measured costs of steps.
-        realised_plain_seconds: the same for what they did emit.
+        estimated_plain_seconds: time of plain decoding for the tokens that these steps were
+            expected to emit, by the measured costs of steps.
+        realised_plain_seconds: the same for the tokens that they did emit.
     """
 
     controlled_seconds: float = 0.0
@@ -209,13 +209,13 @@ class EngineMetrics(SpeculationMetrics):
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Over plain decoding, as it was expected; None before K was chosen."""
+        """Expected speed-up over plain decoding; None before K was chosen."""
         seconds = self.controlled_seconds
         return self.estimated_plain_seconds / seconds if seconds else None
 
     @property
     def realised_speedup(self) -> float | None:
-        """Over plain decoding, of which nothing but the measured costs of steps is known."""
+        """Speed-up over plain decoding, which is known from measured costs of steps alone."""
         seconds = self.controlled_seconds
         return self.realised_plain_seconds / seconds if seconds else None
 
@@ -228,8 +228,8 @@ class RequestMetrics(SpeculationMetrics):
         queue_time: seconds from submission until the first sample had a slot.
         time_to_first_token: seconds from submission to the first token of any sample.
         tokens_per_second: generated tokens over seconds since submission, all samples together.
-        num_cached_tokens: prompt tokens that were not computed when the first sample was first
-            admitted, because cache blocks of earlier requests held their keys and values.
+        num_cached_tokens: prompt tokens that the first sample did not compute at its first
+            admission, because cache blocks of earlier requests held their keys and values.
         num_preemptions: how often a sample lost its cache blocks to an older request and computed
             them again later, all samples together.
     """
@@ -256,7 +256,7 @@ class CompletionOutput:
         finish_reason: None while it runs, then `stop` (a stop string, a stop token or
             end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
             or SIGTERM: `on_interrupt` of `LLM.generate`), or `error` (see `RequestOutput.error`);
-            the last three keep what there is.
+            with the last three the output is incomplete.
         stop_reason: the stop string or stop token id that ended the output, or the name of the
             signal that interrupted it; else None.
         seed: reproduces this sample alone, in float32: SamplingParams(seed=..., n=1).
@@ -265,7 +265,7 @@ class CompletionOutput:
             draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
         synthetic_acceptance: the rule `synthetic` decided which drafts were accepted: the text is
             meaningless by design.
-        trace: per generated token how it came about; None unless asked for.
+        trace: per generated token, how it came about; None unless asked for.
     """
 
     index: int
@@ -300,7 +300,7 @@ class RequestOutput:
     """The result of one prompt.
 
     Attributes:
-        error: why the request was refused or ended, or None; its outputs then hold what there is.
+        error: why the request was refused or ended, or None; with an error, outputs are incomplete.
     """
 
     request_id: str
@@ -321,7 +321,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """That of `metrics`, by the name that vLLM's users type."""
+        """`metrics.num_cached_tokens`, by the name that vLLM's users type."""
         return self.metrics.num_cached_tokens
 
     @property
@@ -338,12 +338,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta(CompletionOutput):
-    """What one sample has that no earlier delta held; concatenated, they are `CompletionOutput`.
+    """What is new in one sample since its last delta; concatenated, deltas are `CompletionOutput`.
 
     Attributes:
         index, seed, synthetic_acceptance: as there, the same in every delta of the sample.
         token_ids, logprobs, origins, trace: of the new tokens; they come by whole rounds.
-        text: what follows the text so far; it is never taken back. While a stop string or a
+        text: the continuation of the text so far, which never changes. While a stop string or a
             character is incomplete, tokens come without text, and later text without tokens.
         finish_reason, stop_reason: as there, in the sample's last delta; None before.
     """
@@ -353,7 +353,7 @@ class CompletionDelta(CompletionOutput):
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What one request has that no earlier delta held; concatenated, they are `RequestOutput`.
+    """What is new in one request since its last delta; concatenated, deltas are `RequestOutput`.
 
     Attributes:
         outputs: the samples that have something new, by index.
@@ -375,7 +375,7 @@ class RequestDelta:
 
     @classmethod
     def merge(cls, deltas: Sequence[Self]) -> Self:
-        """Consecutive deltas of one request, one at least, as one: nothing is lost or repeated."""
+        """Consecutive deltas of one request, at least one, as one delta."""
         parts: dict[int, list[CompletionDelta]] = {}
         for delta in deltas:
             for sample in delta.outputs:
@@ -390,7 +390,7 @@ class RequestDelta:
 
 
 def _concatenate(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
-    """Consecutive deltas of one sample as one; only the last can tell of its end."""
+    """Consecutive deltas of one sample as one; only the last can have its end."""
     last = deltas[-1]
     joined: dict[str, Any] = {"text": "".join(delta.text for delta in deltas)}
     for name in ("token_ids", "logprobs", "origins", "trace"):

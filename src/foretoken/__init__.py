@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         if not name.startswith("_"):
             foreign = import_module("foretoken.foreign")
-            if name in foreign.NAMES:  # of vLLM's: what it is here is said where it is used
+            if name in foreign.NAMES:  # vLLM's names: using one raises what to write instead
                 return foreign.absent_name(name)
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     return getattr(import_module(f"foretoken.{_PLACES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Every error a user can meet: what is raised on purpose is a `ForetokenError`.
+"""All errors that users can meet: whatever is raised on purpose is a `ForetokenError`.
 
 Ctrl-C during `LLM.generate`, `chat` and `stream` is Python's own KeyboardInterrupt; its attribute
 `outputs` holds what was generated.
@@ -59,7 +59,7 @@ class CheckpointError(ForetokenError):
 
 
 class UnsupportedModelError(ForetokenError):
-    """A checkpoint loads, but a guard found that we would not run it exactly."""
+    """A checkpoint loads, but a guard found that it would not be computed exactly."""
 
 
 class NonFiniteLogitsError(ForetokenError):
@@ -102,7 +102,7 @@ def check_known_keys(
 ) -> None:
     """Raise `error` for the first key of `given` that is not in `known`.
 
-    It names the nearest valid key, so that a typing slip is mended at a glance, and all of them.
+    The error names the nearest valid key, and all of them.
     """
     known = sorted(known)
     for key, value in given.items():

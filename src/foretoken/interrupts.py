@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM while requests run: noticed between steps instead of anywhere. No torch.
+"""Ctrl-C and SIGTERM while requests run: they take effect between steps. No torch.
 
-Charter: no signal is swallowed. When the results are safe it is raised again, or they report it.
+Charter: no signal is lost. Once the results are safe, it is raised again or they report it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
 
 OnInterrupt = Literal["raise", "return"]
-# Signals and the handlers under which they are ours to notice; a program's own handlers never are.
+# Signals to catch, each only under one of these handlers: a program's own handlers stay.
 _NOTICED: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
     "raise": {signal.SIGINT: (signal.default_int_handler,)},
     "return": {
@@ -27,11 +27,11 @@ _NOTICED: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
 
 
 class Interrupt:
-    """Whether a signal came during one call, and which.
+    """Records whether a signal came during one call, and which.
 
     Args:
-        on_interrupt: `raise` notices Ctrl-C alone; SIGTERM then ends the process at once, since
-            nobody could read what we finished first. `return` notices both.
+        on_interrupt: `raise` catches Ctrl-C alone; SIGTERM then ends the process at once, since no
+            caller would see the results. `return` catches both.
 
     Attributes:
         name: SIGINT, SIGTERM or None.
@@ -50,9 +50,9 @@ class Interrupt:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Inside, the first signal sets `name` and stops nothing; a second one is not held back.
+        """Inside, the first signal only sets `name`; a second one is not held back.
 
-        Does nothing outside the main thread, where Python lets nobody handle signals.
+        Does nothing outside the main thread: there Python allows no signal handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -66,7 +66,7 @@ class Interrupt:
             self._restore()
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Raise a noticed signal again, for whoever handles it, unless the outputs report it.
+        """Raise a caught signal again, for its usual handler, unless the outputs report it.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. A subclass would

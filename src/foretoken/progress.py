@@ -1,4 +1,4 @@
-"""A progress bar for calls of many requests that take a while, on a terminal only. No torch."""
+"""A progress bar for long calls with many requests, on a terminal only. No torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-_PATIENCE_S = 2.0  # a call that ends sooner needs no bar, and a flash of one disturbs
+_PATIENCE_S = 2.0  # in a call that ends sooner, a bar would only flash up
 
 
 @contextmanager
 def progress_bar(count: Callable[[], int], total: int, asked: bool) -> Iterator[Callable[[], None]]:
-    """A bar over requests on the error stream; the caller invokes what it yields after every step.
+    """A bar over requests on the error stream; yields a function to call after every step.
 
     Args:
-        count: how many requests have ended.
-        total: how many there are; a single one has nothing to show.
+        count: gives the number of requests that have ended.
+        total: number of requests; a single one gets no bar.
+        asked: whether the caller wants a bar.
     """
     if not asked or total < 2 or sys.stderr is None or not sys.stderr.isatty():
         yield lambda: None

@@ -38,24 +38,25 @@ class SpeculativeConfig:
     Attributes:
         method: the drafter: `draft_model`, `draft_text`, `eagle3`, `forced`, `ngram`, `prediction`
             or `suffix` (names registered in `drafting/registry.py`). None: `draft_model` if `model`
-            is given, else an error. Beside `drafters`: the name of the one that requests have which
-            name none, or `hybrid`; None: `hybrid`, or the only one.
-        drafters: drafters that are loaded together, each a dict of `method` and its options, and
-            `name`, by default its method, by which requests choose it.
+            is given, else an error. With `drafters`: the name of the default among them, or
+            `hybrid`; None: `hybrid`, or the only one.
+        drafters: drafters that are loaded together, each a dict of `method`, its options, and
+            `name` (by default its method), by which requests choose it.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
             built-in target `tiny-python` means its own: `tiny-python-draft`, for `eagle3` the head
             `tiny-python-eagle3`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
-        num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: as many, 0
-            too, as pay, by the costs of steps here and by what was accepted before. Which requests
+        num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: the number, 0
+            included, that pays, by measured costs of steps and earlier acceptance. Which requests
             keep a fixed K then: docs/decisions/002-drafts-are-never-dropped-for-the-batch.md.
-        max_speculative_tokens: the most that `auto` drafts; None: 8. Left out beside a number.
+        max_speculative_tokens: the most that `auto` drafts; None: 8. With a number as
+            `num_speculative_tokens` it must be None.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
-        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up what tokens follow.
+        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up the tokens that follow.
         suffix_decoding_max_tree_depth: most tokens of a match that are compared.
-        suffix_decoding_max_cached_requests: finished requests whose output is looked up, too; the
-            oldest makes room for a new one. 0: no request sees what others put out.
+        suffix_decoding_max_cached_requests: number of finished requests with outputs that are
+            looked up, too; a new one replaces the oldest. 0: no request sees others' outputs.
         suffix_decoding_max_cached_tokens: most tokens of these outputs together, 28 bytes each.
         suffix_decoding_max_spec_factor: most drafts per token of the match.
         suffix_decoding_min_token_prob: drafts go on while the product of the frequencies with which
@@ -65,12 +66,12 @@ class SpeculativeConfig:
         rejection_sample_method: the verification rule of requests that name none: `standard`,
             `block`, `coupled` (lossless, all three) or `synthetic` (see docs/verification.md).
         synthetic_acceptance_rate, synthetic_acceptance_rates, synthetic_acceptance_length: exactly
-            one of them with `synthetic`, none of them without; all None by default. The rate is the
-            mean, over positions i = 1..K, of the probability that the first i drafts are all
+            one of them with `synthetic`, none with other rules; all None by default. The rate is
+            the mean, over positions i = 1..K, of the probability that the first i drafts are all
             accepted, in [0, 1]. The rates are these K probabilities, none above the one before. The
             length is the mean of accepted drafts + 1, in [1, K + 1].
 
-    An option that the method does not take is refused when its drafter is built.
+    An option that the method does not read is refused when its drafter is built.
     """
 
     method: str | None = None
@@ -198,12 +199,12 @@ class SpeculativeConfig:
 
     @classmethod
     def _drafter_options(cls) -> list[str]:
-        """Fields that are about one drafter."""
+        """Fields that concern one drafter."""
         shared = ("method", "drafters", "num_", "max_", "rejection_", "synthetic_")
         return [f.name for f in fields(cls) if not f.name.startswith(shared)]
 
     def _member(self, entry: Mapping[str, Any]) -> Self:
-        """The options of one of `drafters`, with those that all share."""
+        """The options of one of `drafters`, with the shared ones."""
         entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError, _WHERE)
         own = ("method", "name", *self._drafter_options())
         shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
@@ -238,7 +239,7 @@ class SpeculativeConfig:
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
-        """Shortest and longest n-gram to look up, defaults filled in; each follows the other."""
+        """Shortest and longest n-gram to look up; the default of each depends on the other."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
@@ -246,10 +247,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
-        """Accept a dict, its JSON text, an instance, or None (no speculation).
-
-        In a dict None stands for a default.
-        """
+        """Accept a dict (None means a default there), its JSON text, an instance, or None."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -267,7 +265,7 @@ class SpeculativeConfig:
 
 @contextmanager
 def of_drafter(index: int) -> Iterator[None]:
-    """Errors raised inside name options of this one of several `drafters`."""
+    """Inside, errors name the option as one of this entry of `drafters`."""
     try:
         yield
     except ConfigError as error:
@@ -283,7 +281,7 @@ def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless exactly one of the three is given, and in range.
 
     Args:
-        where: stands before a name in an error.
+        where: prefix of names in errors.
         count: num_speculative_tokens, K.
         options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
     """
@@ -305,7 +303,7 @@ def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
 
 
 def _check_rates(field: str, given: Any, count: int) -> None:
-    """K unconditional rates; each is in [0, 1] and at most the one before."""
+    """Raise `ConfigError` unless there are K rates in [0, 1], each at most the one before."""
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
         bound = f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
         raise ConfigError(field, given, bound)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
-from foretoken.config.machine import machine_bytes
+from foretoken.config.checks import machine_bytes
 from foretoken.drafting.control import draft_widths
 from foretoken.errors import ConfigError, EngineMemoryError, ForetokenError
 

@@ -71,7 +71,8 @@ SAMPLING_FIELDS = {
     "flat_logprobs": Foreign(OFF, "Log-probabilities are a list of dicts."),
     **same_for(
         "logprob_token_ids prompt_logprob_token_ids",
-        (), "Ask for `logprobs` of the likeliest tokens.",
+        (),
+        "Ask for `logprobs` of the likeliest tokens.",
     ),
     "prompt_logprob_start": Foreign((0,), "Cut the list `prompt_logprobs`."),
     "extra_args": Foreign(({},), NO_PLUGIN),

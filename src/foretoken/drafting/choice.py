@@ -28,8 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from foretoken.slots.plan import Admission
-from foretoken.slots.step import Outcome
+from foretoken.slots.step import Admission, Outcome
 
 FIXED_PART = 0.85
 """Of the drafts asked for, what must be expected to be accepted where nothing is measured."""

@@ -52,8 +52,7 @@ from foretoken.sampling.history import EditHistory
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.synthetic import rates_of
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
-from foretoken.slots.step import OpenStep, Outcome, StepResult
+from foretoken.slots.step import NONE, Admission, OpenStep, Outcome, StepInput, StepPlan, StepResult
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
+from foretoken.slots.step import NONE, Admission, StepInput, StepPlan
 
 # The dearest steps: every request draws from a nucleus, and asks for log-probabilities.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)

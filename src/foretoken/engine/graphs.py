@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from foretoken.ops import Rule, SlotParams
-from foretoken.slots.plan import NONE, StepInput
-from foretoken.slots.step import StepRequests, StepShape
+from foretoken.slots.step import NONE, StepInput, StepRequests, StepShape
 
 _SELDOM = frozenset({Rule.BLOCK, Rule.COUPLED})
 _LOSSLESS = frozenset({Rule.STANDARD, *_SELDOM})

@@ -32,8 +32,7 @@ from foretoken.ops import DraftBlock, Edits, ForwardOutput, Verdict
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
 from foretoken.sampling.edits import PackedEdits
-from foretoken.slots.plan import StepInput, StepPlan
-from foretoken.slots.step import OpenStep, StepRequests, StepResult, StepShape
+from foretoken.slots.step import OpenStep, StepInput, StepPlan, StepRequests, StepResult, StepShape
 
 
 class Runner:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from foretoken.ops import Backend, Edits, Verdict, VerifyBatch
 from foretoken.ops.pinned import ToHost, to_device
-from foretoken.slots.plan import NONE
-from foretoken.slots.step import OpenStep, StepResult
+from foretoken.slots.step import NONE, OpenStep, StepResult
 from foretoken.slots.table import SlotTable
 
 

@@ -20,7 +20,7 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.trace import device_phases
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
+from foretoken.slots.step import NONE, Admission, StepInput, StepPlan
 
 SECONDS = {"cpu": 1.5, "cuda": 30.0}
 """Limit of measuring. Batch sizes that were not reached are extrapolated in proportion, or

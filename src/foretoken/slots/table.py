@@ -36,8 +36,7 @@ from foretoken.ops import DraftBlock, SlotParams, Verdict
 from foretoken.ops.pinned import Staging, to_device
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.sampling.noise_key import to_int64
-from foretoken.slots.plan import Admission, StepInput, StepPlan
-from foretoken.slots.step import StepRequests, StepShape
+from foretoken.slots.step import Admission, StepInput, StepPlan, StepRequests, StepShape
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from foretoken.engine.request import Request
 from foretoken.ops import Logprobs
@@ -72,10 +73,12 @@ def trace_round(
     # The block rule tests every draft up to the first that counts as none.
     looked_at = next((i for i, q in enumerate(q_K) if not q > 0), num) if rule == "block" else 0
 
-    def record(i: int, token: int, origin: str, p: float, q: float | None) -> TokenTrace:
+    def record(
+        i: int, token: int, origin: str, p: float, q: float | None, **of_draft: Any
+    ) -> TokenTrace:
         return TokenTrace(
             token, text_of(token) if token >= 0 else None, first + i, number, request.rule,
-            origin, p, q if is_real else None, drafter if num else None,
+            origin, p, q if is_real else None, drafter if num else None, **of_draft,
         )  # fmt: skip
 
     drafts = []
@@ -84,18 +87,13 @@ def trace_round(
         if accepted <= i < max(accepted + 1, looked_at) and outcome.is_finite:
             kind = rule if q_K[i] > 0 else "placeholder" if q_K[i] == 0 else "not finite"
             origin, reason = "rejected", REASONS[kind]
-        draft = record(i, token_K[i], origin, p_K1[i], q_K[i] if q_K[i] > 0 else None)
         threshold, mass = threshold_K[i], mass_K[i]
-        drafts.append(
-            replace(
-                draft,
-                draft_index=i,
-                u=None if threshold is None else u_K[i],
-                threshold=threshold,
-                residual_mass=None if math.isnan(mass) else mass,
-                reason=reason,
-            )
-        )
+        draft = record(
+            i, token_K[i], origin, p_K1[i], q_K[i] if q_K[i] > 0 else None, draft_index=i,
+            u=None if threshold is None else u_K[i], threshold=threshold,
+            residual_mass=None if math.isnan(mass) else mass, reason=reason,
+        )  # fmt: skip
+        drafts.append(draft)
     records = drafts[:accepted]
     if last == accepted:
         replaced = accepted < num and q_K[accepted] > 0

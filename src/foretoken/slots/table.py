@@ -83,7 +83,10 @@ class SlotTable:
 
     Attributes:
         state: tokens, blocks and lengths.
+        params: parameters, always in the same tensors. `has_filters` and `rules` hold for the slots
+            in use, and are known without reading the device.
         drafter_S: int64, numbers of drafters.
+        drafters: numbers of the drafters of slots in use.
         admitted: the admissions of the requests in slots.
     """
 
@@ -113,18 +116,19 @@ class SlotTable:
         )
         self.steps = steps_of(self.state)
         self.drafter_S = column(0)
-        self._params = SlotParams(
+        self.params = SlotParams(
             key_S=column(0),
             temperature_S=column(1, torch.float32),
             top_k_S=column(0),
             top_p_S=column(1, torch.float32),
             min_p_S=column(0, torch.float32),
             rule_S=column(0),
+            has_filters=False,
+            rules=frozenset(),
             values_fit=True,  # `SamplingParams` has checked them
         )
-        self._drafters = frozenset[int]()
+        self.drafters = frozenset[int]()
         self.admitted: dict[int, Admission] = {}
-        self._has_changed = True
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by padded size
         # Weak, because a drafter refers to the slots, too: frozen cycles (`engine/build.py`) would
         # never be freed.
@@ -167,6 +171,12 @@ class SlotTable:
                 self._release(admission.slot)
             self.admitted |= {admission.slot: admission for admission in plan.admissions}
             self._write_admitted(plan.admissions)
+        if plan.released or plan.admissions:
+            requests = self.admitted.values()
+            has_filters = any(request.params.filters_logits for request in requests)
+            rules = frozenset(request.rule for request in requests)
+            self.params = replace(self.params, has_filters=has_filters, rules=rules)
+            self.drafters = frozenset(request.drafter for request in requests)
         if plan.new_blocks:
             self._write_blocks(plan.new_blocks)
 
@@ -176,7 +186,6 @@ class SlotTable:
         Exceptions of owners are only logged: they concern a request that has ended.
         """
         self.admitted.pop(slot, None)
-        self._has_changed = True
         for name, owner in self._owners.items():
             try:
                 owner.release(slot)
@@ -184,7 +193,7 @@ class SlotTable:
                 _log.exception("What `%s` keeps of slot %d could not be released.", name, slot)
 
     def _write_admitted(self, admissions: Sequence[Admission]) -> None:
-        params, state = self._params, self.state
+        params, state = self.params, self.state
         numbers = [
             (params.key_S, [to_int64(a.key) for a in admissions]),
             (params.top_k_S, [min(max(a.params.top_k, 0), 2**31) for a in admissions]),  # > V: off
@@ -225,32 +234,6 @@ class SlotTable:
     def draws_at_random(self, slots: Iterable[int]) -> bool:
         """Whether one of these requests draws at random."""
         return any(self.admitted[slot].params.temperature > 0 for slot in slots)
-
-    @property
-    def params(self) -> SlotParams:
-        """The slots' parameters, always in the same tensors.
-
-        `has_filters` and `rules` hold for the slots in use, and are known without reading the
-        device.
-        """
-        self._refresh()
-        return self._params
-
-    @property
-    def drafters(self) -> frozenset[int]:
-        """Numbers of the drafters of slots in use."""
-        self._refresh()
-        return self._drafters
-
-    def _refresh(self) -> None:
-        """Update flags and drafters, if requests were admitted or released."""
-        if self._has_changed:
-            requests = self.admitted.values()
-            has_filters = any(request.params.filters_logits for request in requests)
-            rules = frozenset(request.rule for request in requests)
-            self._drafters = frozenset(request.drafter for request in requests)
-            self._params = replace(self._params, has_filters=has_filters, rules=rules)
-            self._has_changed = False
 
     def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests:
         """A step's requests as tensors.

@@ -100,10 +100,7 @@ def check_known_keys(
     known: Iterable[str],
     error: type[ConfigError] | type[RequestError] = ConfigError,
 ) -> None:
-    """Raise `error` for the first key of `given` that is not in `known`.
-
-    The error names the nearest valid key, and all of them.
-    """
+    """Raise `error` for the first key that is not `known`; it names the nearest one, and all."""
     known = sorted(known)
     for key, value in given.items():
         if key not in known:

@@ -69,11 +69,8 @@ SAMPLING_FIELDS = {
     "output_kind": Foreign(("CUMULATIVE",), WHOLE_TEXT),
     "stream_interval": Foreign((1,), WHOLE_TEXT),
     "flat_logprobs": Foreign(OFF, "Log-probabilities are a list of dicts."),
-    **same_for(
-        "logprob_token_ids prompt_logprob_token_ids",
-        (),
-        "Ask for `logprobs` of the likeliest tokens.",
-    ),
+    "logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
+    "prompt_logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
     "prompt_logprob_start": Foreign((0,), "Cut the list `prompt_logprobs`."),
     "extra_args": Foreign(({},), NO_PLUGIN),
     "thinking_token_budget": Foreign((-1,), "Bound the answer by `max_tokens`."),

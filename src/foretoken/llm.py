@@ -330,11 +330,8 @@ def _attempt(
     *,
     raises: bool = False,
 ) -> _Done | RequestOutput:
-    """The result of `work` on a prompt; an output if it refuses the prompt or a signal came before.
-
-    Args:
-        raises: raise the error of a refused prompt instead.
-    """
+    """The result of `work` on a prompt, or an output if that refuses the prompt (unless `raises`)
+    or a signal came before."""
     error, samples = None, []
     if interrupt.name:
         reason = "interrupted", interrupt.name

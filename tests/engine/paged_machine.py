@@ -27,8 +27,7 @@ from foretoken.engine.boundary import prepare
 from foretoken.engine.engine import Engine
 from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.request import Request, RequestGroup, Share, Status
-from foretoken.engine.runner import Runner
-from foretoken.engine.sampler import Sampler
+from foretoken.engine.runner import Runner, Sampler
 from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable

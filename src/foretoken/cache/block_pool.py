@@ -98,11 +98,7 @@ class BlockPool:
         return token_ids[start : start + self.block_size + self.lookahead]
 
     def match(self, token_ids: Sequence[int], num_blocks: int, root: Parent = ROOT) -> list[Entry]:
-        """The cached blocks that hold the first tokens, at most `num_blocks`.
-
-        Args:
-            root: the parent of the first block: `ROOT`, or a salt.
-        """
+        """The cached blocks of the first tokens, at most `num_blocks`; `root`: the first parent."""
         found: list[Entry] = []
         parent = root
         for column in range(num_blocks):

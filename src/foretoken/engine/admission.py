@@ -191,11 +191,7 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
 
 
 def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -> list[int]:
-    """The end of a prompt that `truncate_prompt_tokens` keeps.
-
-    Raises:
-        CapacityError: it is -1, and `max_tokens` leaves no room for a prompt.
-    """
+    """The end of a prompt that `truncate_prompt_tokens` keeps; `CapacityError` if it is empty."""
     most = params.truncate_prompt_tokens
     if most is None:
         return prompt_ids

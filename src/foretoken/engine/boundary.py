@@ -151,11 +151,7 @@ def encode(
 
 
 def salt_of(prompt: Any, params: SamplingParams) -> str | None:
-    """The `cache_salt` of a prompt: its own, or that of its parameters.
-
-    Raises:
-        RequestError: the two differ, or its own is not valid.
-    """
+    """The `cache_salt` of a prompt or of its parameters; `RequestError` if both differ."""
     own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if own is None:
         return params.cache_salt
@@ -177,11 +173,7 @@ def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
 def encode_prediction(
     tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
 ) -> Sequence[int] | None:
-    """Token ids of a predicted text, as they would follow the prompt.
-
-    Raises:
-        RequestError: a text, but there is no tokenizer.
-    """
+    """A predicted text as token ids that follow the prompt; `RequestError` without tokenizer."""
     if not isinstance(prediction, str):
         return prediction
     if tokenizer is None:

@@ -41,8 +41,7 @@ from foretoken.engine.memory_plan import (
     shown,
 )
 from foretoken.engine.pace import Pace, PromptCosts
-from foretoken.engine.runner import Runner
-from foretoken.engine.sampler import Sampler
+from foretoken.engine.runner import Runner, Sampler
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.step_costs import BLOCK_TOKENS, measure, measure_prompts
 from foretoken.engine.threads import StepThreads, usable_cores
@@ -151,11 +150,7 @@ def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def _smaller_weights(folder: Path, free: int | None) -> str:
-    """The remedy if the weights do not fit, which no option makes smaller.
-
-    Args:
-        free: bytes that the GPU had free at the start; None: there is no GPU.
-    """
+    """The remedy if the weights do not fit; `free`: bytes of the GPU, if any, at the start."""
     remedy = "Take a smaller checkpoint or `dtype`."
     with suppress(CheckpointError, OSError):  # random weights have no files
         stored = sum(file.stat().st_size for file in check_weights(folder, plain=False))
@@ -274,11 +269,7 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A runner with a cache of so many blocks.
-
-        Args:
-            measuring: it serves no request; contexts may be longer than the cache.
-        """
+        """A runner with a cache of so many blocks; `measuring`: contexts may exceed the cache."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, most = model.device, self.block_size, model.max_model_len
         if not measuring:

@@ -109,11 +109,8 @@ class DraftControl:
     def observe(
         self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
     ) -> None:
-        """Record the drafts of a step, and its seconds if all of its requests decoded.
-
-        Args:
-            in_runner: seconds of the step in the runner; the rest is the engine's work on the host.
-        """
+        """Record the drafts of a step, and if all of its requests decoded, its seconds, of which
+        `in_runner` were spent in the runner; the rest is the engine's work on the host."""
         tokens, plain = 0, True
         for share in shares:
             if not (share.decides and share.num_tokens == 1):

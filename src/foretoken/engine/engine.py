@@ -57,17 +57,13 @@ from foretoken.slots.step import NONE, Admission, OpenStep, Outcome, StepInput, 
 
 @dataclass(slots=True)
 class Launched:
-    """A step that was launched and not yet committed.
-
-    Attributes:
-        faults: by slot, the exception that making edits for one request raised.
-    """
+    """A step that was launched and not yet committed."""
 
     groups: list[RequestGroup] = field(default_factory=list)
     trace: StepTrace | None = None
     shares: Sequence[Share] = ()
     result: StepResult = field(default_factory=StepResult)
-    faults: dict[int, Exception] = field(default_factory=dict)
+    faults: dict[int, Exception] = field(default_factory=dict)  # of making edits, by slot
 
 
 class Engine:

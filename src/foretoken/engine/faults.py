@@ -79,11 +79,7 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 
 def no_token(request: Request, bans_all: bool) -> ForetokenError:
-    """The error of a request if no token can be drawn for its next position.
-
-    Args:
-        bans_all: its own parameters ban every token there; else the logits are not finite.
-    """
+    """The error if a request's parameters ban every token (`bans_all`) or logits are not finite."""
     position, params = len(request.token_ids), request.params
     if bans_all:
         is_used = {

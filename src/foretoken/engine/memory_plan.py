@@ -289,11 +289,7 @@ def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None
 
 
 def blocks_within(gib: float, costs: MemoryCosts, sizes: Sizes) -> int:
-    """Blocks of a cache that takes so many GiB together with the slots and their drafts.
-
-    Raises:
-        ConfigError: not one block fits.
-    """
+    """Blocks within so many GiB, slots and their drafts included; `ConfigError` if none fits."""
 
     def taken(num_blocks: int) -> float:
         return sum(costs.cache(sizes, num_blocks).values()) / 2**30

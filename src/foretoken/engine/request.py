@@ -223,11 +223,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt as the user sent it, its samples, and the metrics of all of them.
-
-    Attributes:
-        delivered_prompt, delivered_prompt_logprobs: whether a delta has held them.
-    """
+    """One prompt as the user sent it, its samples, and the metrics of all of them."""
 
     request_id: str
     prompt: str | None
@@ -238,7 +234,7 @@ class RequestGroup:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: ForetokenError | None = None
-    delivered_prompt: bool = False
+    delivered_prompt: bool = False  # as part of a delta; so the next
     delivered_prompt_logprobs: bool = False
 
     @property

@@ -119,11 +119,7 @@ class Scheduler:
         return schedule
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
-        """End a running or waiting request, and take back its slot and blocks.
-
-        Args:
-            keep_blocks: whether later requests may reuse its K/V; False if these may be wrong.
-        """
+        """End a running or waiting request; `keep_blocks`: later requests may reuse its K/V."""
         if request.status is Status.RUNNING:
             if keep_blocks:
                 self._enter_blocks(request)

@@ -1,4 +1,4 @@
-"""All errors that users can meet: whatever is raised on purpose is a `ForetokenError`.
+"""All errors that users can meet: every error raised on purpose is a `ForetokenError`.
 
 Ctrl-C during `LLM.generate`, `chat` and `stream` is Python's own KeyboardInterrupt; its attribute
 `outputs` holds what was generated.

@@ -109,7 +109,7 @@ class LLM:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What takes memory, by part: `parts` are bytes by name, `table()` is a text."""
+        """The engine's memory by part: `parts` are bytes by name, `table()` is a text."""
         return self.engine.runner.memory_plan
 
     @property

@@ -438,7 +438,7 @@ class Engine:
             self._control.release(slot)
 
     def _finish(self, request: Request, reason: str) -> None:
-        """Give back what a request holds and complete its text, whatever the text's work raises."""
+        """Give back a request's slot and blocks, and complete its text."""
         request.finish_reason = reason
         group, slot = request.group, request.slot
         self.scheduler.finish(request, keep_blocks=reason != "error")  # its K/V may be wrong

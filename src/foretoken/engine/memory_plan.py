@@ -266,7 +266,7 @@ class Demand:
 
     @property
     def usable(self) -> int:
-        """Bytes that may be used; if the size of the cache was given, whatever the fraction."""
+        """Bytes that may be used; the fraction does not count if the size of the cache is given."""
         fraction = self.budget.fraction if self.sizes.num_blocks is None else 1
         free = int(self.budget.free * (1 - _RESERVE))
         return min(int(fraction * self.budget.total), free)

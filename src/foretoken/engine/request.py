@@ -72,7 +72,7 @@ class Request:
         waits_for_tokens: whether its next step is launched only after the tokens of the last one
             are known on the host.
         launched_share: its share of a step with a result that is not known yet.
-        num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
+        num_computed: leading tokens of `token_ids` with K/V in the target's cache.
         slot: permanent index into per-request device state while it runs.
         block_ids: cache blocks in order of position.
         block_serials: serials of its leading blocks' contents, as far as these blocks were entered
@@ -158,7 +158,7 @@ class Request:
 
     @property
     def num_scheduled(self) -> int:
-        """Leading tokens whose K/V are computed once the launched step is; drafts not counted."""
+        """Leading tokens with K/V after the launched step, without its drafts."""
         share = self.launched_share
         return self.num_computed + (share.num_tokens if share else 0)
 

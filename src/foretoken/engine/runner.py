@@ -73,7 +73,7 @@ class Runner:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What takes memory; of CUDA graphs what those captured take, instead of the estimate."""
+        """The plan, with the bytes of captured CUDA graphs instead of their estimate."""
         return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:

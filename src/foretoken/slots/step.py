@@ -64,7 +64,7 @@ class Admission(NamedTuple):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether its output must match one."""
+        """Whether its output must match a grammar."""
         return self.params.grammar is not None
 
 
@@ -368,7 +368,7 @@ def encode(message: StepPlan | PackedEdits) -> bytes:
     if isinstance(message, StepPlan):
         admissions = [a._replace(params=_written(a.params)) for a in message.admissions]  # type: ignore[arg-type]
         written = message._replace(admissions=admissions)
-        return json.dumps({"plan": written}, default=list).encode()  # a range, say
+        return json.dumps({"plan": written}, default=list).encode()  # `list` for ranges
     return json.dumps({"edits": [_packed(column) for column in message]}).encode()
 
 

@@ -251,7 +251,7 @@ class SlotTable:
         slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
             chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
-            chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # numpy gives columns
+            chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # else in column order
             # With an even number of columns, rows are aligned to 16 bytes; for other alignments
             # kernels would be compiled again.
             padded = np.pad(chosen, ((0, 0), (0, chosen.shape[1] % 2)))

@@ -185,7 +185,7 @@ class AsyncEngine:
         return self._worker.status()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The meaning of `sampling_params=None` (a copy): the checkpoint's own defaults over ours."""
+        """The meaning of `sampling_params=None` (a copy): the checkpoint's defaults over ours."""
         return replace(self._params.defaults)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:

@@ -97,7 +97,7 @@ class LLM:
         __getattr__ = absent_attribute
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The meaning of `sampling_params=None` (a copy): the checkpoint's own defaults over ours."""
+        """The meaning of `sampling_params=None` (a copy): the checkpoint's defaults over ours."""
         return replace(self._params.defaults)
 
     def reset_prefix_cache(self, **others: Any) -> bool:

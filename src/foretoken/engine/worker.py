@@ -321,7 +321,7 @@ class Worker:
             engine = self._engine
             engine.check_works()
         except AttributeError:
-            error = _died_error(failure) if failure else _closed_error()
+            error: ForetokenError = _died_error(failure) if failure else _closed_error()
             return EngineStatus(num_open, failure=error)
         except ForetokenError as broken:
             return EngineStatus(num_open, failure=broken)

@@ -269,7 +269,7 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A runner with a cache of so many blocks; `measuring`: contexts may exceed the cache."""
+        """A runner with a cache of `num_blocks`; `measuring`: contexts may exceed the cache."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, most = model.device, self.block_size, model.max_model_len
         if not measuring:

@@ -102,7 +102,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
                 gauge.peak(partial(run, chunks), 0)
 
     def peak(requests: int, prompt_tokens: int) -> StepPeak | None:
-        """The peak of decoding requests, with so many tokens of prompts shared among them."""
+        """The peak of decoding requests with `prompt_tokens` shared among them."""
         chunks = _chunks(requests, prompt_tokens, longest)
         once = partial(run, chunks)
         # The first run may try several kernels.

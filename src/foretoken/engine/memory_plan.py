@@ -161,7 +161,7 @@ class MemoryCosts:
         return sizes.max_num_seqs * self.columns(sizes)
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """Bytes by name, with a cache of so many blocks."""
+        """Bytes by name, with a cache of `num_blocks`."""
         copied = (num_blocks + self.spare) * self.copied
         parts = {
             "weights": self.weights,
@@ -289,7 +289,7 @@ def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None
 
 
 def blocks_within(gib: float, costs: MemoryCosts, sizes: Sizes) -> int:
-    """Blocks within so many GiB, slots and their drafts included; `ConfigError` if none fits."""
+    """Blocks within `gib` GiB, slots and their drafts included; `ConfigError` if none fits."""
 
     def taken(num_blocks: int) -> float:
         return sum(costs.cache(sizes, num_blocks).values()) / 2**30
@@ -388,7 +388,7 @@ def _single(demand: Demand) -> Iterator[Remedy]:
 
 
 def _halved(demand: Demand, times: int) -> Remedy:
-    """All sizes halved so many times, but none below its least value."""
+    """All sizes halved `times` times, but none below its least value."""
     before = demand.sizes
     least = _least(replace(before, max_num_seqs=max(1, before.max_num_seqs >> times)))
     halves = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}

@@ -40,7 +40,7 @@ class PromptCosts:
         return f"{steps} ms; and {1e6 * self.pair:.3f} us for each pair of tokens"
 
     def of_tokens(self, tokens: Any) -> Any:
-        """Seconds of a step of so many tokens, interpolated between measured steps; 0 of none."""
+        """Seconds of a step of `tokens` tokens, interpolated between measured steps; 0 of none."""
         x, y = np.asarray(self.tokens, dtype=float), np.asarray(self.seconds, dtype=float)
         beyond = np.maximum(tokens - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.where(tokens > 0, np.interp(tokens, x, y) + beyond, 0.0)
@@ -119,7 +119,7 @@ class DecodeCosts:
         self._index_K = np.arange(table.rest_JK1.shape[1] - 1)
 
     def seconds(self, asked: Sequence[int], context: int) -> float:
-        """Of a step that verifies so many drafts of each request, `context` tokens in all."""
+        """Of a step that verifies `asked` drafts per request, with `context` tokens in all."""
         batch, most = len(asked), max(asked, default=0)
         if not batch:
             return 0.0
@@ -141,6 +141,6 @@ class Pace:
         self._decode = DecodeCosts(table, lockstep=lockstep)
 
     def room(self, asked: Sequence[int], context: int) -> Room:
-        """The room for prompts next to requests with so many drafts and `context` tokens."""
+        """The room for prompts next to requests with `asked` drafts and `context` tokens in all."""
         decoding, rows = self._decode.seconds(asked, context), len(asked) + sum(asked)
         return Room.of_step(self.prompts, self.max_seconds, decoding, rows)

@@ -193,7 +193,7 @@ class _Steps:
         return max(self._most - 1, 1)
 
     def chunk(self, start: int, count: int) -> float:
-        """Seconds of a step that computes so many tokens of a prompt, after `start` others."""
+        """Seconds of a step that computes `count` tokens of a prompt, after `start` others."""
         self._new_cache()
         end = start + count
         admission = self._admission(0, end + 1, start)
@@ -208,7 +208,7 @@ class _Steps:
         self._batch = 0
 
     def _admit(self, batch: int, length: int) -> None:
-        """New requests of so many tokens, of which all but the last are computed.
+        """New requests of about `length` tokens, of which all but the last are computed.
 
         Each has blocks of its own, as far as there are enough: shared blocks would stay in a
         processor's cache.
@@ -227,19 +227,19 @@ class _Steps:
             self._runner.clear(range(self._num_blocks))  # else the drafter reuses what they hold
 
     def _admission(self, slot: int, length: int, computed: int) -> Admission:
-        """A request of `length` tokens, of which so many are computed."""
+        """A request of `length` tokens, of which `computed` are computed."""
         drafter = self._runner.drafter.measured if self._runner.drafter else 0
         return Admission(
             slot, slot, _PARAMS, self._rule, [0] * length, length, self._most, computed, drafter
         )
 
     def _blocks(self, slot: int, first: int, num_tokens: int) -> tuple[int, int, list[int]]:
-        """A slot's blocks for so many tokens, beginning with block `first`."""
+        """A slot's blocks for `num_tokens`, beginning with block `first`."""
         count = min(-(-num_tokens // self._runner.kv.block_size), self._columns)
         return slot, 0, [i % self._num_blocks for i in range(first, first + count)]
 
     def _run(self, count: int) -> tuple[float, float]:
-        """Seconds of a decode step with so many drafts each: of all but drafting, of drafting."""
+        """Seconds of a decode step with `count` drafts each: of all but drafting, of drafting."""
         taken = self._time(_step(self._batch, count))
         self._length += count + 1
         return taken

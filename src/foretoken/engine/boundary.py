@@ -1,8 +1,8 @@
 """Between users and the engine: prompts and parameters in, outputs out.
 
-Charter: what `LLM` and `AsyncEngine` share. A prompt in any form (a text, ids, a dict, an array)
-becomes text and ids. Parameters in any form (one set, a list, None) become one set per prompt. What
-is wrong with a prompt becomes a typed error here, by the limits of `admission.py`. Outputs are
+Charter: the functions that `LLM` and `AsyncEngine` share. A prompt in any form (a text, ids, a
+dict, an array) becomes text and ids. Parameters in any form (one set, a list, None) become one set
+per prompt. A bad prompt raises a typed error here, by the limits in `admission.py`. Outputs are
 copies that later steps do not change.
 """
 
@@ -35,7 +35,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; `prompt` is the text that the output will name as its prompt."""
+    """A prompt as token ids; the output will show the text `prompt` as its prompt."""
 
     prompt_token_ids: Required[Sequence[int]]
     prompt: str | None
@@ -51,54 +51,54 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 class ParamsReader:
     """Reads sampling parameters in any form; None means the engine's defaults.
 
-    If these come from the checkpoint, a warning names them once.
+    If some defaults come from the checkpoint, the first read of None logs a warning with them.
     """
 
     def __init__(self, defaults: SamplingParams) -> None:
         self.defaults = defaults
-        ours = SamplingParams()
+        built_in = SamplingParams()
         pairs = [(f.name, getattr(defaults, f.name)) for f in fields(defaults)]
-        self._chosen = [
-            f"{name}={value!r}" for name, value in pairs if value != getattr(ours, name)
+        self._from_checkpoint = [
+            f"{name}={value!r}" for name, value in pairs if value != getattr(built_in, name)
         ]
 
-    def read(self, given: Any) -> SamplingParams:
+    def read(self, params: Any) -> SamplingParams:
         """A checked copy of one set of parameters, which the caller can no longer change."""
-        if given is None:
-            if self._chosen:
+        if params is None:
+            if self._from_checkpoint:
                 _log.warning(
-                    "Without sampling parameters the checkpoint's own hold, from its "
-                    "generation_config.json: %s. Pass SamplingParams, or build the engine with "
-                    "generation_config='vllm', to leave them aside.",
-                    ", ".join(self._chosen),
+                    "A request without sampling parameters uses the checkpoint's defaults, from "
+                    "its generation_config.json: %s. To use Foretoken's own defaults, pass "
+                    "SamplingParams, or build the engine with generation_config='vllm'.",
+                    ", ".join(self._from_checkpoint),
                 )
-                self._chosen = []
+                self._from_checkpoint = []
             return self.defaults
-        if isinstance(given, SamplingParams):
-            return replace(given)
-        if isinstance(given, Mapping):
-            return SamplingParams.parse(given)
-        raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
+        if isinstance(params, SamplingParams):
+            return replace(params)
+        if isinstance(params, Mapping):
+            return SamplingParams.parse(params)
+        raise RequestError("sampling_params", params, "a SamplingParams or a dict of its fields")
 
-    def read_per_prompt(self, given: Any, count: int) -> list[SamplingParams]:
-        """One set for every prompt, given once for all or once for each."""
-        if given is None or isinstance(given, (SamplingParams, Mapping)):
-            return [self.read(given)] * count
-        if not isinstance(given, Sequence) or len(given) != count:
-            shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
+    def read_per_prompt(self, params: Any, count: int) -> list[SamplingParams]:
+        """A list with one set of parameters per prompt, from one set for all or such a list."""
+        if params is None or isinstance(params, (SamplingParams, Mapping)):
+            return [self.read(params)] * count
+        if not isinstance(params, Sequence) or len(params) != count:
+            shown = f"a list of {len(params)}" if isinstance(params, Sequence) else params
             raise RequestError("sampling_params", shown, f"one, or a list of {count}")
-        return [self.read(one) for one in given]
+        return [self.read(item) for item in params]
 
 
-def check_options(others: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def check_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     """A call's further options, without vLLM's names that change nothing.
 
     Raises:
         RequestError: an unknown name, or a name of vLLM's with a value that would change something.
     """
-    others = without_foreign(others, CALL_OPTIONS, RequestError)
-    check_known_keys("option", others, known, RequestError)
-    return others
+    options = without_foreign(options, CALL_OPTIONS, RequestError)
+    check_known_keys("option", options, known, RequestError)
+    return options
 
 
 def check_call(on_error: str, use_tqdm: bool) -> None:
@@ -110,7 +110,7 @@ def check_call(on_error: str, use_tqdm: bool) -> None:
 
 
 def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether a single prompt was given, and the prompts as a list; [] is no prompt at all."""
+    """Whether `prompts` is a single prompt, and the prompts as a list. [] means no prompts."""
     if isinstance(prompts, (str, Mapping)):
         return True, [prompts]
     items = as_list(prompts)
@@ -124,13 +124,13 @@ def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
 def encode(
     tokenizer: Any | None, prompt: Any, *, add_special_tokens: bool = True
 ) -> tuple[str | None, list[int]]:
-    """Text (None if ids were given alone) and token ids of a prompt.
+    """The text and the token ids of a prompt; the text is None if the prompt is only ids.
 
     Args:
         add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
 
     Raises:
-        RequestError: it is no prompt, or a text without a tokenizer to encode it.
+        RequestError: `prompt` is no prompt, or it is a text and there is no tokenizer.
     """
     if isinstance(prompt, ChatPrompt):
         return prompt.encode()
@@ -151,7 +151,7 @@ def encode(
 
 
 def salt_of(prompt: Any, params: SamplingParams) -> str | None:
-    """The `cache_salt` of a prompt or of its parameters; `RequestError` if both differ."""
+    """The `cache_salt` of a prompt or of its parameters; `RequestError` if the two differ."""
     own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if own is None:
         return params.cache_salt
@@ -173,7 +173,11 @@ def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
 def encode_prediction(
     tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
 ) -> Sequence[int] | None:
-    """A predicted text as token ids that follow the prompt; `RequestError` without tokenizer."""
+    """A prediction as token ids that follow the prompt.
+
+    Raises:
+        RequestError: the prediction is a text, and there is no tokenizer.
+    """
     if not isinstance(prediction, str):
         return prediction
     if tokenizer is None:
@@ -192,7 +196,7 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
-    """Text and ids of a prompt as given, for the output of one that could not be encoded."""
+    """The text and the ids that a prompt contains, for the output if it could not be encoded."""
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     else:
@@ -201,6 +205,7 @@ def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
 
 
 def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    """As `encode`, for a prompt that is a dict; its ids win over its text."""
     prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
     known = ("prompt", "prompt_token_ids", "cache_salt")
     check_known_keys("prompt", prompt, known, RequestError)
@@ -233,7 +238,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     """Encode a prompt and check it against the engine's limits; nothing is queued.
 
     Raises:
-        RequestError, CapacityError: it cannot be served as asked.
+        RequestError, CapacityError: the engine cannot serve exactly this request.
         ProcessingError: the tokenizer raised, perhaps on bad words.
         EngineBrokenError: the device failed; nothing is served any more.
     """
@@ -242,7 +247,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     try:
         text, ids = encode(engine.tokenizer, prompt)
         ids = last_tokens(ids, params, engine.limits)
-        if params.prediction is not None:  # its encoding decodes these ids
+        if params.prediction is not None:  # `encode_prediction` decodes the prompt's ids
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
@@ -252,21 +257,21 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         said = f"{type(error).__name__} while its prompt was encoded: {error}"
         raise ProcessingError(f"request {request_id}: {said}") from error
     grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
-    is_same = prediction is params.prediction and grammar is params.structured_outputs
-    if not is_same or salt is not params.cache_salt:
+    unchanged = prediction is params.prediction and grammar is params.structured_outputs
+    if not unchanged or salt is not params.cache_salt:
         params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
     limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
-        params = replace(params, max_tokens=None)  # a default too large: as many as fit
+        params = replace(params, max_tokens=None)  # the default is too large: take what fits
     params = check_request(ids, params, limits, text)
     return Submission(request_id, ids, params, text, bad_words)
 
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
-    """What a request has so far."""
+    """The output of a request so far: tokens, text, metrics and error."""
     samples = []
     for request in group.samples:
-        engine.update_text(request)  # may end it with an error
+        engine.update_text(request)  # may end the request with an error
         samples.append(_sample(CompletionOutput, request, Delivered()))
     return RequestOutput(
         request_id=group.request_id, prompt=group.prompt, prompt_token_ids=[*group.prompt_ids],
@@ -277,7 +282,10 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
 
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
-    """What is new since the last delta, or None; the cost grows with what is new alone."""
+    """What is new in a request since its last delta; None if nothing is new.
+
+    The cost depends only on the size of the delta, not on what was delivered before.
+    """
     samples = []
     for request in group.samples:
         engine.update_text(request)
@@ -302,7 +310,7 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
 
 
 def _sample(kind: type[_Sample], request: Request, delivered: Delivered) -> _Sample:
-    """A copy of what a sample has beyond what was delivered."""
+    """A copy of a sample's output without the part that was delivered before."""
     first = delivered.num_tokens
     return kind(
         index=request.index, token_ids=request.token_ids[request.num_prompt + first :],

@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any
 
 from foretoken.config import EngineConfig
-from foretoken.engine.admission import BadWords, Limits, bad_word_ids, drafts_of
+from foretoken.engine.admission import BadWords, Limits, bad_word_ids, choose_num_drafts
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.devices import use_device
 from foretoken.engine.faults import (
@@ -200,7 +200,7 @@ class Engine:
             return None, {}
         drafts: dict[int, list[int]] = {d: [] for d in editing}
         if any(deciding[d].max_drafts for d in editing):
-            drafted = step.drafted()
+            drafted = step.read_drafts()
             drafts = {d: drafted[d] for d in editing}
         edits, faults = pack_edits(editing, drafts, self.limits.vocab_size)
         return edits, {deciding[d].slot: fault for d, fault in faults.items()}
@@ -257,17 +257,17 @@ class Engine:
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
-        most_drafts, adapts = drafts_of(params, rule, self.limits)
+        num_drafts, adapts = choose_num_drafts(params, rule, self.limits)
         # Edits need the tokens before them; on an asynchronous device drafts are not known in time.
         waits = params.edits_logits and self.runs_ahead
         if params.edits_logits and not self.runner.on_host:
-            most_drafts, adapts = 0, False
-        if rule == "synthetic" and not most_drafts:
+            num_drafts, adapts = 0, False
+        if rule == "synthetic" and not num_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
             request = Request(
                 group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule,
-                most_drafts, self.limits.number_of(params.drafter),
+                num_drafts, self.limits.number_of(params.drafter),
                 waits_for_tokens=waits, adapts=adapts,
             )  # fmt: skip
             self.scheduler.add(request)

@@ -205,7 +205,7 @@ def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
 
 
 def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-    """As `encode`, for a prompt that is a dict; its ids win over its text."""
+    """As `encode`, for a dict. If it has token ids, they are used, and its text is only shown."""
     prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
     known = ("prompt", "prompt_token_ids", "cache_salt")
     check_known_keys("prompt", prompt, known, RequestError)

@@ -33,10 +33,11 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        # A tokenizer that drops spaces before punctuation decodes tokens together to another text
-        # than one by one; but text that is read late must be the text that was streamed.
+        # A tokenizer that drops spaces before punctuation decodes several tokens at once to another
+        # text than one by one. Text that is read late must equal the text that was streamed.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._at_once = 1 if cleans_up else _AT_ONCE
+        # Tokens before `_shown` have their text; those from `_start` are decoded with later tokens.
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._start = 0
         self._shown = len(self._ids)
@@ -48,7 +49,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The text up to the last complete character, without what `take` has returned."""
+        """The text up to the last complete character, without the part that `take` has returned."""
         unread, self._unread = self._unread, []
         for i in range(0, len(unread), self._at_once):
             self._read(unread[i : i + self._at_once])
@@ -63,48 +64,55 @@ class Detokenizer:
             self._unread.append(token_id)
 
     def _read(self, token_ids: list[int]) -> None:
-        """Add tokens to the text, or to the bytes that wait for their character."""
+        """Append the tokens' text, or let the tokens wait if their last character is incomplete."""
         self._ids += token_ids
-        before = self._decode(self._start, self._shown)
-        now = self._decode(self._start, len(self._ids))
-        waiting = len(self._ids) - self._shown
-        if now != before and not now.endswith(_INCOMPLETE):
-            self._show(before, now, len(self._ids))
+        shown_text = self._decode(self._start, self._shown)
+        full_text = self._decode(self._start, len(self._ids))
+        num_waiting = len(self._ids) - self._shown
+        if full_text != shown_text and not full_text.endswith(_INCOMPLETE):
+            self._show(shown_text, full_text, len(self._ids))
         elif len(token_ids) > 1:
             del self._ids[-len(token_ids) :]
             for token_id in token_ids:
                 self._read([token_id])
-        elif waiting >= _PATIENCE and now == before:
+        elif num_waiting >= _PATIENCE and full_text == shown_text:
             del self._ids[self._shown :]  # special tokens never get a text
-        elif waiting >= _PATIENCE:
-            self._show_invalid(before, now)
+        elif num_waiting >= _PATIENCE:
+            self._show_invalid(shown_text, full_text)
 
     def flush(self) -> None:
-        """The output ended: decode what waited, incomplete characters as U+FFFD."""
+        """At the end of the output, append the text of waiting tokens.
+
+        Incomplete characters become U+FFFD.
+        """
         self._num_before, end = len(self.text), len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
     def find_stop(self) -> str | None:
-        """Cut the text at the earliest stop string that `append` or `flush` just completed."""
-        text, found = self._text, None
+        """Look for a stop string that the last `append` or `flush` has completed.
+
+        Returns:
+            The one that begins earliest, after cutting the text there; None if there is none.
+        """
+        text, earliest = self._text, None
         for stop in self._stop:
-            at = text.find(stop, max(0, self._num_before - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = at, stop
-        if found is None:
+            begin = text.find(stop, max(0, self._num_before - len(stop) + 1))
+            if begin >= 0 and (earliest is None or begin < earliest[0]):
+                earliest = begin, stop
+        if earliest is None:
             return None
-        at, stop = found
-        self._text = text[: at + len(stop)] if self._includes_stop else text[:at]
+        begin, stop = earliest
+        self._text = text[: begin + len(stop)] if self._includes_stop else text[:begin]
         return stop
 
     @property
     def stable_text(self) -> str:
-        """The text that no later token can change: its end is no beginning of a stop string."""
-        held, text = 0, self.text
+        """The text that no later token can change: without an end that may begin a stop string."""
+        num_held, text = 0, self.text
         for stop in self._stop:
-            sizes = range(min(len(stop) - 1, len(text)), held, -1)
-            held = next((size for size in sizes if text.endswith(stop[:size])), held)
-        return text[: len(text) - held]
+            sizes = range(min(len(stop) - 1, len(text)), num_held, -1)
+            num_held = next((size for size in sizes if text.endswith(stop[:size])), num_held)
+        return text[: len(text) - num_held]
 
     def take(self) -> str:
         """Remove and return the stable text, so that the cost does not grow with the output."""
@@ -112,27 +120,33 @@ class Detokenizer:
         self._text = self._text[len(stable) :]
         return stable
 
-    def _show(self, before: str, now: str, end: int) -> None:
-        """Add the text of the tokens before `end`: `now`, of which `before` was shown."""
-        pairs = enumerate(zip(before, now, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
-        self._text += now[same:]  # may be less than `before`: a prompt may end in mid-character
+    def _show(self, shown_text: str, full_text: str, end: int) -> None:
+        """Append the new part of `full_text`, the text of the tokens from `_start` to `end`.
+
+        The new part begins at the first character that differs from `shown_text`. This may come
+        before the end of `shown_text`, because a prompt may end within a character.
+        """
+        pairs = enumerate(zip(shown_text, full_text, strict=False))
+        shorter = min(len(shown_text), len(full_text))
+        num_same = next((i for i, (a, b) in pairs if a != b), shorter)
+        self._text += full_text[num_same:]
         self._start, self._shown = self._shown, end
 
-    def _show_invalid(self, before: str, now: str) -> None:
-        """More waits than one character can have: show it up to a border between characters.
+    def _show_invalid(self, shown_text: str, full_text: str) -> None:
+        """Show waiting tokens, of which there are more than any valid character needs.
 
-        A border is where both parts decode to the same text as the whole. Invalid bytes without
-        such a border are shown as they decode now.
+        They are shown up to the last border between characters: both sides of a border, decoded
+        apart, give the same text as together. Without a border they wait until there are twice as
+        many, and are then shown as they decode.
         """
         end = len(self._ids)
         for cut in range(end - 1, self._shown, -1):
             head = self._decode(self._start, cut)
-            if head + self._decode(cut, end) == now:
-                self._show(before, head, cut)
+            if head + self._decode(cut, end) == full_text:
+                self._show(shown_text, head, cut)
                 return
         if end - self._shown >= 2 * _PATIENCE:
-            self._show(before, now, end)
+            self._show(shown_text, full_text, end)
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]

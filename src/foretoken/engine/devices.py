@@ -1,6 +1,7 @@
-"""The choice of device and backend, and the reasons why a given one cannot be used.
+"""The choice of device and backend.
 
-Charter: errors about the machine are raised before anything is loaded, and say what to choose.
+Charter: a device or backend that this machine cannot use raises an error before anything is loaded.
+The error gives the reason and says what to choose.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make this the device of the calling thread; each thread has its own."""
+    """Make this GPU the current device of the calling thread; each thread has its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _why_no_gpu() -> tuple[str, bool]:
-    """Why no GPU can be used, and whether there is a GPU or a driver that should work."""
+    """The reason why no GPU can be used; and whether this is a fault.
+
+    It is a fault if there is a driver or a GPU, which should work.
+    """
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this PyTorch, {torch.__version__}, was built for CPUs", False
     try:
@@ -68,13 +72,14 @@ def _check_kernels(name: str, device: torch.device) -> None:
     if torch.version.hip is not None:
         return
     major, minor = torch.cuda.get_device_capability(device)
-    built = {arch: int("".join(filter(str.isdigit, arch))) for arch in torch.cuda.get_arch_list()}
-    runs = (
+    # Architectures such as sm_90 (kernels of one major version) or compute_90 (compiled when used).
+    numbers = {arch: int("".join(filter(str.isdigit, arch))) for arch in torch.cuda.get_arch_list()}
+    fits = (
         number <= 10 * major + minor and (number // 10 == major or arch.startswith("compute"))
-        for arch, number in built.items()
+        for arch, number in numbers.items()
     )
-    if not any(runs):
-        least = min(built.values(), default=0)
+    if not any(fits):
+        least = min(numbers.values(), default=0)
         raise ConfigError(
             "device", name, f"a GPU that this PyTorch, {torch.__version__}, has kernels for",
             f"{described_gpu(device)} has too low a compute capability: it takes {least / 10:g} or "
@@ -86,7 +91,7 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
     """The backend of this name; `auto` is the fastest that this machine can run.
 
     Raises:
-        ConfigError: it is unknown, or cannot run here.
+        ConfigError: the backend is unknown, or cannot run here.
     """
     if name != "auto":
         if name == "triton" and _is_old(device):

@@ -1,7 +1,7 @@
 """The engine: `step()` serves every request once, from schedule to committed tokens.
 
 Charter: the order of a step and the life of requests (admission, committing tokens, stopping,
-ending, failing). The scheduler decides on batches, the runner computes on the device, the
+ending, failing). The scheduler chooses the batch, the runner computes on the device, the
 detokenizer makes text.
 
 A step is launched, then committed. On an asynchronous device the next step is launched before the
@@ -10,10 +10,10 @@ last one is committed: the tokens are the same, and the device never waits for t
 Faults: an exception in the work for one request ends that request (`_fail`). An exception in the
 work for the batch (drafting, the forward pass) ends every running request, because the content of
 their caches is then unknown. If the device failed, the engine is broken, and waiting requests end,
-too. `step` raises none of these, and slots and blocks are given back. Work that can fail for one
-request alone is done before the pass or at its commit, so that no pass runs twice. An exception in
-the schedule is a bug of ours: it is raised, and so is what `check_integrity` finds when the last
-request has ended.
+too. `step` raises none of these exceptions, and slots and blocks are given back. Work that can fail
+for a single request is done before the pass or at its commit, so that no pass runs twice. `step`
+does raise an exception of the schedule, and the `IntegrityError` of `check_integrity`, which runs
+when the last request has ended: both are bugs of ours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from foretoken.engine.faults import (
     step_failure,
 )
 from foretoken.engine.request import Request, RequestGroup, Share, Status
-from foretoken.engine.rounds import TokenText, describe, ended_at, no_text, trace_round
+from foretoken.engine.rounds import TokenText, describe, last_record, no_text, trace_round
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
@@ -63,7 +63,7 @@ class Launched:
     trace: StepTrace | None = None
     shares: Sequence[Share] = ()
     result: StepResult = field(default_factory=StepResult)
-    faults: dict[int, Exception] = field(default_factory=dict)  # of making edits, by slot
+    faults: dict[int, Exception] = field(default_factory=dict)  # by slot: exceptions of edits
 
 
 class Engine:
@@ -94,7 +94,7 @@ class Engine:
         self.runs_ahead = not runner.on_host if ahead is None else ahead
         self._unread = Launched()
         self._broken_by: BaseException | None = None
-        self._released: list[int] = []  # slots, since the last plan
+        self._released: list[int] = []  # slots that requests have left since the last plan
         self._num_added = 0
         self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
         speculation = config.speculative_config
@@ -118,12 +118,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs; a launched step of ended requests is no work."""
+        """Whether any request waits or runs. A launched step does not count if all of its requests
+        have ended."""
         return self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue takes another request; if not, `add` refuses it."""
+        """Whether the queue takes another request; if not, `add` raises."""
         bound = self.config.max_num_waiting
         return bound is None or len(self.scheduler.waiting) < bound
 
@@ -136,24 +137,24 @@ class Engine:
         times = [time.perf_counter()]
         schedule = self.scheduler.schedule()
         times.append(time.perf_counter())
-        launched = done = self.launch(schedule)
+        launched = to_commit = self.launch(schedule)
         times.append(time.perf_counter())
         if self.runs_ahead:
-            done, self._unread = self._unread, launched
-        changed = self.commit(done)
+            to_commit, self._unread = self._unread, launched
+        changed = self.commit(to_commit)
         times.append(time.perf_counter())
         if launched.trace:
             seconds = [end - begin for begin, end in pairwise(times)]
             launched.trace.time(seconds, launched.result)
-        if self.on_step and done.trace and self._broken_by is None:
-            done.trace.read_events(done.result)
-            self.on_step(done.trace)
+        if self.on_step and to_commit.trace and self._broken_by is None:
+            to_commit.trace.read_events(to_commit.result)
+            self.on_step(to_commit.trace)
         if not self.has_work:
             self.check_integrity()
         return changed
 
     def launch(self, schedule: Schedule) -> Launched:
-        """Run a step. Its tokens go to the slots; requests get them when it is committed."""
+        """Launch a step. Its tokens are written to the slots; `commit` gives them to requests."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
         launched = Launched(groups, StepTrace() if self.on_step else None)
         with self._ending_batch_on_error():
@@ -169,13 +170,13 @@ class Engine:
         return launched
 
     def _message(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
-        """The step as numbers, and the shares of the requests that are in it."""
+        """The plan for the runner, and the shares of the requests in its step."""
         for slot in schedule.left_slots:
             self._release_slot(slot)
         released = self._released[:]
         admissions = []
         for request in schedule.admitted:
-            if request.status is Status.RUNNING:  # not aborted since it was scheduled
+            if request.status is Status.RUNNING:  # it was not aborted after the schedule
                 try:
                     admissions.append(self._admit(request))
                 except Exception as error:
@@ -193,20 +194,25 @@ class Engine:
     def _edits(
         self, shares: Sequence[Share], step: OpenStep
     ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-        """The host's edits of a step's logits; by slot, the exceptions that making them raised."""
+        """The host's edits of a step's logits, None if no request has any; and, by slot, the
+        exceptions that were raised while edits were made."""
         deciding = [share for share in shares if share.decides]
-        editing = {d: h for d, s in enumerate(deciding) if (h := s.request.history) is not None}
-        if not editing:
+        histories = {
+            d: history
+            for d, share in enumerate(deciding)
+            if (history := share.request.history) is not None
+        }
+        if not histories:
             return None, {}
-        drafts: dict[int, list[int]] = {d: [] for d in editing}
-        if any(deciding[d].max_drafts for d in editing):
-            drafted = step.read_drafts()
-            drafts = {d: drafted[d] for d in editing}
-        edits, faults = pack_edits(editing, drafts, self.limits.vocab_size)
+        drafts: dict[int, list[int]] = {d: [] for d in histories}
+        if any(deciding[d].max_drafts for d in histories):
+            drafts_D = step.read_drafts()
+            drafts = {d: drafts_D[d] for d in histories}
+        edits, faults = pack_edits(histories, drafts, self.limits.vocab_size)
         return edits, {deciding[d].slot: fault for d, fault in faults.items()}
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
-        """Give requests what a step computed for them; returns the groups of those that ran."""
+        """Give requests the results of a step; returns the groups that were running in it."""
         for share in launched.shares:
             if share.request.launched_share is share:  # no later step was launched
                 share.request.launched_share = None
@@ -241,14 +247,14 @@ class Engine:
 
         Raises:
             EngineBrokenError: the device failed.
-            OverloadedError: `max_num_waiting` requests wait already. One call may exceed that
-                number: its n samples are queued together or not at all.
+            OverloadedError: `max_num_waiting` requests wait already. The n samples of a prompt are
+                queued together, and may then exceed that number.
         """
         self.check_works()
         self.check_room()
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
-        admission = self._num_added + 1
-        seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
+        number = self._num_added + 1
+        seed = params.seed if params.seed is not None else unseeded(self.config.seed, number)
         stop_ids = frozenset(params.stop_token_ids or ())
         if params.grammar or not params.ignore_eos:  # no token may follow the end of a grammar
             stop_ids |= self.eos_ids
@@ -258,7 +264,8 @@ class Engine:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
         num_drafts, adapts = choose_num_drafts(params, rule, self.limits)
-        # Edits need the tokens before them; on an asynchronous device drafts are not known in time.
+        # Edits depend on the tokens before them, so the request waits until these are known. On an
+        # asynchronous device the host does not know drafts in time to edit their rows.
         waits = params.edits_logits and self.runs_ahead
         if params.edits_logits and not self.runner.on_host:
             num_drafts, adapts = 0, False
@@ -272,11 +279,11 @@ class Engine:
             )  # fmt: skip
             self.scheduler.add(request)
             group.samples.append(request)
-        self._num_added = admission
+        self._num_added = number
         return group
 
     def encode_bad_words(self, params: SamplingParams) -> BadWords:
-        """`bad_words` as token ids. Any thread may call it."""
+        """`bad_words` as token ids. Any thread may call this."""
         words, known = tuple(params.bad_words or ()), self._bad_words
         if words not in known:  # the last words are kept: prompts of one call often share them
             ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
@@ -294,10 +301,8 @@ class Engine:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
 
     def update_text(self, request: Request) -> None:
-        """Add the text of new tokens to `request.pieces`, except what may begin a stop string.
-
-        If the tokenizer raises, the request ends with that error.
-        """
+        """Add the text of new tokens to `request.pieces`, without an end that may begin a stop
+        string. If the tokenizer raises, the request ends with that error."""
         try:
             if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)
@@ -305,11 +310,11 @@ class Engine:
             self._fail(request, error)
 
     def reset_prefix_cache(self) -> None:
-        """Let no later request reuse what earlier ones computed; running ones keep their blocks."""
+        """Let later requests reuse no cached block; running requests keep their blocks."""
         self.scheduler.pool.reset()
 
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
-        """End a request now, with this finish reason; it keeps the tokens it has."""
+        """End a request now, with this finish reason; it keeps its tokens."""
         for request in group.samples:
             if request.status is not Status.FINISHED:
                 self._finish(request, reason)
@@ -329,20 +334,23 @@ class Engine:
         self.runner.slots.check_integrity(live | {*self._released})
 
     def _release_idle(self) -> None:
-        """Release slots at once if no step follows, so that nothing of a request is kept."""
+        """Release left slots at once if no step follows, so that no state of a request stays."""
         if self._released and not self.has_work:
             released, self._released = self._released, []
             self.runner.run(StepPlan(released))
 
     def _fail(self, request: Request, cause: Exception) -> None:
-        """End a request, and no other, because the work for it raised `cause`."""
-        self._blame(request, cause)
+        """End one request, because the work for it raised `cause`."""
+        self._set_error(request, cause)
         if request.status is not Status.FINISHED:
             self._finish(request, "error")
 
     @contextmanager
     def _ending_batch_on_error(self) -> Iterator[None]:
-        """An exception inside ends every running request; a failure of the device all requests."""
+        """An exception inside ends all running requests; if the device failed, also waiting ones.
+
+        Only exceptions such as KeyboardInterrupt are raised again.
+        """
         try:
             yield
         except BaseException as error:
@@ -357,11 +365,14 @@ class Engine:
                 raise
 
     @staticmethod
-    def _blame(request: Request, cause: Exception) -> None:
+    def _set_error(request: Request, cause: Exception) -> None:
         request.group.error = request.group.error or processing_error(request, cause)
 
     def _admit(self, request: Request) -> Admission:
-        """What a request brings to the slot that the scheduler just gave it, perhaps again."""
+        """The admission of a request that just got a slot, for the first time or once more.
+
+        Makes the request's history of edits and its detokenizer, if it lacks them.
+        """
         params = request.params
         if params.edits_logits and request.history is None:
             prompt_ids, stop_ids = request.group.prompt_ids, tuple(request.stop_ids)
@@ -384,16 +395,17 @@ class Engine:
         )  # fmt: skip
 
     def _commit(self, share: Share, outcome: Outcome) -> None:
-        """Give a request what a step computed for it."""
+        """Give a request the results of its share of a step."""
         request, group = share.request, share.request.group
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
             following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
-            most = request.params.prompt_logprobs or 0
+            num_top = request.params.prompt_logprobs or 0
             text_of = self._text_of if request.params.detokenize else no_text
-            rows = describe(outcome.prompt_logprobs, following, most, text_of)
-            done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
-            group.prompt_logprobs += rows[done - share.start :]
-        if share.num_preemptions == request.num_preemptions:  # else it has lost slot and K/V
+            rows = describe(outcome.prompt_logprobs, following, num_top, text_of)
+            # After a preemption the first rows of a chunk may be there already.
+            num_there = len(group.prompt_logprobs) - 1
+            group.prompt_logprobs += rows[num_there - share.start :]
+        if share.num_preemptions == request.num_preemptions:  # else the K/V are lost
             request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
             return
@@ -415,7 +427,7 @@ class Engine:
             self._finish(request, "error")
 
     def _take_tokens(self, request: Request, outcome: Outcome, drafter: str) -> None:
-        """Append tokens until one ends the request; what follows it is dropped."""
+        """Append the outcome's tokens, up to the first token that ends the request."""
         tokens, logprobs = outcome.token_ids, []
         text_of = self._text_of if request.params.detokenize else no_text
         if outcome.logprobs is not None and request.params.logprobs is not None:
@@ -427,12 +439,12 @@ class Engine:
             request.trace += trace[i : i + 1]
             if (reason := request.append(token)) is not None:
                 if trace:
-                    request.trace[-1] = ended_at(trace, i)
+                    request.trace[-1] = last_record(trace, i)
                 self._finish(request, reason)
                 break
 
     def _release_slot(self, slot: int) -> None:
-        """A request has left this slot; the next plan releases it in the runner."""
+        """Note that a request has left this slot; the next plan releases the slot in the runner."""
         self._released.append(slot)
         if self._control is not None:
             self._control.release(slot)
@@ -441,19 +453,20 @@ class Engine:
         """Give back a request's slot and blocks, and complete its text."""
         request.finish_reason = reason
         group, slot = request.group, request.slot
-        self.scheduler.finish(request, keep_blocks=reason != "error")  # its K/V may be wrong
+        # After an error the K/V may be wrong: no later request may reuse them.
+        self.scheduler.finish(request, keep_blocks=reason != "error")
         detokenizer, request.detokenizer = request.detokenizer, None
         try:
             if slot >= 0:
                 self._release_slot(slot)
             if detokenizer is not None and not isinstance(request.stop_reason, str):
-                detokenizer.flush()  # the text that appears may complete a stop string
+                detokenizer.flush()  # the flushed text may complete a stop string
                 may_stop = reason in ("length", "stop")  # an aborted request stays aborted
                 may_stop = may_stop and request.num_output >= request.params.min_tokens
                 if may_stop and (stop := detokenizer.find_stop()) is not None:
                     request.finish_reason, request.stop_reason = "stop", stop
         except Exception as error:
-            self._blame(request, error)
+            self._set_error(request, error)
             request.finish_reason = "error"
         if detokenizer is not None:
             request.pieces.append(detokenizer.text)
@@ -462,11 +475,14 @@ class Engine:
 
 
 def _input_row(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
-    """A request's entry in each column of `StepInput`."""
-    request, params, top, prompt_top = share.request, share.request.params, NONE, NONE
+    """A request's entries of `StepInput`, in the order of its fields."""
+    request, params = share.request, share.request.params
+    num_logprobs = num_prompt_logprobs = NONE
     if share.decides and params.logprobs is not None:
-        top = params.logprobs
+        num_logprobs = params.logprobs
     if share.start < request.num_prompt and request.needs_prompt_logits:
-        prompt_top = params.prompt_logprobs or 0
-    known, most = share.num_tokens, share.max_drafts
-    return share.slot, known, most, share.decides, top, prompt_top, params.trace
+        num_prompt_logprobs = params.prompt_logprobs or 0
+    return (
+        share.slot, share.num_tokens, share.max_drafts, share.decides, num_logprobs,
+        num_prompt_logprobs, params.trace,
+    )  # fmt: skip

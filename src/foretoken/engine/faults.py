@@ -1,4 +1,4 @@
-"""The errors that end or refuse requests, alone or with their batch. No torch."""
+"""The errors that refuse or end single requests, or end all requests of a batch. No torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _FAILURES = ("cuda error", "cuda driver error", "triton error", "cublas_status",
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error says that the GPU failed: illegal access, assertion, broken hardware.
 
-    After most such errors every later call fails, too. They are reported late: the cause may lie in
-    the step before, so no computed result can be trusted. Running out of memory is no such error.
+    After most such errors every later call fails, too. The GPU reports them late: the cause may lie
+    in the step before, so no computed result can be trusted. Running out of memory is no failure of
+    the device.
     """
     if is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
-    named = type(error).__name__ == "AcceleratorError"  # torch 2.8 on
-    return named or any(said in str(error).lower() for said in _FAILURES)
+    has_type = type(error).__name__ == "AcceleratorError"  # since torch 2.8
+    return has_type or any(text in str(error).lower() for text in _FAILURES)
 
 
 def broken_engine(cause: BaseException) -> EngineBrokenError:
     """The error of every call to an engine after its device has failed."""
-    said = str(cause).partition("\n")[0]
+    reason = str(cause).partition("\n")[0]
     error = EngineBrokenError(
-        f"The device failed ({said}), and nothing more can be computed in this process: start "
+        f"The device failed ({reason}), and nothing more can be computed in this process: start "
         "another one. If it happens again, CUDA_LAUNCH_BLOCKING=1 in its environment shows where, "
         "and `nvidia-smi -q` and the system's log say whether the hardware is at fault."
     )
@@ -45,7 +46,7 @@ def broken_engine(cause: BaseException) -> EngineBrokenError:
 
 
 def processing_error(request: Request, cause: Exception) -> ForetokenError:
-    """The error of a request when the work for it alone raised `cause`."""
+    """The error of a request if `cause` was raised by the work for this request only."""
     if isinstance(cause, RequestError):  # such as a grammar that turned out to be too complex
         return cause
     error = ProcessingError(
@@ -64,9 +65,10 @@ def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
 
 
 def step_failure(cause: BaseException) -> ForetokenError:
-    """The error of every request of a batch when the work for the batch raised `cause`.
+    """The error of all requests of a batch if `cause` was raised by the work for the whole batch.
 
-    Outputs keep the error, which keeps its frames: they are cleared, so that tensors are freed.
+    Outputs keep this error, and the error keeps the frames of its traceback. These are cleared, so
+    that their tensors are freed.
     """
     traceback.clear_frames(cause.__traceback__)
     if is_out_of_memory(cause):
@@ -79,7 +81,12 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 
 def no_token(request: Request, bans_all: bool) -> ForetokenError:
-    """The error if a request's parameters ban every token (`bans_all`) or logits are not finite."""
+    """The error of a request for which no token can be drawn.
+
+    Args:
+        bans_all: True: the request's parameters ban every token. False: the target's logits are not
+            finite.
+    """
     position, params = len(request.token_ids), request.params
     if bans_all:
         is_used = {

@@ -4,9 +4,10 @@ Charter: a step in which requests decode stays within `max_step_seconds`, prompt
 of a chunk follows from the requests of the step and from costs measured before the first request,
 never from the times of recent steps: a busy machine changes no chunk.
 
-The time of a step is that of its decode step, that of its rows, and a time for each pair of a
-prompt's token and a token before it. On two AVX2 cores a chunk of 64 tokens of the embedded target
-takes 23 ms at the beginning of a prompt and 94 ms after 1 900 tokens.
+The time of a step is the sum of three parts: the decode step without prompts; the rows of prompt
+tokens; and a time for each pair of a prompt token and an earlier token of the same prompt. On two
+AVX2 cores a chunk of 64 tokens of the embedded target takes 23 ms at the beginning of a prompt and
+94 ms after 1 900 tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from foretoken.drafting.control import Curve, StepCosts, StepTable
 
 @dataclass(frozen=True, slots=True)
 class PromptCosts:
-    """Costs of steps that compute prompts alone.
+    """Costs of steps that compute only prompts.
 
     Attributes:
-        tokens, seconds: of such steps, tokens rising, at least two steps; without `pair`.
-        pair: seconds for each pair of a token and one before it in its prompt.
+        tokens: sizes of at least two measured steps, rising.
+        seconds: their times, without the time that `pair` accounts for.
+        pair: seconds for each pair of a token and an earlier token of the same prompt.
     """
 
     tokens: Sequence[int]
@@ -34,27 +36,33 @@ class PromptCosts:
     pair: float = 0.0
 
     def shown(self) -> str:
-        """Milliseconds by tokens."""
+        """The costs as a text: milliseconds by number of tokens."""
         pairs = zip(self.tokens, self.seconds, strict=True)
         steps = ", ".join(f"{tokens}: {1e3 * seconds:.2f}" for tokens, seconds in pairs)
         return f"{steps} ms; and {1e6 * self.pair:.3f} us for each pair of tokens"
 
     def of_tokens(self, tokens: Any) -> Any:
-        """Seconds of a step of `tokens` tokens, interpolated between measured steps; 0 of none."""
+        """Seconds of a step of `tokens` prompt tokens, without `pair`; 0 for no tokens.
+
+        Interpolated between measured steps, and extrapolated beyond the largest.
+        """
         x, y = np.asarray(self.tokens, dtype=float), np.asarray(self.seconds, dtype=float)
         beyond = np.maximum(tokens - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.where(tokens > 0, np.interp(tokens, x, y) + beyond, 0.0)
 
     def mixed_step(self, decoding: Any, rows: Any, tokens: Any, pairs: Any) -> Any:
-        """Seconds of a step that decodes `rows` and computes tokens of prompts.
+        """Seconds of a step that decodes some requests and computes tokens of prompts.
 
-        Prompts add the difference of two steps of prompts, because the step reads the weights
-        anyway. But the step takes no less than a step of as many prompt tokens: on a GPU only steps
-        without prompts are replayed as graphs (12 ms instead of 5 next to eight requests of an 8B
-        shape).
+        Prompt tokens add the difference between two prompt steps, of `rows + tokens` and of `rows`
+        tokens: the decode step has read the weights already. But the step takes no less than a
+        prompt step of `rows + tokens` tokens, because on a GPU only steps without prompts are
+        replayed as graphs (12 ms instead of 5 next to eight requests of an 8B shape).
 
         Args:
             decoding: seconds of the step without prompts.
+            rows: decoding requests and their drafts.
+            tokens: prompt tokens.
+            pairs: pairs of a prompt token and an earlier token of the same prompt.
         """
         alone = self.of_tokens(rows + tokens)
         whole = np.maximum(decoding + alone - self.of_tokens(rows), alone)
@@ -65,11 +73,13 @@ class PromptCosts:
 class Room:
     """The room for prompts in a step in which requests decode.
 
+    All attributes except `costs` are numbers, or arrays of one shape.
+
     Attributes:
         decoding: seconds that the step takes without prompts.
-        rows: of its decoding requests and their drafts.
-        most: seconds that it may take.
-        tokens, pairs: of prompts in it so far. All are numbers, or arrays of one shape.
+        rows: number of decoding requests and their drafts.
+        most: seconds that the step may take.
+        tokens, pairs: prompt tokens in the step so far, and their pairs (`PromptCosts.pair`).
     """
 
     costs: PromptCosts
@@ -81,16 +91,21 @@ class Room:
 
     @classmethod
     def of_step(cls, costs: PromptCosts, max_seconds: float, decoding: Any, rows: Any) -> Room:
-        """The limit is `max_seconds`, or twice the time of this step with one token of a prompt if
-        that is longer: prompts get at least half of a step."""
+        """The room in a step that may take `max_seconds`.
+
+        If twice the time of this step with one prompt token is longer, that is the limit: prompts
+        get at least half of a step.
+        """
         least = costs.mixed_step(decoding, rows, 1, 0.0)
         return cls(costs, decoding, rows, np.maximum(max_seconds, 2 * least))
 
     def fitting(self, start: Any, wanted: Any, part: float = 1.0) -> Any:
-        """The most tokens of a chunk, at most `wanted`, that fit into this part of the room.
+        """How many tokens of a prompt's next chunk fit into the room, by bisection.
 
         Args:
             start: tokens before the chunk in its prompt.
+            wanted: the most tokens of the chunk.
+            part: the part of the room, 0..1, that may be used in all.
         """
         most = self.decoding + part * (self.most - self.decoding)
         low, high = np.zeros_like(wanted), np.asarray(wanted)
@@ -102,7 +117,7 @@ class Room:
         return low
 
     def take(self, start: int, wanted: int, part: float) -> int:
-        """Like `fitting`, and adds the chunk to the step; the first chunk is never empty."""
+        """As `fitting`, and add the chunk to the step. The first chunk of a step is never empty."""
         count = max(int(self.fitting(start, wanted, part)), int(not self.tokens))
         self.tokens += count
         self.pairs += count * (start + count / 2)
@@ -110,16 +125,21 @@ class Room:
 
 
 class DecodeCosts:
-    """The time of decode steps, from a table of measured steps alone."""
+    """The time of decode steps by measured times; later steps do not change it."""
 
     def __init__(self, table: StepTable, *, lockstep: bool) -> None:
-        """lockstep: each request of a step costs as many drafts as the one with most."""
+        """lockstep: every request costs as many drafts as the request with the most drafts."""
         self._costs, self._lockstep = StepCosts(table), lockstep
         self._curves: dict[int, Curve] = {}
         self._index_K = np.arange(table.rest_JK1.shape[1] - 1)
 
     def seconds(self, asked: Sequence[int], context: int) -> float:
-        """Of a step that verifies `asked` drafts per request, with `context` tokens in all."""
+        """Seconds of a step.
+
+        Args:
+            asked: number of drafts of each request.
+            context: tokens of all requests together.
+        """
         batch, most = len(asked), max(asked, default=0)
         if not batch:
             return 0.0
@@ -132,7 +152,7 @@ class DecodeCosts:
 
 
 class Pace:
-    """Keeps steps in which requests decode within a time."""
+    """Bounds the time of steps in which requests decode, by the prompt tokens in them."""
 
     def __init__(
         self, table: StepTable, prompts: PromptCosts, max_seconds: float, *, lockstep: bool
@@ -141,6 +161,6 @@ class Pace:
         self._decode = DecodeCosts(table, lockstep=lockstep)
 
     def room(self, asked: Sequence[int], context: int) -> Room:
-        """The room for prompts next to requests with `asked` drafts and `context` tokens in all."""
+        """The room for prompts in a step; `asked` and `context` as in `DecodeCosts.seconds`."""
         decoding, rows = self._decode.seconds(asked, context), len(asked) + sum(asked)
         return Room.of_step(self.prompts, self.max_seconds, decoding, rows)

@@ -2,7 +2,7 @@
 
 Charter: everything between a `StepPlan` and its `StepResult`. A step reads the state of its
 requests from the slots and writes the outcome there, so that the next step can begin before the
-host has seen this one's tokens. Nothing is decided here: the scheduler chooses the requests, the
+host knows the step's tokens. Nothing is decided here: the scheduler chooses the requests, the
 engine ends them.
 
 Drafts are proposed at the beginning of the step that verifies them: no part of a proposal outlives
@@ -11,8 +11,9 @@ a step, and no block is reserved for drafts that are not verified (decision 016)
 All devices run the same code. On a GPU, stages of a step may be replayed from a CUDA graph instead
 of being launched operator by operator (`graphs.py`).
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits (= sum of
-K_b + 1), R rows of which log-probabilities are wanted, P those of prompts among them, V vocabulary.
+Shape suffixes: B requests of the step, D requests that decide (the step draws tokens for them), K
+drafts, N rows of logits (= sum of K_b + 1), R rows that need log-probabilities, P rows of prompts
+among the R, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ from foretoken.slots.table import SlotTable
 class Runner:
     """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots.
 
-    device: of the slots; it computes here. on_host: results are known as soon as a step was
-    launched, so that reading never blocks.
+    Attributes:
+        device: the device of the slots, which computes the steps.
+        on_host: whether results are known as soon as a step was launched: then reading them never
+            blocks.
     """
 
     def __init__(
@@ -73,16 +76,20 @@ class Runner:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """The plan, with the bytes of captured CUDA graphs instead of their estimate."""
+        """The memory plan, with measured bytes of captured CUDA graphs instead of the estimate."""
         return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run a whole step, without edits of the host."""
+        """Run a whole step, without edits of logits by the host."""
         step = self.begin(plan)
         return StepResult() if step is None else self.finish(step)
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
-        """Apply a plan, launch drafting and the target's pass; None if no request takes part."""
+        """Apply a plan, and launch drafting and the target's pass of its step.
+
+        Returns:
+            The step for `finish`; None if the plan has no requests, or all have surely ended.
+        """
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)
@@ -99,7 +106,7 @@ class Runner:
         """Verify, write the outcome to the slots, and begin to copy the result to the host.
 
         Args:
-            edits: the host's edits of logits, made from the drafts (`OpenStep.drafted`).
+            edits: the host's edits of logits, made from the drafts (`OpenStep.read_drafts`).
         """
         start = time.perf_counter()
         result = self._finish(step, edits)
@@ -108,9 +115,10 @@ class Runner:
         return result
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Forget what is kept for blocks that are handed out again.
+        """Forget the content of blocks that get a new owner.
 
-        If the model multiplies masked keys, they are zeroed: a NaN would spread to the new owner.
+        Only if the model multiplies masked keys, the target's K/V are zeroed: a NaN in them would
+        spread to the new owner.
         """
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
@@ -118,6 +126,7 @@ class Runner:
             self.drafter.clear(block_ids)
 
     def _begin(self, step: StepInput, shape: StepShape | None) -> OpenStep:
+        """Launch the first two stages of a step: drafting and the target's pass."""
         requests = self.slots.begin(step, shape)
         self._clock.mark("batch")
         stage, mark = self.graphs.stage, self._clock.mark_stage
@@ -129,6 +138,7 @@ class Runner:
         return OpenStep(requests, draft_requests, drafts, tokens, batch, output)
 
     def _finish(self, step: OpenStep, packed: PackedEdits | None) -> StepResult:
+        """Launch the last stages of a step: verification, then observation by the drafter."""
         requests, drafts, edits = step.requests, step.drafts, None
         stage, mark = self.graphs.stage, self._clock.mark_stage
         if packed is None:
@@ -150,7 +160,7 @@ class Runner:
         return result
 
     def compile_ahead(self, steps: Sequence[StepInput]) -> None:
-        """Compile the kernels of those of these steps that will be captured, all at once.
+        """Compile the kernels of steps that will be captured, many at the same time.
 
         Call before serving: see `Backend.compile_ahead`.
         """
@@ -164,14 +174,17 @@ class Runner:
             self.model.backend.compile_ahead(run)
 
     def _shape_of(self, step: StepInput) -> StepShape | None:
-        """The shape under which a step can be captured and replayed."""
+        """The shape under which a step can be captured and replayed; None: it cannot."""
         if not self.graphs.sizes:
             return None
         slots, samples = self.slots, self.slots.draws_at_random(step.slot_B)
         return self.graphs.shape_of(step, slots.params, slots.drafters, samples=samples)
 
     def _captured_shape(self, step: StepInput) -> StepShape | None:
-        """The shape under which a step is replayed; a new shape is captured first."""
+        """The shape under which a step is replayed; None: it runs operator by operator.
+
+        A new shape is captured first.
+        """
         shape = self._shape_of(step)
         if shape is not None and shape not in self.graphs:
             try:
@@ -183,10 +196,10 @@ class Runner:
         return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
-        """Record the stages of steps of this shape, on padding alone: no request is touched.
+        """Record the stages of a shape in a step of padding only: no request is touched.
 
-        If the model reads results of the device during a pass, no shape can be recorded: then every
-        step runs operator by operator.
+        If the model reads results of the device during a pass, recording fails. Then no shape is
+        recorded any more, and every step runs operator by operator.
         """
         self._run_once(shape)
         try:
@@ -198,16 +211,17 @@ class Runner:
             self.graphs.give_up(error)
 
     def _run_once(self, shape: StepShape) -> None:
+        """Run a step of padding only, operator by operator, which compiles the shape's kernels."""
         with self.graphs.running_once():
             self._finish(self._begin(StepInput(), shape), None)
 
     def _propose(self, requests: StepRequests) -> tuple[DraftRequests, DraftBlock]:
-        """Drafts of the requests that decide, written after their known tokens."""
+        """Draft for the deciding requests, and write the drafts after their known tokens."""
         draft_requests = self.slots.count_drafts(requests)
         if self.drafter is None or not draft_requests.most:
             return draft_requests, no_drafts(len(draft_requests.slot_B), self.device)
         drafts = self.drafter.propose(draft_requests)
-        # Ids that the target lacks are rejected; in its pass its last id stands for them.
+        # Verification rejects ids that the target lacks; its pass computes its last id instead.
         self.slots.write_drafts(draft_requests, drafts, self.model.vocab_size - 1)
         return draft_requests, drafts
 
@@ -216,15 +230,16 @@ class Runner:
     ) -> tuple[StepTokens, ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
         tokens = StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
-        most = drafts.token_BK.shape[1]
-        batch = self.slots.pack(requests, tokens, most, self.kv.block_size)
+        most_drafts = drafts.token_BK.shape[1]
+        batch = self.slots.pack(requests, tokens, most_drafts, self.kv.block_size)
         self._clock.mark("batch")
         return tokens, batch, self.model.forward(batch, self.kv)
 
     def _verify(
         self, _: StepRequests, step: OpenStep, edits: Edits | None = None
     ) -> tuple[Verdict, Tensor]:
-        """Verify, and write the outcome to the slots; the tensor is what the host will read."""
+        """Verify, and write the outcome to the slots; returns the verdict, and the packet of
+        numbers that the host will read."""
         verdict = self.sampler.verify(step, edits)
         self._clock.mark("verify")
         return verdict, self.slots.advance(step.tokens, verdict)
@@ -234,7 +249,8 @@ class Sampler:
     """Raw target logits and drafts in, verdicts and log-probabilities out.
 
     Args:
-        synthetic_rates: c_i of the rule `synthetic`, one per draft; () if it is not allowed.
+        synthetic_rates: conditional acceptance rates of the rule `synthetic`, one per draft; () if
+            that rule is not allowed.
     """
 
     def __init__(
@@ -253,11 +269,12 @@ class Sampler:
 
     def verify(self, step: OpenStep, edits: Edits | None) -> Verdict:
         """Verify a step's drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
-        batch = self._batch(step, edits)
-        # Values of drafts are checked; in a step without drafts that would cost 26 us, 2 % of it.
+        batch = self._verify_batch(step, edits)
+        # The values of drafts are checked. A step without drafts skips the check, which would cost
+        # 26 us, 2 % of the step.
         return self.backend.verify(batch._replace(values_fit=step.drafts.token_BK.shape[1] == 0))
 
-    def _batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
+    def _verify_batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
         requests = step.draft_requests
         return VerifyBatch(
             step.logits_NV, requests.params, requests.slot_B, requests.position_B, step.drafts,
@@ -267,27 +284,27 @@ class Sampler:
     def report(
         self, result: StepResult, step: OpenStep, verdict: Verdict, edits: Edits | None
     ) -> None:
-        """Begin to copy evidence and log-probabilities to the host, which does not wait."""
-        wanted = step.requests.step
-        if wanted.traced_D:
-            request_R = to_device(np.array(wanted.traced_D, dtype=np.int64), self.slots.device)
-            evidence = self.backend.evidence(self._batch(step, edits), verdict, request_R)
+        """Begin to copy evidence and log-probabilities to the host, without waiting."""
+        step_input = step.requests.step
+        if step_input.traced_D:
+            request_R = to_device(np.array(step_input.traced_D, dtype=np.int64), self.slots.device)
+            evidence = self.backend.evidence(self._verify_batch(step, edits), verdict, request_R)
             result.evidence = ToHost(evidence)
-        # Which rows were finite matters only if a verdict is not; on a host that is known at once.
+        # Raw rows matter only if some verdict is not finite, which on a host is known here.
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
             result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
-        if wanted.most_logprobs != NONE:
-            row_R, token_R = self._reported(step, verdict)
+        if step_input.most_logprobs != NONE:
+            row_R, token_R = self._logprob_rows(step, verdict)
             if len(row_R):
                 logits_NV = step.output.logits_NV
-                num_top = min(wanted.most_logprobs, logits_NV.shape[1])
+                num_top = min(step_input.most_logprobs, logits_NV.shape[1])
                 result.logprobs = ToHost(self.backend.logprobs(logits_NV[row_R], token_R, num_top))
 
-    def _reported(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
-        """Rows of which log-probabilities are wanted, and the token after each.
+    def _logprob_rows(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """The rows of logits that need log-probabilities, [R], and the token after each row.
 
-        First rows of decisions, for each as many as the request with most drafts may have; then
-        rows of prompts. The row at the end of a prompt gets an arbitrary token.
+        The first rows are those of deciding requests, padded to the same number for each; then
+        rows of prompts. The last row of a prompt gets an arbitrary token.
         """
         requests, batch, num_D = opened.requests, opened.batch, opened.drafts.num_B
         step, device = requests.step, self.slots.device
@@ -305,7 +322,8 @@ class Sampler:
             count = sum(step.num_tokens_B[b] for b in step.reported_prompts_B)
             at_P = batch.logit_row_N[first : first + count]
             end_B = batch.attention.query_start_B1[1:]
-            # While kernels are compiled ahead, they return zeros: all requests begin at 0.
+            # While kernels are compiled ahead they return zeros: all requests end at row 0, and the
+            # search goes past the last request.
             b_P = torch.searchsorted(end_B, at_P, right=True).clamp(max=len(end_B) - 1)
             after_P = batch.position_T[at_P] + 1
             token_R.append(self.slots.state.token_SL[requests.slot_B[b_P], after_P].to(torch.int64))

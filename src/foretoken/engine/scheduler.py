@@ -3,13 +3,14 @@
 Charter: admission, the token budget of a step, blocks and slots, and preemption when blocks run
 out. A running request prefills (computes known tokens without K/V) or decodes (computes its last
 token and verifies the drafts after it). Requests are admitted in order of arrival, and the youngest
-running request is preempted when an older one needs a block. The oldest request is never preempted
-for another, and alone it fits the pool, so every request comes to its end. A request with a lower
-`priority` counts as older than all with higher ones, which may wait for it without end.
+running request is preempted when an older request needs a block. The oldest request is never
+preempted for another, and the pool is large enough for any single request. So every request comes
+to its end. A request with a lower `priority` counts as older than all requests with a higher one;
+these may have to wait without end.
 
 A step may be scheduled before the result of the last one is known. Then blocks are reserved as if
-all drafts of that step were accepted, its tokens count as computed, and the prefix index gets
-blocks of committed tokens only.
+all drafts of the last step were accepted, its known tokens count as computed, and the prefix index
+gets only blocks of committed tokens.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _BY_ARRIVAL = attrgetter("arrival")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A step: shares of requests, and the slots and blocks that changed hands for it.
+    """A step: shares of requests, and the changes of slots and blocks before it.
 
     Attributes:
-        shares: of the running requests, in order of arrival.
-        admitted: requests that were given a slot.
+        shares: shares of the running requests, in order of arrival.
+        admitted: requests that got a slot.
         new_blocks: (slot, first column, block ids): entries to append to block tables, in the order
             in which to write them.
         fresh_blocks: blocks handed out, which still hold the data of their last owner.
@@ -70,9 +71,9 @@ class Scheduler:
 
         Args:
             num_behind: see `Drafter`.
-            control: chooses K if that is `auto`.
-            pace: bounds the prompt tokens of a step in which requests decode; None: they are
-                bounded by `max_num_batched_tokens` alone, as in steps without decoding requests.
+            control: chooses K of requests if the engine's K is `auto`.
+            pace: bounds the prompt tokens of steps in which requests decode; None: only
+                `max_num_batched_tokens` bounds them, as in steps without decoding requests.
         """
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -85,7 +86,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._next = Schedule()  # in the making
+        self._next = Schedule()  # collects the changes for the next step
 
     @property
     def has_work(self) -> bool:
@@ -93,17 +94,17 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request that the whole pool can hold, which the caller has checked."""
+        """Queue a request; the caller has checked that the whole pool can hold it."""
         self._num_arrived += 1
         request.arrival = request.params.priority, self._num_arrived
         insort(self.waiting, request, key=_BY_ARRIVAL)
 
     def schedule(self) -> Schedule:
-        """The next step; admits waiting requests that fit.
+        """Admit waiting requests that fit, and return the next step.
 
-        A decoding request always gets its token and all its drafts: if drafts were dropped for the
-        batch, sampled tokens would depend on it. Prompts get the rest of `max_num_batched_tokens`,
-        and with a pace no more than there is time for.
+        A decoding request always gets its token and all its drafts. If drafts were dropped to make
+        room for other requests, sampled tokens would depend on those. Prompts get the rest of
+        `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:
             self._enter_blocks(request)
@@ -119,7 +120,11 @@ class Scheduler:
         return schedule
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
-        """End a running or waiting request; `keep_blocks`: later requests may reuse its K/V."""
+        """End a running or waiting request.
+
+        Args:
+            keep_blocks: whether later requests may reuse its K/V.
+        """
         if request.status is Status.RUNNING:
             if keep_blocks:
                 self._enter_blocks(request)
@@ -131,9 +136,9 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def _grow(self, request: Request, num_tokens: int) -> None:
-        """Give a running request the blocks for its first `num_tokens` tokens.
+        """Give a running request the blocks that it lacks for its first `num_tokens` tokens.
 
-        While too few blocks are left, the youngest request is preempted, if need be this one.
+        While too few blocks are free, the youngest request is preempted, maybe this one.
         """
         while request.status is Status.RUNNING:
             first = len(request.block_ids)
@@ -161,7 +166,7 @@ class Scheduler:
             self._next.new_blocks.append((request.slot, 0, request.block_ids[:]))
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Whether the first sample of its group is still computing their prompt's blocks."""
+        """Whether to wait until the first sample of the group has computed the prompt's blocks."""
         leader = request.group.samples[0]
         if not self.enable_prefix_caching or request is leader:
             return False
@@ -169,20 +174,24 @@ class Scheduler:
         return leader.status is Status.RUNNING and leader.num_computed < shared
 
     def _take_blocks(self, request: Request) -> bool:
-        """Take blocks for all known tokens, cached ones first; False if too few are left.
+        """Take blocks for all known tokens of a request that is to be admitted.
 
-        One block stays free for every running request: otherwise the next request that grows would
-        undo the admission.
+        Cached blocks are reused. One block stays free for each running request: otherwise the next
+        request that grows might undo the admission.
+
+        Returns:
+            False if too few blocks are free; then none are taken.
         """
         cached = []
         if self.enable_prefix_caching and not request.needs_prompt_logits:
-            # At least one token is left to prefill: the request goes on from its logits.
+            # At least one token is left to prefill: the last token of a prompt is always computed,
+            # because its logits draw the next token.
             known = len(request.token_ids) - (request.num_output > 0)
-            most = (known - 1) // self.pool.block_size
-            cached = self.pool.match(request.token_ids, most, _root(request))
+            most_cached = (known - 1) // self.pool.block_size
+            cached = self.pool.match(request.token_ids, most_cached, _root(request))
         missing = self.pool.blocks_for(len(request.token_ids)) - len(cached)
-        unheld = self.pool.num_unheld(block for block, _ in cached)
-        if missing + unheld + len(self.running) > self.pool.num_free:
+        num_unheld = self.pool.num_unheld(block for block, _ in cached)
+        if missing + num_unheld + len(self.running) > self.pool.num_free:
             return False
         request.block_ids = [block for block, _ in cached]
         request.block_serials = [serial for _, serial in cached]
@@ -192,16 +201,17 @@ class Scheduler:
         return True
 
     def _hand_out(self, request: Request, count: int) -> None:
+        """Append `count` newly allocated blocks to a request's blocks."""
         fresh = self.pool.allocate(count)
         request.block_ids += fresh
         self._next.fresh_blocks.extend(fresh)
 
     def _enter_blocks(self, request: Request) -> None:
-        """Enter newly filled blocks of the request into the prefix index."""
+        """Enter a request's blocks that have become full into the prefix index."""
         if not self.enable_prefix_caching:
             return
         pool, serials = self.pool, request.block_serials
-        # Accepted drafts after a stop are computed, but are no tokens of the request.
+        # `num_computed` may count accepted drafts after a stop, which are no tokens of the request.
         known = len(request.token_ids) - pool.lookahead
         num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
         for i in range(len(serials), num_full):
@@ -210,27 +220,33 @@ class Scheduler:
             serials.append(pool.enter(parent, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
-        """Shares of all decoding requests, and chunks of prompts as far as there is room."""
+        """Schedule all decoding requests, and chunks of prompts as far as there is room."""
+        # Known tokens to compute, of each request that prefills.
         missing = {r: count for r in self.running if (count := r.num_prefill)}
         drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
         chunks = self._chunks(missing, drafts) if missing else {}
         shares = self._next.shares
         for request in self.running:
-            slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
+            slot, start, preemptions = request.slot, request.num_scheduled, request.num_preemptions
             if request in drafts:
-                shares.append(Share(request, slot, start, 1, drafts[request], True, times))
+                shares.append(Share(request, slot, start, 1, drafts[request], True, preemptions))
             elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == missing[request] and not request.num_output
-                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
+                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, preemptions))
 
     def _chunks(
         self, missing: Mapping[Request, int], drafts: Mapping[Request, int]
     ) -> dict[Request, int]:
-        """Prompt tokens by request: a quarter of the tokens that decode steps leave goes to the
-        oldest prompts, the rest to the prompts that end soonest, priority by priority.
+        """The number of prompt tokens in the step, by request.
 
-        So a short prompt does not wait for a long one, and no long one waits for ever. Of prompts
-        that came together, the first has its token once it is computed, before the others are.
+        The decoding requests leave a number of tokens for prompts. A quarter of them goes to the
+        oldest prompts, the rest to the prompts with the fewest missing tokens, priority by
+        priority. So a short prompt does not wait for a long one, and no long prompt waits for ever.
+        Of prompts that arrive together, the first gets its token before the others are computed.
+
+        Args:
+            missing: prompt tokens still to compute, by request in order of arrival.
+            drafts: drafts of each decoding request.
         """
         most = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
         room = None
@@ -239,7 +255,7 @@ class Scheduler:
         chunks = dict.fromkeys(missing, 0)
 
         def deal(requests: Iterable[Request], part: float) -> None:
-            """Hand out tokens in this order, until `part` of all tokens and of the time is used."""
+            """Give tokens to requests in this order, up to `part` of all tokens and of the time."""
             left = ceil(part * most) - sum(chunks.values())
             for request in requests:
                 chunk = min(missing[request] - chunks[request], left)
@@ -253,7 +269,7 @@ class Scheduler:
         return chunks
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to its place in the queue; its tokens stay known."""
+        """Take slot and blocks from a running request and queue it again; it keeps its tokens."""
         self._enter_blocks(request)
         self._next.left_slots.append(request.slot)
         self._leave(request)
@@ -264,6 +280,7 @@ class Scheduler:
         insort(self.waiting, request, key=_BY_ARRIVAL)
 
     def _leave(self, request: Request) -> None:
+        """Take slot and blocks from a running request."""
         self.running.remove(request)
         self.pool.free(request.block_ids)
         self._free_slots.append(request.slot)
@@ -285,11 +302,12 @@ class Scheduler:
 
 
 def _root(request: Request) -> Parent:
-    """The parent of its first block in the prefix index."""
+    """The parent of the request's first block in the prefix index."""
     return request.params.cache_salt or ROOT
 
 
 def _check_request(request: Request, status: Status) -> None:
+    """Raise `IntegrityError` for a request that contradicts the queue that it is in."""
     name, known = request.group.request_id, len(request.token_ids)
     if request.status is not status:
         raise IntegrityError(f"{name} is queued as {status} but is {request.status}")

@@ -1,10 +1,11 @@
 """The number of computing threads, PyTorch's and the kernels'.
 
-On 2 cores that other processes also used, two OpenMP threads took a decode step from 7 to 77 ms,
-because a team waits for its slowest member at every loop. The native pool does not wait (its
-threads take small pieces). If it runs the target, OpenMP gets one thread: idle ones would spin on
-the cores that the pool needs. Only real steps show whether other processes use the machine: so
-steps with one thread and with all threads are timed.
+On 2 cores that other processes also used, two OpenMP threads slowed a decode step from 7 to 77 ms,
+because all OpenMP threads wait for the slowest one at every loop. The threads of the native pool do
+not wait for each other: they take small pieces of work. If the native pool runs the target, OpenMP
+gets one thread, because its idle threads would spin on the cores that the pool needs. Only real
+steps show whether other processes use the machine. So steps with one thread and with all threads
+are timed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
 _OPENMP_THREADS = torch.get_num_threads()  # before we set it
-_STEPS = 3  # counts are compared by the median of so many steps
+_STEPS = 3  # thread counts are compared by the median of so many steps
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
-_CLEARLY = 0.95  # change at this share of the other count's time
-_HOPELESS = 2.0  # times the other count's time: a trial ends at the first such step
-_PER_TRIAL = 20  # least steps between trials: times the ratio of the slower to the faster time
+_CLEARLY = 0.95  # the other count is used if its time is less than this share of the present one's
+_HOPELESS = 2.0  # a trial ends at the first step that takes so many times as long
+_PER_TRIAL = 20  # least steps between trials, times the ratio of the slower to the faster time
 
 
 def usable_cores(
@@ -46,16 +47,17 @@ def usable_cores(
 
 
 class StepThreads:
-    """Sets the process's threads for every step of one engine: a given number, or the faster one.
+    """Sets the process's number of threads for every step of one engine.
+
+    Every step overwrites a number that was set by `torch.set_num_threads`.
 
     Args:
-        asked: None chooses between one thread and all usable cores (at most `openmp_threads`), by
-            timing steps of the same size. It overwrites numbers that others set, for example by
-            `torch.set_num_threads`.
+        asked: the number of threads. None chooses for steps of each size the faster of one thread
+            and all usable cores (at most `openmp_threads`), by timing.
         backend: the threads of its kernels are set, too.
-        native_target: the native decoder runs the target: PyTorch gets one thread. A draft model in
-            PyTorch's operators is small: one thread is as fast there.
-        clock: seconds.
+        native_target: the native decoder runs the target, so PyTorch gets one thread. If a draft
+            model runs in PyTorch's operators, it is small, and one thread is as fast.
+        clock: returns seconds.
         openmp_threads: OpenMP's threads when this module was imported: `OMP_NUM_THREADS`, if set.
     """
 
@@ -73,17 +75,17 @@ class StepThreads:
         self._native_target = native_target
         self._clock = clock
         self._for_size: dict[int, _FasterCount] = {}
-        # Set while decode steps take many times as long with all threads.
+        # Exists only while decode steps take many times as long with all threads.
         self._for_prompts: _FasterCount | None = None
         self._use(self.most)
 
     @contextmanager
     def during(self, shares: Sequence[Share]) -> Iterator[None]:
-        """Inside, a step of these shares computes with the threads for its size.
+        """Inside, a step of these shares computes with the number of threads for its size.
 
-        Steps with prompts take all threads, because no two of them are alike. Only while decode
-        steps are many times slower with all threads, prompts take one thread, and all are tried
-        again, by the time per token.
+        Steps with prompts use all threads, because their sizes differ too much for comparison. But
+        while decode steps are many times slower with all threads, steps with prompts use one
+        thread. Then all threads are tried now and then, and compared by the time per token.
         """
         faster, tokens, decodes = None, 0, False
         if self.chooses and shares:
@@ -119,61 +121,69 @@ class StepThreads:
 class _FasterCount:
     """The faster of two thread counts for steps of one kind, by the latest times per token.
 
-    At first both are tried in turns. The slower one is tried again after 64 steps, then after twice
-    as many each time that it stays slower, or later if a step with it takes very long. If the steps
-    of the present count become slower than the other's last ones, the other is taken at once.
+    At first both counts are tried in turns. The slower count is tried again after 64 steps, and
+    each time that it stays slower the pause doubles; the pause is longer if its steps take very
+    long. If steps of the present count become slower than the last steps of the other count, the
+    other count is used at once.
+
+    Args:
+        first, second: the two counts; `first` is used at the start.
+        collapsed: `second` counts as tried, with infinitely long steps.
 
     Attributes:
         crowded: one thread is used because steps with all threads took many times as long.
     """
 
     def __init__(self, first: int, second: int, collapsed: bool = False) -> None:
-        self._taken, self._other = first, second
+        self._present, self._other = first, second
         self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (first, second)}
-        if collapsed:  # as if `second` had been tried and took for ever
+        if collapsed:
             self._seconds[second].extend([math.inf] * _STEPS)
         self._wait = self._pause = _PAUSE
         self.crowded = first == 1
 
     def next(self) -> int:
         """The count for the coming step."""
-        if len(self._seconds[self._other]) < min(_STEPS, len(self._seconds[self._taken])):
+        if len(self._seconds[self._other]) < min(_STEPS, len(self._seconds[self._present])):
             return self._other
-        return self._taken
+        return self._present
 
     def observe(self, count: int, seconds: float) -> None:
-        """Learn a step's seconds per token; choose again once both counts have enough steps."""
-        taken, other = self._seconds[self._taken], self._seconds[self._other]
-        tried = count == self._other
-        own, rival = (other, taken) if tried else (taken, other)
+        """Learn the seconds per token of a step with `count` threads, and choose the faster count.
+
+        The choice needs `_STEPS` times of both counts.
+        """
+        present, other = self._seconds[self._present], self._seconds[self._other]
+        is_trial = count == self._other
+        own, rival = (other, present) if is_trial else (present, other)
         if len(own) < _STEPS and rival and seconds > _HOPELESS * median(rival):
-            own.extend([seconds] * _STEPS)  # one such step is enough
+            own.extend([seconds] * _STEPS)  # one step that slow is enough
         own.append(seconds)
-        if min(len(taken), len(other)) < _STEPS:
+        if min(len(present), len(other)) < _STEPS:
             return
         self._wait -= 1
-        ratio = median(other) / median(taken)
+        ratio = median(other) / median(present)
         if ratio < _CLEARLY:
-            self._taken, self._other, ratio = self._other, self._taken, 1 / ratio
+            self._present, self._other, ratio = self._other, self._present, 1 / ratio
             self._pause = _PAUSE
-        elif tried:
+        elif is_trial:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         else:
             if self._wait <= 0:
-                other.clear()
+                other.clear()  # begins the next trial
             return
         self._wait = max(self._pause, int(_PER_TRIAL * ratio))
-        self.crowded = self._taken == 1 and ratio > _HOPELESS
+        self.crowded = self._present == 1 and ratio > _HOPELESS
 
 
 def _rounded(tokens: int) -> int:
-    """`tokens` to two binary digits: steps of one rounded size take about the same time."""
+    """`tokens` with only its two leading bits. Steps of one rounded size take similar times."""
     shift = max(tokens.bit_length() - 2, 0)
     return tokens >> shift << shift
 
 
 def _siblings(cpu: Path) -> str:
-    """The name of a logical processor's core; "" if unknown."""
+    """The list of logical processors on the same core, as the system writes it; "" if unknown."""
     try:
         return (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The trace of a step: what it computed and how long its phases took. See `Engine.on_step`."""
+"""The trace of a step: its sizes, and the times of its phases. See `Engine.on_step`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class StepTrace:
         seconds: by phase. On a host, in this order: schedule, admit, batch, draft, forward, verify,
             advance, observe (if there is a drafter), read, commit. On a GPU, by the device's clock:
             gap (idle since the step before), draft, forward, verify, observe, read.
-        total: their sum.
-        num_requests: requests in it; num_decoding: those that computed one known token and drafts.
+        total: sum of `seconds`.
+        num_requests: requests in the step.
+        num_decoding: how many of them decoded: computed one known token and verified drafts.
         num_tokens: tokens that the target computed.
-        num_context: earlier tokens of the requests, of which the target read keys and values;
-            without drafts of a step that was under way when this one was launched.
-        num_drafts, num_accepted: summed over its requests.
-        asked_drafts: how many deciding requests were scheduled with at most 0, 1, .. drafts.
+        num_context: earlier tokens of the requests, of which the target read keys and values. Not
+            counted are accepted drafts of a step that was under way when this step was launched.
+        num_drafts, num_accepted: verified and accepted drafts of all requests.
+        asked_drafts: item k: how many deciding requests were scheduled with k as the most drafts.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class StepTrace:
     asked_drafts: list[int] = field(default_factory=list)
 
     def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
-        """Add up shares and outcomes, without requests that had ended when the step was read."""
+        """Add up shares and outcomes, except of requests that had ended before the commit."""
         asked = Counter(share.max_drafts for share in shares if share.decides)
         self.asked_drafts = [asked[k] for k in range(max(asked, default=-1) + 1)]
         for share in shares:
@@ -58,11 +59,12 @@ class StepTrace:
             self.num_decoding += share.decides and share.num_tokens == 1
 
     def time(self, seconds: Sequence[float], result: StepResult) -> None:
-        """Set seconds of the host, by phase.
+        """Set the host's seconds by phase.
 
         Args:
-            seconds: to schedule, to launch and to commit, in the `Engine.step` that launched this
-                step. The part of the launch that is in none of the runner's phases is `admit`.
+            seconds: the times to schedule, to launch and to commit, in the `Engine.step` that
+                launched this step.
+            result: has the runner's phases. The rest of the launch counts as `admit`.
         """
         (schedule, launch, commit), phases = seconds, dict(result.phases)
         admit = phases.pop("admit", 0.0)
@@ -71,14 +73,14 @@ class StepTrace:
         self.total = schedule + launch + commit
 
     def read_events(self, result: StepResult) -> None:
-        """Replace the host's times by the device's own, if there are any."""
+        """Replace the host's times by those of the device's clock, if events were recorded."""
         if len(result.events) > 1:
             self.seconds = device_phases(result)
             self.total = sum(self.seconds.values())
 
 
 def device_phases(result: StepResult) -> dict[str, float]:
-    """Seconds between a step's events on a GPU, by phase; waits for the last event."""
+    """Seconds of a step's phases by the clock of the GPU; waits for the step's last event."""
     result.events[-1][1].synchronize()
     return {
         "gap" if phase == "begin" else phase: before.elapsed_time(event) / 1e3
@@ -90,10 +92,10 @@ OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase; costs nothing if nothing is timed.
+    """Adds up the seconds between marks, by phase; costs nothing in steps that are not timed.
 
-    On a GPU, events are recorded between the stages of a step. The times between them are known
-    once the step has ended: see `device_phases`.
+    On a GPU, events are recorded between the stages of a step. The times between the events are
+    known once the step has ended: see `device_phases`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -101,15 +103,15 @@ class PhaseClock:
         self._is_gpu = device is not None and device.type == "cuda"
         self._last = 0.0
         self._events: list[tuple[str, Any]] = []
-        self._latest: Any = None  # the last event so far
+        self._latest: Any = None  # the latest event, maybe of an earlier step
 
     def start(self, *, timed: bool) -> None:
-        """Begin a step; `timed`: time its phases."""
+        """Begin a step; `timed`: whether to time its phases."""
         self._seconds = {} if timed else None
         self._last = time.perf_counter()
 
     def begin(self) -> None:
-        """A step's first stage begins."""
+        """Record the begin of a step's first stage on a GPU."""
         if self._seconds is not None and self._is_gpu:
             self._events = [("gap", self._latest)] if self._latest is not None else []
             self._record("begin")
@@ -133,7 +135,7 @@ class PhaseClock:
         self._events.append((phase, self._latest))
 
     def take(self) -> tuple[dict[str, float], list[tuple[str, Any]]]:
-        """The phases and events of a step; ends the timing."""
+        """End the timing of a step; returns its seconds by phase, and its (phase, event) pairs."""
         seconds, events = self._seconds or {}, self._events
         self._seconds, self._events = None, []
         return seconds, events

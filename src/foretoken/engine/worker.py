@@ -1,15 +1,15 @@
 """Access to an engine: from its own process only, by one thread at a time.
 
 Charter: an engine is not safe for two threads, and its native decoder keeps scratch memory between
-calls. The threads that share an `LLM` take turns of a step each, first come, first served, so that
-every step serves the requests of all of them. (A plain lock would go to the thread that just
+calls. Threads that share an `LLM` take turns, first come, first served: each turn is one step, and
+every step serves the requests of all threads. (A plain lock would go to the thread that just
 released it.)
 
 The engine of an `AsyncEngine` belongs to a thread of its own. Event loops send it commands through
-a queue under one condition; without work the thread sleeps on that condition. Outputs go back to
-mailboxes by `call_soon_threadsafe`, on a host when the next pass begins (see `ops/passes.py`).
-Prompts that take long to encode are encoded in another thread, so that neither an event loop nor a
-step waits for them; others are encoded between two steps.
+a queue under one condition; without work the thread sleeps on that condition. Outputs go into
+mailboxes, and their readers are woken by `call_soon_threadsafe`, on a host when the next pass
+begins (see `ops/passes.py`). Prompts that take long to encode are encoded in another thread, so
+that neither an event loop nor a step waits for them; short prompts are encoded between two steps.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from foretoken.sampling.params import SamplingParams
 
 _Answer = TypeVar("_Answer")
 _LONG = 2**12
-"""Longer prompts, in characters or ids, go to the encoder's thread: 4 ms; a thread costs 0.1 ms."""
+"""Characters or ids. Longer prompts go to the encoder's thread: they take 4 ms and more to encode;
+the other thread costs 0.1 ms."""
 _ENCODER = "foretoken-encoder"
 _COMMANDS_S = 0.02
-"""Seconds of commands after which a step comes first."""
+"""After so many seconds of commands, a step is computed before further commands."""
 
 
 class HomeProcess:
-    """The process that made an engine. A fork of it has the engine's memory but not its threads."""
+    """The process that made an engine. A forked child has the engine's memory, not its threads."""
 
     def __init__(self, owner: str) -> None:
         self._owner, self._pid = owner, os.getpid()
@@ -55,7 +56,7 @@ class HomeProcess:
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise `UsageError` in a forked child, where computing would wait for ever."""
+        """Raise `UsageError` in a forked child: there a computation would wait for ever."""
         if self.is_forked:
             raise UsageError(
                 f"this {self._owner} belongs to process {self._pid}, and this is a fork of it "
@@ -67,26 +68,29 @@ class HomeProcess:
 class Turns:
     """A lock that threads get in the order in which they ask: `with turns:`.
 
-    An exception in a waiting thread (Ctrl-C) takes it out of the line and has no other effect.
+    An exception in a waiting thread (Ctrl-C) takes the thread out of the line and has no other
+    effect.
 
     Raises, on entering:
-        UsageError: in a forked child, or in a thread that has or awaits its turn already: in a
-            signal handler or a finalizer that runs during a call.
+        UsageError: in a forked child, or in a thread that has or awaits its turn already. The call
+            then came from a signal handler or a finalizer that runs during another call.
     """
 
     def __init__(self, owner: str) -> None:
         self.home = HomeProcess(owner)
-        # One locked lock per thread; the first thread has the turn, the others wait for theirs.
+        # One lock per thread, in line; the first thread has the turn. A waiting thread blocks on
+        # its own lock, which the thread before it releases when it leaves.
         self._line: deque[threading.Lock] = deque()
         self._threads: set[int] = set()
         self._work: deque[Callable[[], None]] = deque()
 
     @property
     def inside(self) -> bool:
-        """Whether this thread has or awaits its turn."""
+        """Whether the calling thread has or awaits its turn."""
         return threading.get_ident() in self._threads
 
     def __enter__(self) -> None:
+        """Wait for the thread's turn."""
         self.home.check()
         if self.inside:
             raise UsageError(
@@ -105,6 +109,7 @@ class Turns:
             raise
 
     def __exit__(self, *raised: object) -> None:
+        """Do the work of `later`, and end the turn."""
         try:
             while self._work:
                 self._work.popleft()()
@@ -112,11 +117,11 @@ class Turns:
             self._leave(self._line[0])
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do `work` at the end of this thread's present turn, or of a turn taken for it.
+        """Do `work` at the end of this thread's present turn; without one, take a turn for it.
 
-        For calls that may come during another call, from finalizers, and for work that must not be
-        lost if waiting is interrupted: then the next turn of any thread does it. Does nothing in a
-        forked child.
+        This serves finalizers, which may run during another call. It also serves work that must not
+        be lost: if waiting for the turn is interrupted, the next turn of any thread does the work.
+        Does nothing in a forked child.
         """
         if self.home.is_forked:
             return
@@ -134,10 +139,11 @@ class Turns:
             raise
 
     def _give_up(self, place: threading.Lock) -> None:
-        """`_leave`, in steps that may be done twice.
+        """Leave the line, in steps that may be repeated.
 
         Waking a thread that is awake does no harm, so no step here needs a lock. The thread counts
-        as inside to the last: a finalizer that ran before would wait for itself.
+        as inside until the last step: otherwise a finalizer that runs in between would take a turn
+        and wait for its own thread.
         """
         with suppress(ValueError):  # interrupted before it was in the line
             self._line.remove(place)
@@ -148,7 +154,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """How busy an engine is. Its thread works on meanwhile: numbers may be one step apart.
+    """How busy an engine is. Its thread keeps working, so the numbers may be one step apart.
 
     Attributes:
         num_open: requests with an iterator that has not ended.
@@ -169,8 +175,8 @@ class Mailbox:
     """Unread outputs of one request, for its reader on one event loop.
 
     Args:
-        deltas: keep all unread deltas, and merge them when they are read; else keep the newest
-            output alone, which holds all that came before it.
+        deltas: True: keep all unread deltas, and merge them when they are read. False: keep only
+            the newest output, which contains all earlier ones.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
@@ -179,10 +185,11 @@ class Mailbox:
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
-        self._reader: asyncio.Future[None] | None = None  # the loop's own
+        self._reader: asyncio.Future[None] | None = None  # used only on the loop
 
     def put(self, engine: Engine, group: RequestGroup) -> bool:
-        """From the engine's thread: add a request's news; True: the reader must be woken."""
+        """From the engine's thread: add what is new in a request; returns whether the reader must
+        be woken."""
         news = take_delta(engine, group) if self._deltas else build_output(engine, group)
         if news is None:
             return False
@@ -195,7 +202,7 @@ class Mailbox:
         return was_empty
 
     def fail(self, error: ForetokenError) -> None:
-        """From the engine's thread: let the reader raise this error after all unread news."""
+        """From the engine's thread: let the reader raise this error after all unread outputs."""
         with self._lock:
             self._error = self._error or error
         wake_readers([self])
@@ -220,7 +227,8 @@ class Mailbox:
 def wake_readers(mailboxes: Iterable[Mailbox]) -> list[Mailbox]:
     """Wake the readers; returns the mailboxes of closed event loops.
 
-    Each loop gets one call, which writes to a socket: one for each of 512 readers took 8 ms a step.
+    Each loop gets one call for all of its readers. The call writes to a socket: a call for each of
+    512 readers took 8 ms a step.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
     for mailbox in mailboxes:
@@ -240,10 +248,12 @@ def _wake_all(mailboxes: Sequence[Mailbox]) -> None:
 
 
 class Worker:
-    """The thread that owns the engine. Any thread may call public methods, only itself the others.
+    """The thread that owns the engine. Any thread may call public methods; private methods run in
+    the worker's own thread unless they say otherwise.
 
-    A forked child has no such thread, and its copy of the condition may stay locked for ever:
-    there `enter` and `abort` raise `UsageError`, and `leave`, `ask_to_stop` and `stop` do nothing.
+    A forked child has no such thread, and its copy of the condition may stay locked for ever. So in
+    a forked child `enter` and `abort` raise `UsageError`, and `leave`, `ask_to_stop` and `stop` do
+    nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -258,11 +268,12 @@ class Worker:
         self._is_closing = False
         self._failure: BaseException | None = None
         self._groups: dict[Mailbox, RequestGroup] = {}
-        self._with_news: list[Mailbox] = []  # readers to wake
-        self._aborted: set[Mailbox] = set()  # before they had a group
+        self._with_news: list[Mailbox] = []  # mailboxes with readers to wake
+        self._aborted: set[Mailbox] = set()  # of requests that were aborted before they were queued
         self._encoder = ThreadPoolExecutor(1, _ENCODER)
         if engine.tokenizer is not None:
-            # The first call resets a fast tokenizer's truncation; then threads may share it.
+            # The first call resets a fast tokenizer's truncation. After it threads may share the
+            # tokenizer.
             with suppress(Exception):
                 engine.tokenizer.encode("a")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
@@ -283,7 +294,12 @@ class Worker:
         prompt: Prompt | ChatPrompt,
         params: SamplingParams,
     ) -> str:
-        """Add a request; returns its name: if none is given, the next free number."""
+        """Add a request; returns its name: `request_id`, or the next free number if that is None.
+
+        Raises:
+            RequestError: another open request has this name.
+            UsageError, StepError: the thread serves no request any more.
+        """
         with self._wake_to_serve():
             name = request_id
             while name is None or (request_id is None and name in self._open):
@@ -299,17 +315,17 @@ class Worker:
                 self._post(add)
         return name
 
-    def call(self, work: Callable[[Engine], _Answer], given: Any = None) -> Future[_Answer]:
-        """Do `work` between two steps; the future has its answer or its exception.
+    def call(self, work: Callable[[Engine], _Answer], text: Any = None) -> Future[_Answer]:
+        """Do `work` between two steps; the future gets the answer or the exception.
 
         Args:
-            given: the input of `work`, if it needs the tokenizer alone: if that is long, the
-                encoder's thread does the work.
+            text: the input of `work`, if `work` uses nothing but the tokenizer. If the input is
+                long, the encoder's thread does the work.
         """
         future: Future[_Answer] = Future()
         with self._wake_to_serve():
             self._calls.add(future)
-            post = self._encoder.submit if takes_long(given) else self._post
+            post = self._encoder.submit if takes_long(text) else self._post
             post(partial(self._answer, future, work))
         return future
 
@@ -330,7 +346,7 @@ class Worker:
         return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
     def leave(self, name: str, mailbox: Mailbox) -> None:
-        """The reader of this mailbox has left: free its name and end its request."""
+        """Free the name of a request and end it, because the reader of its mailbox has left."""
         if self.home.is_forked:
             return
         with self._wake:
@@ -347,7 +363,7 @@ class Worker:
         return mailbox is not None
 
     def ask_to_stop(self) -> None:
-        """Let the thread end after the present step; no request is taken any more."""
+        """Let the thread end after the present step; `enter` takes no more requests."""
         if self.home.is_forked:
             return
         with self._wake:
@@ -355,17 +371,17 @@ class Worker:
             self._wake.notify()
 
     def stop(self) -> None:
-        """End the requests and the thread, and wait for its end."""
+        """End all requests and the thread, and wait until the thread has ended."""
         self.ask_to_stop()
-        # A finalizer may call this in any thread, even in those that it would wait for.
-        here = threading.current_thread()
-        is_ours = here is self._thread or here.name.startswith(_ENCODER)
-        if not is_ours and not self.home.is_forked:
+        # A finalizer may call this in any thread. The worker's own threads must not wait.
+        caller = threading.current_thread()
+        is_own = caller is self._thread or caller.name.startswith(_ENCODER)
+        if not is_own and not self.home.is_forked:
             self._thread.join()
 
     @contextmanager
     def _wake_to_serve(self) -> Iterator[None]:
-        """Hold the condition; raises if the thread will serve no further command."""
+        """Inside, any thread holds the condition; raises if no further command will be served."""
         self.home.check()
         with self._wake:
             if self._failure is not None:
@@ -375,23 +391,24 @@ class Worker:
             yield
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Queue a command; the caller holds the condition."""
+        """From any thread that holds the condition: queue a command."""
         self._commands.append(command)
         self._wake.notify()
 
     def _run(self) -> None:
+        """Run commands and steps until the thread is asked to stop; then end all requests."""
         before_passes(self._wake_readers)
         try:
             while self._run_commands():
                 if self._engine.has_work:
                     self._step()
-            self._encoder.shutdown()  # prompts in it are queued first, then end with all others
+            self._encoder.shutdown()  # waits: prompts that are being encoded post their commands
             while self._commands:
                 self._run_commands()
             for mailbox in [*self._groups]:
                 self._abort(mailbox)
             self._wake_readers()
-        except BaseException as error:  # readers must learn of it
+        except BaseException as error:  # readers and callers must not wait for ever
             with self._wake:
                 self._failure = error
                 readers, callers = [*self._open.values()], [*self._calls]
@@ -405,37 +422,38 @@ class Worker:
             del self._engine
 
     def _run_commands(self) -> bool:
-        """Sleep until there is something to do, and run commands; False if the thread is to end."""
+        """Sleep until there is something to do, and run commands; False: the thread shall end."""
         with self._wake:
             while not (self._commands or self._is_closing or self._engine.has_work):
                 self._wake.wait()
             has_commands, is_over = bool(self._commands), self._is_closing
         if has_commands:
-            self._wake_readers()  # now: a prompt may take long to encode
-        until = perf_counter() + _COMMANDS_S
-        while self._commands and (perf_counter() < until or not self._engine.has_work):
+            self._wake_readers()  # before commands, because a prompt may take long to encode
+        end = perf_counter() + _COMMANDS_S
+        while self._commands and (perf_counter() < end or not self._engine.has_work):
             self._commands.popleft()()
         return not is_over
 
     def _step(self) -> None:
+        """Run one step, and deliver what is new in its requests."""
         changed = {*self._engine.step()}
         self._wake_readers()  # if the step had no pass
         self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
-            if group in changed or group.finished:  # a failed step may end requests that wait
+            if group in changed or group.finished:  # a failed step may end waiting requests
                 self._deliver(mailbox, group)
         if not (self._engine.has_work and self._engine.runner.on_host):
-            self._wake_readers()  # no pass follows, or another device computes it
+            self._wake_readers()  # no pass follows, or a device computes it
 
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
     ) -> None:
-        """In either thread: encode a prompt and queue it, unless its reader has left."""
+        """In this thread or the encoder's: encode a prompt and queue it, unless its reader left."""
         if self._open.get(name) is not mailbox:
             return
         try:
             engine = self.engine
-            engine.check_room()  # before it is encoded, which takes as long as a step
+            engine.check_room()  # before encoding, which may take as long as a step
             submission = prepare(engine, name, prompt, params)
         except ForetokenError as error:
             mailbox.fail(error)
@@ -451,6 +469,7 @@ class Worker:
                 self._post(command)
 
     def _submit(self, mailbox: Mailbox, submission: Submission) -> None:
+        """Queue an encoded prompt in the engine, unless its reader has left."""
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:
@@ -462,7 +481,10 @@ class Worker:
             self._abort(mailbox)
 
     def _answer(self, future: Future[_Answer], work: Callable[[Engine], _Answer]) -> None:
-        """In either thread; the caller may have left, or have been told that the thread died."""
+        """In this thread or the encoder's: do `work` and set the future.
+
+        The future may be cancelled already, or have the error of a thread that died.
+        """
         with suppress(InvalidStateError):
             if not future.done() and future.set_running_or_notify_cancel():
                 try:
@@ -475,7 +497,10 @@ class Worker:
             self._calls.discard(future)
 
     def _abort(self, mailbox: Mailbox) -> None:
-        """End a request, unless it has ended, and deliver what it has."""
+        """End a request and deliver its output so far.
+
+        A request that is not queued yet ends when `_submit` has queued it.
+        """
         group = self._groups.get(mailbox)
         if group is None:
             self._aborted.add(mailbox)
@@ -485,19 +510,21 @@ class Worker:
             self._wake_readers()
 
     def _abandon(self, mailbox: Mailbox) -> None:
+        """End a request that has no reader any more."""
         self._aborted.discard(mailbox)
         group = self._groups.pop(mailbox, None)
         if group is not None:
             self._engine.abort(group)
 
     def _deliver(self, mailbox: Mailbox, group: RequestGroup) -> None:
+        """Put what is new in a request into its mailbox; forget the request if it has ended."""
         if mailbox.put(self._engine, group):
             self._with_news.append(mailbox)
         if group.finished:
             del self._groups[mailbox]
 
     def _wake_readers(self) -> None:
-        """Wake readers with news; a request on a closed loop ends before the next step."""
+        """Wake the readers of new outputs. Requests of closed loops end before the next step."""
         mailboxes, self._with_news = self._with_news, []
         if closed := wake_readers(mailboxes):
             with self._wake:
@@ -506,7 +533,7 @@ class Worker:
 
 
 def takes_long(prompt: Any) -> bool:
-    """Whether an input may take as long to encode, or to read, as a step takes."""
+    """Whether encoding or checking this input may take as long as a step."""
     if isinstance(prompt, Mapping):
         return any(map(takes_long, prompt.values()))
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], str):

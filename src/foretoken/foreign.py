@@ -1,8 +1,8 @@
 """vLLM's names that this version does not have.
 
-Each is accepted at values that change nothing here. Any other value is refused, and the error says
-what to write instead. So code and command lines can be moved over, and no option is ignored in
-silence. Absent classes and methods raise such an error when they are used.
+An option of vLLM is accepted at values that change nothing here. Any other value is refused, and
+the error says what to write instead. So code and command lines can move over, and no option is
+ignored in silence. Absent classes and methods raise such an error when they are used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class Foreign(NamedTuple):
-    """A name that we do not have: its harmless values, and what to write instead of others.
+    """An option of vLLM's that we do not have.
 
     Attributes:
-        harmless: values at which it changes nothing, None always; `...` is any value.
-        instead: what to write instead of other values.
-        note: a warning for a value that is harmless and true.
+        harmless: values at which the option changes nothing; None is always harmless, and `...`
+            stands for any value.
+        instead: for the error about any other value: what to write instead.
+        note: a warning that is logged if the value is harmless and true; "": none.
     """
 
     harmless: tuple[Any, ...]
@@ -34,9 +35,14 @@ class Foreign(NamedTuple):
 
 
 def same_for(names: str, *foreign: Any) -> dict[str, Foreign]:
-    """One entry for all of these names: a `Foreign`, or its fields."""
-    one = foreign[0] if isinstance(foreign[0], Foreign) else Foreign(*foreign)
-    return dict.fromkeys(names.split(), one)
+    """A dict that gives all of these names one entry.
+
+    Args:
+        names: separated by spaces.
+        foreign: the entry, or the fields of a new `Foreign`.
+    """
+    entry = foreign[0] if isinstance(foreign[0], Foreign) else Foreign(*foreign)
+    return dict.fromkeys(names.split(), entry)
 
 
 OFF = (False,)
@@ -461,13 +467,13 @@ def without_foreign(
     error: type[ConfigError] | type[RequestError],
     where: str = "",
 ) -> dict[str, Any]:
-    """The given options without the names of `table`.
+    """The options in `given` that are not in `table`.
 
     Args:
         where: prefix of names in errors.
 
     Raises:
-        error: one of these names has a value that is not harmless.
+        error: an option that is in `table` has a value that is not harmless.
     """
     for name in [name for name in given if name in table]:
         harmless, instead, note = table[name]
@@ -486,7 +492,9 @@ def names_checked(
     where: str,
     prefix: str = "",
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """A decorator: names that a dataclass lacks raise `error`, not `TypeError`.
+    """A decorator for a dataclass: arguments that it lacks raise `error`, not `TypeError`.
+
+    Arguments in `table` are dropped at harmless values (`without_foreign`).
 
     Args:
         where: name of the class in errors.
@@ -494,27 +502,30 @@ def names_checked(
     """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
-        initialise: Any = cls.__init__
+        original_init: Any = cls.__init__
         first, *others = fields(cls)  # type: ignore[arg-type]
         names = [first.name, *(field.name for field in others)]
 
-        @functools.wraps(initialise)
-        def checked(self: _Class, *unnamed: Any, **given: Any) -> None:
-            if unnamed and first.kw_only:
+        @functools.wraps(original_init)
+        def checked_init(self: _Class, *args: Any, **kwargs: Any) -> None:
+            if args and first.kw_only:
                 remedy = f"Write {cls.__name__}({first.name}=...), and so on."
-                raise error(where, unnamed, "given by their names", remedy)
-            given = without_foreign(given, table, error, prefix)
-            check_known_keys(where, given, names, error)
-            initialise(self, *unnamed, **given)
+                raise error(where, args, "given by their names", remedy)
+            kwargs = without_foreign(kwargs, table, error, prefix)
+            check_known_keys(where, kwargs, names, error)
+            original_init(self, *args, **kwargs)
 
-        cls.__init__ = checked  # type: ignore[assignment]
+        cls.__init__ = checked_init  # type: ignore[assignment]
         return cls
 
     return decorate
 
 
 def _is_same(given: Any, value: Any) -> bool:
-    """Whether both are equal and of one kind (True is not 1); members of an enum go by name."""
+    """Whether a given value equals a harmless one.
+
+    `...` equals everything; True does not equal 1; a member of an enum equals its name.
+    """
     if value is ...:
         return True
     if value is None or isinstance(value, bool):
@@ -526,15 +537,15 @@ def _is_same(given: Any, value: Any) -> bool:
 
 
 def absent_attribute(owner: object, name: str) -> NoReturn:
-    """As `__getattr__`: raises `AbsentError`, for vLLM's names with what to write instead."""
+    """A `__getattr__` that raises `AbsentError`, for vLLM's names with what to write instead."""
     kind = type(owner).__name__
-    told = METHODS.get(name) or OUTPUTS.get(name)
-    remedy = f" {told}" if told else ""
+    instead = METHODS.get(name) or OUTPUTS.get(name)
+    remedy = f" {instead}" if instead else ""
     raise AbsentError(f"`{kind}` has no attribute `{name}`.{remedy}")
 
 
 class _Absent(type):
-    """Metaclass of classes that can be imported but not used: calls and attributes raise."""
+    """Metaclass of absent classes: they can be imported, but calls and attributes raise."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise AbsentError(f"Foretoken has no `{cls.__name__}`. {cls.__doc__}")
@@ -544,5 +555,5 @@ class _Absent(type):
 
 
 def absent_name(name: str) -> Any:
-    """A class for one of `NAMES`: it may stand in annotations, but raises if it is used."""
+    """A class for one of `NAMES`, for use in annotations; any other use raises `AbsentError`."""
     return _Absent(name, (), {"__doc__": NAMES[name], "__module__": "foretoken"})

@@ -11,15 +11,17 @@ _PATIENCE_S = 2.0  # in a call that ends sooner, a bar would only flash up
 
 
 @contextmanager
-def progress_bar(count: Callable[[], int], total: int, asked: bool) -> Iterator[Callable[[], None]]:
-    """A bar over requests on the error stream; yields a function to call after every step.
+def progress_bar(
+    count: Callable[[], int], total: int, enabled: bool
+) -> Iterator[Callable[[], None]]:
+    """A progress bar on the error stream; yields a function to call after every step.
 
     Args:
-        count: gives the number of requests that have ended.
-        total: number of requests; a single one gets no bar.
-        asked: whether the caller wants a bar.
+        count: returns the number of requests that have ended.
+        total: number of requests; a single request gets no bar.
+        enabled: whether the caller wants a bar.
     """
-    if not asked or total < 2 or sys.stderr is None or not sys.stderr.isatty():
+    if not enabled or total < 2 or sys.stderr is None or not sys.stderr.isatty():
         yield lambda: None
         return
     start, show = time.perf_counter(), None
@@ -36,11 +38,12 @@ def progress_bar(count: Callable[[], int], total: int, asked: bool) -> Iterator[
 
 
 def _open_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
+    """Show a bar until `stack` closes; returns a function that sets how far it is."""
     from rich import console, progress
 
-    count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-    columns = (progress.TextColumn("requests"), progress.BarColumn(), count, left)
-    shown = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
-    bar = stack.enter_context(shown)
+    count, time_left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+    columns = (progress.TextColumn("requests"), progress.BarColumn(), count, time_left)
+    display = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+    bar = stack.enter_context(display)
     task = bar.add_task("requests", total=total)
-    return lambda done: bar.update(task, completed=done)
+    return lambda num_ended: bar.update(task, completed=num_ended)

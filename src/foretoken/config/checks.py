@@ -17,7 +17,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def from_environment(name: str) -> str | None:
-    """A variable of the environment; None if it is not set."""
+    """The value of an environment variable; None if it is not set."""
     return os.environ.get(name)
 
 
@@ -39,7 +39,7 @@ def machine_bytes() -> int | None:
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a Python number or bool; anything else as it is."""
+    """A scalar of numpy or torch as a Python number or bool; any other value unchanged."""
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return value.item() if is_scalar else value
 
@@ -68,7 +68,7 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str =
 
 
 def check_model(field: str, value: Any, remedy: str = "") -> str:
-    """The name, folder or hub id of a model as a string; `ConfigError` if it is none of them."""
+    """The name, folder or hub id of a model as a string; `ConfigError` for any other value."""
     text = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(text, str) or not text:
         raise ConfigError(field, value, "a model name, a folder or a hub id", remedy)
@@ -82,42 +82,50 @@ def check_revision(field: str, value: Any) -> None:
 
 
 def make_plain(config: Any) -> None:
-    """Replace scalars of numpy and torch in a frozen dataclass's fields by Python's own."""
+    """In a frozen dataclass, replace scalars of numpy and torch by Python's own scalars."""
     for f in fields(config):
         object.__setattr__(config, f.name, plain(getattr(config, f.name)))
 
 
-def template_text(name: str, given: str) -> str:
-    """A chat template, read if a file is given; Jinja text and names of templates as they are.
+def template_text(name: str, value: str) -> str:
+    """A chat template: the content of the file `value`, or `value` itself.
+
+    Jinja text and the names of a tokenizer's own templates are returned unchanged.
+
+    Args:
+        name: the option's name for errors.
 
     Raises:
-        ConfigError: there is no such file, or it is no text.
+        ConfigError: the file does not exist, or is no UTF-8 text.
     """
-    if "{{" in given or "{%" in given:
-        return given
-    path = Path(given)
+    if "{{" in value or "{%" in value:
+        return value
+    path = Path(value)
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         if path.suffix or len(path.parts) > 1:
-            raise ConfigError(name, given, "a file with a Jinja template") from None
-        return given
+            raise ConfigError(name, value, "a file with a Jinja template") from None
+        return value
     except UnicodeDecodeError:
-        raise ConfigError(name, given, "a file of UTF-8 text") from None
+        raise ConfigError(name, value, "a file of UTF-8 text") from None
 
 
-def check_file(name: str, given: str | None, *suffixes: str) -> None:
-    """Raise `ConfigError`, before minutes of measuring, for a file that cannot be written."""
-    if given is None:
+def check_file(name: str, value: str | None, *suffixes: str) -> None:
+    """Raise `ConfigError` for an output file that cannot be written; None is no file.
+
+    Called first, so that the error does not come after minutes of measuring.
+    """
+    if value is None:
         return
-    path = Path(given)
+    path = Path(value)
     if path.suffix not in suffixes:
-        raise ConfigError(name, given, f"a file that ends in {', '.join(suffixes)}")
+        raise ConfigError(name, value, f"a file that ends in {', '.join(suffixes)}")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(name, given, "a file in a folder that exists and can be written to")
+        raise ConfigError(name, value, "a file in a folder that exists and can be written to")
 
 
-def check_outputs(given: Sequence[str]) -> None:
-    """`check_file` for files of results: data, figures, or a page of both."""
-    for path in given:
+def check_outputs(paths: Sequence[str]) -> None:
+    """`check_file` for files of results: data, figures, or a page with both."""
+    for path in paths:
         check_file("output", path, ".json", ".csv", ".svg", ".html")

@@ -29,8 +29,7 @@ from foretoken.lab.laws.chain import (
 )
 from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
-from foretoken.slots.plan import Admission
-from foretoken.slots.step import Outcome
+from foretoken.slots.step import Admission, Outcome
 from tests.drafting import test_law as laws
 from tests.models.heads import head_of
 

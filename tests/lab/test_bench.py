@@ -15,7 +15,7 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.engine.worker import Mailbox, tell
+from foretoken.engine.worker import Mailbox, wake_readers
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench.figures import UNITS, figures, unit_of
 from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Run, Step, drive
@@ -47,7 +47,7 @@ def bench(target: Path, draft: Path) -> Bench:
     def put_alone(self: Mailbox, *news: Any) -> bool:
         """No step runs ahead of who reads it: each brings a piece, however busy the machine is."""
         if put(self, *news):
-            tell([self])
+            wake_readers([self])
         until(lambda: not self._unread)
         return False
 

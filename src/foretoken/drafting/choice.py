@@ -29,8 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from foretoken.slots.plan import Admission
-from foretoken.slots.step import Outcome
+from foretoken.slots.step import Admission, Outcome
 
 FIXED_PART = 0.85
 """Looked-up drafts are taken if this share of the drafts asked for should be accepted, where no

@@ -31,7 +31,7 @@ from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests
-from foretoken.slots.plan import StepPlan
+from foretoken.slots.step import StepPlan
 from foretoken.slots.table import SlotSizes, SlotTable
 
 _PIECE = 32  # target tokens per piece of text; a piece is final once as many tokens follow it

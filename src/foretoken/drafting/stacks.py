@@ -56,8 +56,7 @@ from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_confi
 from foretoken.ops.stack import Features, Outcome
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, StepTokens
 from foretoken.sampling.grammar import Matcher, fill_ahead
-from foretoken.slots.plan import StepInput
-from foretoken.slots.step import StepRequests, StepResult
+from foretoken.slots.step import StepInput, StepRequests, StepResult
 from foretoken.slots.table import Array, SlotTable
 
 from foretoken.ops import (  # isort: skip

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from foretoken.config.machine import machine_bytes
+from foretoken.config.checks import machine_bytes
 from foretoken.errors import CheckpointError, EngineMemoryError
 from foretoken.models.gguf.reader import is_gguf
 

@@ -234,7 +234,7 @@ class StepClock:
         if parts and prompts is not None:
             pairs = sum(count * (start + count / 2) for start, count in parts)
             rows, tokens = len(asked) + sum(asked), sum(count for _, count in parts)
-            seconds = float(prompts.beside(seconds, rows, tokens, pairs))
+            seconds = float(prompts.mixed_step(seconds, rows, tokens, pairs))
         for share in decoding:
             if share.max_drafts:
                 missed = max(share.start - self._known.get(share.slot, 0), 0)
@@ -410,7 +410,7 @@ class _Run:
                 pairs_A = chunk_A * (fleet.input_len - self._prompt_A + chunk_A / 2)
                 tokens_E = self._sum(chunk_A)
                 pairs_E = self._sum(pairs_A)
-                seconds_E = prompts.beside(seconds_E, rows_E, tokens_E, pairs_E)
+                seconds_E = prompts.mixed_step(seconds_E, rows_E, tokens_E, pairs_E)
         seen_A = self._fresh_A & (asked_A > 0)
         if seen_A.any():
             seconds_E += fleet.profile.missed * fleet.input_len * self._sum(seen_A)
@@ -437,7 +437,9 @@ class _Run:
         tokens, start = of_older(prompt), self._fleet.input_len - prompt
         chunk = np.clip(room_E[engine] - tokens, 0, prompt)
         if limits.max_step_seconds is not None and prompts is not None:
-            room = Room.beside(prompts, limits.max_step_seconds, decoding_E[engine], rows_E[engine])
+            room = Room.of_step(
+                prompts, limits.max_step_seconds, decoding_E[engine], rows_E[engine]
+            )
             room.tokens, room.pairs = tokens, of_older(prompt * (start + prompt / 2))
             fitting = np.maximum(room.fitting(start, chunk), np.minimum(chunk, tokens == 0))
             chunk = np.where(rows_E[engine] > 0, fitting, chunk)

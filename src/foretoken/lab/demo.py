@@ -105,7 +105,6 @@ class Demo:
         self.check_losslessness(samples)
 
     def introduce(self) -> None:
-        """Say what runs here, and what the colours mean."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
         done = "answers questions by" if self.is_chat else "completes Python files by"
@@ -149,7 +148,6 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
-        """Show a bar and the counts for each draft position."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
@@ -214,7 +212,6 @@ class Demo:
         self.console.print(text, style="bold", markup=False)
 
     def _say(self, text: str) -> None:
-        """Print a paragraph, indented and wrapped at words."""
         width = max(self.console.width - 2, 20)
         self._write(indent(fill(text, width, break_on_hyphens=False), "  ") + "\n", "")
 

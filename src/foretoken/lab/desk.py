@@ -110,12 +110,10 @@ class Desk:
             yield report
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line of the findings."""
         if not self.as_json:
             self.console.print(line, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def show(self, tables: Mapping[str, Table], lines: Sequence[str]) -> None:
-        """Print tables with their titles, then sentences."""
         for title, table in tables.items():
             self.say(title, "bold")
             self.say(as_text(table))

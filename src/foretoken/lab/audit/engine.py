@@ -283,11 +283,9 @@ class EngineAudit:
     # Checks without draws -------------------------------------------------------------------------
 
     def checks(self) -> Checks:
-        """Temperature 0, `coupled` with and without drafts, every sampling parameter."""
         return checked(self.greedy, self._coupled, self._parameters)
 
     def greedy(self) -> tuple[str | None, str]:
-        """Tokens at temperature 0; see `classify`."""
         params = replace(self.params, temperature=0.0)
         texts = self.texts(params, BATCH)
         return classify(texts, self.reference.logits(texts), params, self._ulp())

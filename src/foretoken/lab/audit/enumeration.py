@@ -247,7 +247,6 @@ def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its causes."""
     found: BaseException | None = error
     while found is not None:
         yield found

@@ -249,7 +249,6 @@ class ServerAudit:
         return found or None
 
     def subject(self, name: str) -> Subject:
-        """Its sources: the texts of each chosen prompt."""
         models = [chosen.model for chosen in self.chosen]
         return Subject(name, models, self._draw, self.checks, AT_ONCE, DRAWS, self.notes)
 
@@ -276,7 +275,6 @@ class ServerAudit:
         return lines
 
     def checks(self) -> Checks:
-        """Temperature 0, and texts by seed with and without drafts."""
         broken, lines = checked(self._greedy, self._replay)
         return broken, ["Not testable against a server: u = 0, tails beyond 24 bits.", *lines]
 

@@ -76,12 +76,10 @@ class Toy:
 
     @property
     def cells(self) -> int:
-        """Number of outcomes."""
         return int(self.vocabulary**self.length)
 
     @property
     def shown(self) -> PlotText:
-        """What a plot says about it."""
         known = " and ".join(f"{name} {value}" for name, value in self.filters.items())
         about = (
             f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
@@ -282,7 +280,6 @@ class Bound(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function's own, for errors."""
         return str(getattr(self.verify, "__name__", self.verify))
 
     @property

@@ -241,7 +241,6 @@ def decode_steps(steps: Sequence[Step], concurrency: int) -> list[Step]:
 
 
 def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float]:
-    """Means over these steps."""
     count, requests = len(steps), sum(step.trace.num_requests for step in steps)
     step_s = sum(step.seconds for step in steps) / count
     device_s = dict.fromkeys(PARTS, 0.0)

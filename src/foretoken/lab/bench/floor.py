@@ -40,7 +40,6 @@ class Reads:
 
     @classmethod
     def of(cls, model: CausalLM) -> Reads:
-        """The reads of a loaded model."""
         if not isinstance(model.network, ModuleNetwork):
             return cls.of_stack(model.network.stack, model.dtype)
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]

@@ -26,7 +26,6 @@ class Load(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in rows of a results file."""
         if self.rate is None:
             return f"concurrency {self.concurrency}"
         return f"{self.rate:g} requests/s"
@@ -267,7 +266,6 @@ class BenchOptions:
         return loads + [Load(0, rate) for rate in rates]
 
     def requests_of(self, load: Load) -> int:
-        """Requests of each run under a load."""
         if counts := self._counts:
             return counts[self.loads.index(load) if len(counts) > 1 else 0]
         return _UNDER_A_RATE if load.rate else max(_LEAST_REQUESTS, 2 * load.concurrency)

@@ -65,7 +65,6 @@ class Chain:
         return len(self.logits_CV) - 1
 
     def to(self, device: torch.device) -> Chain:
-        """The same on a device."""
         return Chain(self.logits_CV.to(device))
 
     def context(self, prefix_BL: Tensor, length_B: Tensor) -> Tensor:
@@ -320,7 +319,6 @@ class Emission:
 
     @property
     def acceptance(self) -> float:
-        """Share of all drafts."""
         return sum(self.accepted) / max(sum(self.offered), 1)
 
     def count(self, num_B: Tensor, n_accept_B: Tensor, width: int) -> None:

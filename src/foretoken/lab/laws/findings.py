@@ -96,7 +96,6 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether low < value < high."""
         return self.low < self.value < self.high
 
     def __str__(self) -> str:

@@ -71,7 +71,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its values, joined by dashes."""
         parts = [self.rule.name.lower(), f"K{self.num_drafts}", self.q, self.filters]
         parts += ["fp64" if self.fp64_noise else "fp32", f"T{self.temperature:g}"]
         if self.dtype == torch.bfloat16:
@@ -84,7 +83,6 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        """How the target samples and how drafts are verified."""
         filters = FILTERS[self.filters]
         return Setting(self.temperature, rule=self.rule, fp64_noise=self.fp64_noise, **filters)
 
@@ -102,7 +100,6 @@ class Case:
         return _next_token(Setting(self.temperature, **FILTERS[self.filters]))
 
     def make_propose(self, backend: Backend, device: torch.device) -> MakePropose:
-        """The drafter of this case."""
         target, draft = (chain.to(device) for chain in self.chains())
         lookup_C = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
         return partial(

@@ -315,7 +315,6 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The broken thing and the case."""
         return f"{self.what}-{self.case.name}"
 
 

@@ -124,5 +124,4 @@ def _joint_cases() -> list[Case]:
 
 @cache
 def _mutants_of(backend: str) -> list[Mutant]:
-    """The mutants that apply to a backend."""
     return [*mutants(), *(rule_mutants() if backend in READ_RULES else ())]

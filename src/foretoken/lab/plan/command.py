@@ -44,7 +44,6 @@ class LoadPoint(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its row."""
         how = "auto" if self.drafts is None else f"K={self.drafts}" if self.drafts else "plain"
         return f"concurrency {self.batch}, {how}"
 
@@ -495,7 +494,6 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
 
 
 def _about(planner: Planner) -> list[str]:
-    """Notes on the origin of the figures."""
     profile, options = planner.profile, planner.options
     joint = ", ".join(f"{rate:.2f}" for rate in planner.acceptance.joint(planner.outlook.most))
     memory = sum(planner.memory().values()) / 2**30

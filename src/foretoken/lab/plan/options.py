@@ -132,7 +132,6 @@ class PlanOptions:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """`batch_size` as numbers."""
         sizes = tuple(map(int, numbers("batch_size", self.batch_size, "integers >= 1", int)))
         if len(set(sizes)) < len(sizes):
             raise ConfigError("batch_size", self.batch_size, "sizes that all differ")
@@ -140,7 +139,6 @@ class PlanOptions:
 
     @property
     def rates(self) -> list[float] | None:
-        """`acceptance_rates` as numbers."""
         if self.acceptance_rates is None:
             return None
         try:

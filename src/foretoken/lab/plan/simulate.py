@@ -257,7 +257,6 @@ class Outlook:
         self.profile, self.acceptance, self._clock = profile, acceptance, StepClock(profile)
 
     def seconds(self, batch: int, drafts: int, context: int) -> float:
-        """Seconds of a step."""
         return self._clock.decoding([drafts] * batch, batch * context)
 
     def rate(self, batch: int, drafts: int, context: int) -> float:
@@ -294,7 +293,6 @@ class FleetTimes(NamedTuple):
     end_EN: Array
 
     def ttft(self) -> Array:
-        """Seconds to first tokens."""
         return self.first_EN - self.arrival_EN
 
     def tpot(self, output_len: int) -> Array:
@@ -392,7 +390,6 @@ class _Run:
             self._comes_E[e] = np.where(self._taken_E[e] < self._count, comes, np.inf)
 
     def _sum(self, value_A: Array) -> Array:
-        """Sums by engine."""
         return np.bincount(self._engine_A, value_A, self._engines)
 
     def _step(self) -> None:

@@ -66,7 +66,6 @@ class HeadOptimizer:
             optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """The states of both optimisers, by name."""
         return {
             f"{part}.{i}.{name}": value
             for part, (optimizer, _) in enumerate(self._parts)

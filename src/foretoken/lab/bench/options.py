@@ -201,9 +201,9 @@ class BenchOptions:
         output_len: tokens that a request generates, in the same way: nothing stops it earlier.
         repeats: measured runs of each case; their median, quartiles and range are reported.
         warmup: runs of each case before those, which are not measured.
-        prompts: `heldout` (pieces of Python code in this package), `random` (token ids), a file of
-            text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or `random` if
-            the model has no tokenizer.
+        prompts: `heldout` (pieces of Python code that come with Foretoken), `random` (token ids), a
+            file of text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or
+            `random` if the model has no tokenizer.
         seed: of prompts, arrivals and noise; every request of every run has its own.
         compare: measure plain decoding as well, in turns with speculative decoding.
         sweep: NAME=VALUE,VALUE with NAME one of k, drafter, rule, temperature, length and rate (of

@@ -92,8 +92,8 @@ class Engines(Client):
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
         """See `Client.send`; an error of the engine ends the run."""
-        own = {"max_tokens": request.num_output, "ignore_eos": True, "seed": request.seed}
-        params = replace(self._params, **{**own, **case.fields})
+        own: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
+        params = replace(self._params, ignore_eos=True, **own, **case.fields)
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         submit = self._engine.chat if is_chat else self._engine.generate
         try:

@@ -131,14 +131,15 @@ def read_dataset(path: str) -> PromptSource:
     """
     text, items, wrong = _read(path), list[Item](), list[str]()
     whole = text.lstrip().startswith("[")
-    pieces = [text] if whole else text.split("\n")
-    for i, piece in enumerate(pieces, start=1):
+    for i, piece in enumerate([text] if whole else text.split("\n"), start=1):
+        if not piece.strip():
+            continue
         try:
-            found = json.loads(piece) if piece.strip() else []
+            found = json.loads(piece)
         except (ValueError, RecursionError) as error:
             wrong.append(f"line {i}: {error}")
             continue
-        for j, entry in enumerate(found if whole else [found] if piece.strip() else [], start=1):
+        for j, entry in enumerate(found if whole else [found], start=1):
             try:
                 items.append(_item(entry))
             except ValueError as error:

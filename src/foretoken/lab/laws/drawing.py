@@ -53,7 +53,8 @@ def sampler(
     streams: tuple[Stream, Stream] = TARGET,
 ) -> Draw:
     """Draws through `Backend.sample`, one slot per draw; rows are kept from wave to wave."""
-    last_V, rows_NV = None, torch.empty(0)
+    last_V: Tensor | None = None
+    rows_NV = torch.empty(0)
 
     def draw(logits_V: Tensor, num: int, wave: int) -> Tensor:
         nonlocal last_V, rows_NV

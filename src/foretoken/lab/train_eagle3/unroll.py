@@ -35,7 +35,7 @@ class Unroll:
     """The draft steps, on a device.
 
     Args:
-        fuse: is applied to each function over all positions: `torch.compile`, or nothing.
+        fuse: applied to each function over all positions: `torch.compile`, or the identity.
     """
 
     def __init__(self, device: torch.device, fuse: Fuse = lambda function: function) -> None:

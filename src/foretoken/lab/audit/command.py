@@ -92,10 +92,7 @@ def results(
 
 
 def sections(findings: Sequence[Finding]) -> list[Section]:
-    """For each subject: findings, a chart of the evidence, a chart of the source that differs most.
-
-    Charts of the other sources are folded.
-    """
+    """For each subject: findings, the evidence, the source that differs most; others are folded."""
     made = []
     for finding in findings:
         sources = sorted(finding.evidence.sources, key=lambda source: source.p_value)
@@ -221,10 +218,7 @@ class Command:
         self._said = 0
 
     def run(self, scope: AuditScope) -> int:
-        """Audit each subject and return the exit code.
-
-        Findings so far are reported even if an exception ends the audit.
-        """
+        """Audit each subject and report, also after an exception; returns the exit code."""
         try:
             for subject in scope.subjects(self._desk.status):
                 self._audit(subject, scope)

@@ -254,13 +254,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
-    """P(outcome) of `function(rng)`.
+    """P(outcome) of `function(rng)`; `NotEnumerableError` if it cannot be found.
 
     The first runs are made twice, and every run begins as an earlier one did. A function with
     random numbers of its own is found out, because its runs differ sooner or later.
-
-    Raises:
-        NotEnumerableError: the probabilities cannot be found.
     """
     distribution: dict[_T, Any] = {}
     todo, runs = [list[int]()], 0

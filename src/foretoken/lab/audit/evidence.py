@@ -113,10 +113,8 @@ class Source:
 
     @property
     def reach(self) -> Any:
-        """Half-width around each expected share that holds a correct share with `CONFIDENCE`.
-
-        By the normal approximation, for each outcome by itself.
-        """
+        """Half-width around each expected share that holds a correct share with `CONFIDENCE`, for
+        each outcome by itself (normal approximation)."""
         grouped = self.counts.reshape(self.model.given, -1).sum(axis=1, keepdims=True)
         null = self.model.null.reshape(self.model.given, -1)
         spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)

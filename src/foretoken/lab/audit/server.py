@@ -78,11 +78,7 @@ class Client:
         self.failures, self._in_a_row, self._heard = Counter[str](), 0, time.monotonic()
 
     def texts(self, prompt: str, count: int, **fields: Any) -> list[str]:
-        """`count` completions of a prompt; empty if the request fails.
-
-        Raises:
-            StoppedError: no connection, or too many failures in a row.
-        """
+        """`count` completions of a prompt; empty if the request fails; raises `StoppedError`."""
         body = {"model": self.server.model, "prompt": prompt, "n": count, **self.neutral, **fields}
         try:
             texts = self._texts(asyncio.run(self.server.call("POST", "/v1/completions", body)))
@@ -256,8 +252,7 @@ class ServerAudit:
         chosen = self.chosen[number]
         names = ("max_tokens", "temperature", "top_p")
         fields = {name: getattr(chosen.params, name) for name in names}
-        texts = self.client.texts(chosen.prompt, AT_ONCE, **fields)
-        known = chosen.cells
+        texts, known = self.client.texts(chosen.prompt, AT_ONCE, **fields), chosen.cells
         return (np.array([known.get(text, len(known)) for text in texts], dtype=np.int64),)
 
     def notes(self) -> list[str]:

@@ -138,7 +138,7 @@ class Toy:
     def outcomes_of(
         self, begin: Callable[[], Any], whole: bool = False, once: bool = False
     ) -> ToyOutcomes:
-        """Enumerate every draft and every branch of a verifier.
+        """Enumerate every draft and every branch of a verifier; raises `NotEnumerableError`.
 
         The results are sums of fewer than 10 000 products of floats, right to 1e-11.
 
@@ -147,9 +147,6 @@ class Toy:
             whole: the verifier remembers its rounds: enumerate whole samples, not single rounds.
             once: draw all tokens after the first round from the target itself. This shows whether
                 that round is lossless at a fraction of the runs.
-
-        Raises:
-            NotEnumerableError: see `enumerate_runs`.
         """
         p = self.tables[0]
         mass: dict[Prefix, float] = {(): 1.0}

@@ -174,12 +174,9 @@ def _draw_until_sure(found: Finding, most: int, report: Report) -> None:
 
 
 def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
-    """Enumerate a verifier on the toys; the wide ones are left out once it is wrong.
-
-    Returns:
-        The largest error of any outcome's probability (None: not enumerable), the bug of the
-        gallery with the same distribution, and a line about both.
-    """
+    """The largest error of any outcome's probability on any toy (None: not enumerable), the bug of
+    the gallery with the same distribution, and a line about both. Wide toys are left out once the
+    verifier is wrong."""
     distributions, errors = [], dict[int, float]()
     try:
         for toy in (*TOYS, *WIDE):

@@ -174,8 +174,7 @@ def _throughput(run: Run) -> dict[str, float]:
 
 
 def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
-    """By draft index: how often a draft was accepted, and rejected, after all before it were
-    accepted.
+    """By draft index: acceptances, and rejections, of drafts with all drafts before them accepted.
 
     Counted from the origins of tokens if the client sees them. Otherwise from a server's counts, as
     if every verification had as many drafts as the longest.
@@ -198,10 +197,8 @@ def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
 
 
 def _at_least(counts: SpeculationMetrics) -> list[int]:
-    """Numbers of verifications that accepted at least 0, 1, .. drafts.
-
-    A server's K may exceed the case's: indices that were never drafted are left out.
-    """
+    """Numbers of verifications with at least 0, 1, .. accepted drafts; a server's K may exceed the
+    case's, so indices that were never drafted are left out."""
     most = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
     return [counts.num_drafts, *counts.accepted_per_position[:most]]
 

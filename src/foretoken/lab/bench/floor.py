@@ -77,10 +77,7 @@ class Floor:
 
     @classmethod
     def of(cls, engine: Engine, bandwidth: float | None) -> Floor:
-        """Of a loaded engine, with or without a drafting model.
-
-        Args:
-            bandwidth: in GB/s; None: measured.
+        """Of a loaded engine, with or without a drafting model; None: the bandwidth is measured.
 
         Raises:
             EngineMemoryError: the engine leaves no room for measuring.

@@ -74,11 +74,7 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Find out which model it serves and which fields it takes.
-
-        Raises:
-            ConfigError: there is no such server.
-        """
+        """Find out which model it serves and which fields it takes; raises `ConfigError`."""
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
@@ -103,11 +99,7 @@ class Server(Client):
             )
 
     async def takes(self, **fields: Any) -> bool:
-        """Whether it takes these fields in a request of one token.
-
-        Raises:
-            ConfigError: it refuses the request without them, too.
-        """
+        """Whether it takes these fields; `ConfigError` if it even refuses a request without."""
         body = {"model": self.model, "prompt": "1", "max_tokens": 1}
         status, answer = await self.call("POST", "/v1/completions", {**body, **fields})
         if status in _WRONG_BODY:

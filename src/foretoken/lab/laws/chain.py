@@ -368,32 +368,30 @@ def emit(
     return emission
 
 
+@dataclass
 class _Wave:
     """The slots of one call, each with the tokens that it has emitted."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        target: Chain,
-        setting: Setting,
-        params: SlotParams,
-        propose: Propose,
-        length: int,
-        number: int,
-    ) -> None:
-        device, num_slots = target.logits_CV.device, len(params.key_S)
-        self.backend, self.target, self.setting = backend, target, setting
-        self.params, self.propose = params, propose
-        self.random = torch.Generator(device).manual_seed(number)
-        self.edits, self.options = setting.edits_of(target, device), setting.options(device)
-        self.token_SL = torch.full((num_slots, length), -1, device=device)
+    backend: Backend
+    target: Chain
+    setting: Setting
+    params: SlotParams
+    propose: Propose
+    length: int
+    number: int
+
+    def __post_init__(self) -> None:
+        device, num_slots = self.target.logits_CV.device, len(self.params.key_S)
+        self.random = torch.Generator(device).manual_seed(self.number)
+        self.edits = self.setting.edits_of(self.target, device)
+        self.options = self.setting.options(device)
+        self.token_SL = torch.full((num_slots, self.length), -1, device=device)
         self.done_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.first_S = torch.zeros_like(self.done_S)
 
     def round(self, emission: Emission) -> None:
         """Draft and verify once in every slot that lacks tokens."""
-        length = self.token_SL.shape[1]
-        slot_B = torch.nonzero(self.done_S < length).flatten()
+        slot_B = torch.nonzero(self.done_S < self.length).flatten()
         if len(slot_B) == 0:
             return
         device = slot_B.device
@@ -417,12 +415,12 @@ class _Wave:
         emission.count(drafts.num_B, verdict.n_accept_B, width)
         wide_BL.scatter_(1, index_BK1, verdict.token_BK1)
         self.first_S[slot_B] += torch.where(position_B == 0, verdict.n_accept_B, 0)
-        self.token_SL[slot_B] = wide_BL[:, :length]
-        self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=length)
+        self.token_SL[slot_B] = wide_BL[:, : self.length]
+        self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=self.length)
 
     def complete(self, cumulative_CV: Tensor) -> None:
         """Draw the missing tokens from the exact distribution, given as cumulative sums."""
-        for i in range(self.token_SL.shape[1]):
+        for i in range(self.length):
             slot_B = torch.nonzero(self.done_S <= i).flatten()
             context_B = self.target.context(self.token_SL[slot_B], torch.full_like(slot_B, i))
             u_B = torch.empty(len(slot_B), 1, dtype=torch.float64, device=slot_B.device)

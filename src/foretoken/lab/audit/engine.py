@@ -358,7 +358,7 @@ class EngineAudit:
 
 
 def check_lossless(llm: LLM, params: SamplingParams) -> None:
-    """Raise `ConfigError` for an engine whose rule is not lossless by design."""
+    """Raise `ConfigError` for a rule that is lossy by design."""
     speculation = llm.config.speculative_config
     own = speculation.rejection_sample_method if speculation is not None else "standard"
     if "synthetic" in (own, params.rejection_sample_method):

@@ -192,7 +192,7 @@ def audited(url: str, draws: int) -> Any:
     null = np.array([0.4995, 0.4995, 0.001])
     model = Model("prompt 1", null, {}, delta=0.02, closed=True)
     params = SamplingParams(max_tokens=4)
-    asked.asked = [server.Asked("p", [1], params, {"a": 0, "b": 1}, model)]
+    asked.chosen = [server.ChosenPrompt("p", [1], params, {"a": 0, "b": 1}, model)]
     return audit(asked.subject("x")._replace(exact=None), draws)
 
 
@@ -233,7 +233,7 @@ def test_a_server_that_stops_ends_the_command_with_what_there_is_and_2(
     assert (found.complete, found.evidence.draws) == (False, 64)
     assert "INTERRUPTED: partial" in found.verdict
     assert found.stopped == "the server gave no text 5 times in a row (status 503)"
-    monkeypatch.setattr(command.Plan, "_server", lambda plan: found.subject)
+    monkeypatch.setattr(command.AuditScope, "_server", lambda scope: found.subject)
     monkeypatch.setattr(command, "audit", lambda *given: vars(given[-1]).update(vars(found)))
     result = run("--url", url, "--output", tmp_path / "x.json")
     assert result.exit_code == 2  # and a refutation, before or after, is 1

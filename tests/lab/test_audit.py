@@ -132,7 +132,7 @@ def test_what_block_keeps_of_a_path_adds_up_to_its_optimum() -> None:
     for toy in TOYS[:2]:
         mean = 0.0
         for drafts in itertools.product(range(toy.vocabulary), repeat=toy.num_drafts):
-            given = toy.round((), [*drafts])
+            given = toy.inputs((), [*drafts])
             chance = np.prod([row[x] for row, x in zip(given.q, drafts, strict=True)])
             mean += chance * gallery.block_keeps(given.p[:-1], given.q, [*drafts])
         assert mean == pytest.approx(toy.optimum[1], rel=1e-9)

@@ -341,9 +341,9 @@ def test_batches_whose_prompts_exceed_a_step_are_timed_all_the_same(
         calibration = Calibration(llm.engine, (16,), SamplingParams(), 1)
         profile = calibration.run()
     settled = {
-        case.drafts: len(found.steps)
-        for case, found in calibration._found.items()
-        if case.batch == 16 and case.output > 1
+        setup.drafts: len(found.steps)
+        for setup, found in calibration._found.items()
+        if setup.batch == 16 and setup.output > 1
     }
     assert [*settled] == [0, 1, 2]
     assert min(settled.values()) >= 4

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from foretoken import LLM, SamplingParams
 from foretoken.cli.app import app
 from foretoken.config import EngineConfig
-from foretoken.lab.audit.command import Plan
+from foretoken.lab.audit.command import AuditScope
 from foretoken.lab.laws.chain import Setting
 from tests.long import documented
 from tests.long.documented import PARSED, SLOW, Documented, blocks, commands, documents, prepare
@@ -94,7 +94,7 @@ class _Reached:
         self.engines.append(options)
         raise SystemExit(0)
 
-    def audit(self, plan: Plan) -> int:
+    def audit(self, plan: AuditScope) -> int:
         if "engine" in plan.parts:
             EngineConfig(**plan.engine)
         self.engines.append(dict(plan.engine))

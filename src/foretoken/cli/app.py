@@ -245,9 +245,9 @@ def audit(
         note("nothing was audited.")
         with _desk(note, as_json, asked.api_key) as desk:
             with desk.status("Starting"):
-                from foretoken.lab.audit.command import Command, Plan
+                from foretoken.lab.audit.command import AuditScope, Command
 
-            raise SystemExit(Command(desk).run(Plan(parts, asked, engine, params)))
+            raise SystemExit(Command(desk).run(AuditScope(parts, asked, engine, params)))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The guided first minute behind `foretoken demo`.
+"""`foretoken demo`: a guided first minute.
 
 Every figure on the screen is measured in the run that shows it.
 """
@@ -31,7 +31,7 @@ from foretoken.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
-# Underline and bold tell the kinds apart where there is no colour.
+# Underline and bold distinguish the kinds where there is no colour.
 STYLES = {"accepted": "green", "resampled": "yellow underline", "bonus": "cyan bold", "plain": ""}
 MEANING = {
     "accepted": "drafted, and accepted by the target",
@@ -46,40 +46,31 @@ _DRAFTERS = {
 }
 TEMPERATURES = (0.0, 0.8)
 # These read well; the others follow in their order.
-SHOWN = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
+FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
 ROUNDS = 5
 BAR = 32
 PROMPT_LINES = 6
 
 
-class Shown(NamedTuple):
-    """A prompt of the demo.
-
-    prompt: what the engine is given
-    text:   what is shown of it
-    """
+class DemoPrompt(NamedTuple):
+    """A prompt of the demo: its title, the engine's input, and the text to show."""
 
     title: str
     prompt: Any
     text: str
 
 
-def _code() -> list[Shown]:
-    """Beginnings of files, those that read well first."""
-    items = sorted(heldout(), key=lambda item: item.id not in SHOWN)
-    return [Shown(f"{i.package}, {i.file}", i.prompt, i.prompt) for i in items]
+def _code() -> list[DemoPrompt]:
+    items = sorted(heldout(), key=lambda item: item.id not in FIRST)
+    return [DemoPrompt(f"{i.package}, {i.file}", i.prompt, i.prompt) for i in items]
 
 
-def _questions(template: ChatTemplate) -> list[Shown]:
-    """Questions and tasks."""
-    return [
-        Shown(
-            item.id,
-            {"prompt_token_ids": template.render(item.messages)[1]},
-            f"{item.messages[-1]['content']}\n\n",
-        )
-        for item in heldout_chats()
-    ]
+def _questions(template: ChatTemplate) -> list[DemoPrompt]:
+    made = []
+    for item in heldout_chats():
+        prompt = {"prompt_token_ids": template.render(item.messages)[1]}
+        made.append(DemoPrompt(item.id, prompt, f"{item.messages[-1]['content']}\n\n"))
+    return made
 
 
 class Demo:
@@ -87,8 +78,8 @@ class Demo:
 
     Args:
         llm: an engine with a drafter.
-        console: where to write; colour and width are its business.
-        note: called after each part with what has been done, which Ctrl-C reports.
+        console: where to write; it decides on colour and width.
+        note: gets a line about the work done so far, which Ctrl-C reports.
     """
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
@@ -98,7 +89,7 @@ class Demo:
         self.items = _questions(ChatTemplate(llm.tokenizer)) if self.is_chat else _code()
 
     def run(self, prompts: int, max_tokens: int, samples: int) -> None:
-        """Completions, acceptance, speed, losslessness: about a minute in all."""
+        """Show completions, acceptance, speed, losslessness: about a minute in all."""
         check_int("prompts", prompts, 1, len(self.items))
         chosen = self.items[:prompts]
         self.introduce()
@@ -114,7 +105,6 @@ class Demo:
         self.check_losslessness(samples)
 
     def introduce(self) -> None:
-        """What runs here, and what the colours mean."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
         done = "answers questions by" if self.is_chat else "completes Python files by"
@@ -130,7 +120,7 @@ class Demo:
             self.console.print(line.append(meaning))
 
     def complete(
-        self, number: int, count: int, item: Shown, temperature: float, max_tokens: int
+        self, number: int, count: int, item: DemoPrompt, temperature: float, max_tokens: int
     ) -> RequestOutput:
         """Stream one completion, each token in the style of its origin."""
         self._title(f"{number + 1} of {count}: {item.title}, temperature {temperature:g}")
@@ -158,7 +148,6 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
-        """A bar per draft position, with the counts behind it."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
@@ -173,8 +162,8 @@ class Demo:
             f"(accepted + 1 per pass): {metrics.mean_acceptance_length:.2f}"
         )
 
-    def show_speed(self, chosen: list[Shown], max_tokens: int) -> None:
-        """Plain and speculative decoding of the same prompts in turn, medians."""
+    def show_speed(self, chosen: list[DemoPrompt], max_tokens: int) -> None:
+        """Medians of plain and speculative decoding of the same prompts, in turn."""
         self._title("Speed, batch 1, plain and speculative in turn")
         ratios = []
         for temperature in TEMPERATURES:
@@ -182,8 +171,7 @@ class Demo:
                 temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0
             )
             plain = replace(speculative, num_speculative_tokens=0)
-            slow: list[float] = []
-            fast: list[float] = []
+            slow, fast = list[float](), list[float]()
             with self._progress("measuring", ROUNDS) as advance:
                 for done in range(ROUNDS):
                     advance(done)
@@ -201,20 +189,19 @@ class Demo:
                 "and checking cost more than the passes they save."
             )
 
-    def _speed(self, chosen: list[Shown], params: SamplingParams) -> float:
+    def _speed(self, chosen: list[DemoPrompt], params: SamplingParams) -> float:
         """Tokens per second over all prompts, one after another."""
         start = time.perf_counter()
         outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
         return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, draws: int) -> None:
-        """The likeliest tokens at T=0, the target's distribution at T>0, and what is excluded."""
+        """Audit tokens at T=0 and ranks at T=1."""
         self._title("Is it lossless?")
-        config = self.llm.config
         reference = reference_of(self.llm)
-        asked = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
-        self._say(asked.greedy()[1])
-        subject = asked.subject(config.model)._replace(exact=None)
+        engine = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
+        self._say(engine.greedy()[1])
+        subject = engine.subject(self.llm.config.model)._replace(exact=None)
         with self._progress("drawing", draws) as advance:
             found = audit(subject, draws, advance)
         self._say(f"Temperature 1, each token's rank among the target's: {found.verdict}")
@@ -225,7 +212,6 @@ class Demo:
         self.console.print(text, style="bold", markup=False)
 
     def _say(self, text: str) -> None:
-        """A paragraph, indented, wrapped at words."""
         width = max(self.console.width - 2, 20)
         self._write(indent(fill(text, width, break_on_hyphens=False), "  ") + "\n", "")
 
@@ -234,9 +220,9 @@ class Demo:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar that vanishes when done; on anything but a terminal nothing is written.
+        """A bar that vanishes when done; without a terminal nothing is written.
 
-        Yields a function that takes how many of `total` are done.
+        Yields a function that takes the number done of `total`.
         """
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
         shown = self.console.is_terminal

@@ -1,6 +1,6 @@
-"""What a command of the laboratory shows and writes: one look for `audit`, `bench` and `plan`.
+"""The output of a command of the laboratory, alike for `audit`, `bench` and `plan`.
 
-Charter: progress, tables, files. What the figures are is each command's affair.
+Charter: progress, tables, files. Each command makes its own figures.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foretoken.lab.plot import html, html_charts, html_contents, html_list, html_table, page
 from foretoken.lab.results import Results, Row, Spread, replace_text, validate, write_file
 
-_EVERY_S = 5.0  # between two lines where there is no terminal
+_EVERY_S = 5.0  # between two lines of progress without a terminal
 Report = Callable[[int, str], None]
-"""Gets how much is done, and what is under way."""
+"""Gets the amount done, and what is under way."""
 
 
 class Table(NamedTuple):
-    """Headings, and lines of as many cells."""
+    """Headings, and lines with one cell per heading."""
 
     header: list[str]
     lines: list[list[str]]
 
 
 class Section(NamedTuple):
-    """Pictures that belong together.
+    """Charts that belong together.
 
     Attributes:
-        title: what they are of; "": of all that was measured.
-        lines: what was found, each a sentence.
-        charts, folded: SVG; a page shows the folded ones when it is asked to.
+        title: what they show; "": all measurements.
+        lines: the findings, one sentence each.
+        charts: as SVG.
+        folded: as SVG; a page shows them on demand.
     """
 
     title: str = ""
@@ -51,12 +52,13 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Desk:
-    """Where one call of a command reports.
+    """The place where one call of a command reports.
 
     Attributes:
-        typed: the command, for the results file.
-        console, errors: for what was found, and for progress.
-        note: gets what has been done so far, which Ctrl-C reports.
+        typed: the command line, for the results file.
+        console: for findings.
+        errors: for progress.
+        note: gets a line about the work done so far, which Ctrl-C reports.
         as_json: print the results file, and nothing else.
     """
 
@@ -68,7 +70,7 @@ class Desk:
 
     @contextmanager
     def status(self, text: str) -> Iterator[None]:
-        """What is under way, where nothing tells how far: on a terminal until it is done."""
+        """Show what is under way, without progress; on a terminal only until it is done."""
         if not self.errors.is_terminal:
             self._tell(text)
             yield
@@ -81,10 +83,10 @@ class Desk:
 
     @contextmanager
     def progress(self, total: int, of: str, first: str = "") -> Iterator[Report]:
-        """A bar with the time that is left, on a terminal; it vanishes when done. Elsewhere a line
+        """On a terminal a bar with the remaining time, which vanishes when done. Elsewhere a line
         at once, and then one every few seconds.
 
-        The bar is drawn when it is updated: a thread that would redraw it takes time from a step.
+        The bar is drawn only by updates: a thread that redraws it would take time from a step.
         """
         is_terminal, said = self.errors.is_terminal, -math.inf
         bar = Progress(
@@ -108,12 +110,10 @@ class Desk:
             yield report
 
     def say(self, line: str, style: str = "") -> None:
-        """A line of what was found."""
         if not self.as_json:
             self.console.print(line, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def show(self, tables: Mapping[str, Table], lines: Sequence[str]) -> None:
-        """Tables with their titles, then sentences."""
         for title, table in tables.items():
             self.say(title, "bold")
             self.say(as_text(table))
@@ -124,7 +124,7 @@ class Desk:
         self, found: Results, output: Sequence[str], tables: Mapping[str, Table],
         sections: Sequence[Section],
     ) -> None:  # fmt: skip
-        """The results as JSON if that was asked for, and the files, by their suffixes."""
+        """Print the results as JSON for `as_json`, and write the files by their suffixes."""
         if self.as_json:
             data = asdict(found)
             validate(data)
@@ -144,7 +144,7 @@ class Desk:
 
 
 def as_text(made: Table) -> str:
-    """Lines for a terminal: the first column to the left, numbers to the right."""
+    """A table for a terminal: the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(made.header, *made.lines, strict=True)]
     text = ""
     for first, *cells in (made.header, *made.lines):
@@ -154,7 +154,7 @@ def as_text(made: Table) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line per row and value: the case, its labels, and the spread, or a median alone."""
+    """One line per row and value: the case, its labels, and the spread, or only a median."""
     labels = list(dict.fromkeys(name for row in rows for name in row.labels))
     spread = [field.name for field in fields(Spread)]
     text = io.StringIO()
@@ -162,13 +162,13 @@ def as_csv(rows: Sequence[Row]) -> str:
     lines.writeheader()
     for row in rows:
         for name, value in row.values.items():
-            told = asdict(value) if isinstance(value, Spread) else {"median": value}
-            lines.writerow({"case": row.case, **row.labels, "value": name, **told})
+            numbers = asdict(value) if isinstance(value, Spread) else {"median": value}
+            lines.writerow({"case": row.case, **row.labels, "value": name, **numbers})
     return text.getvalue()
 
 
 def as_html(found: Results, tables: Mapping[str, Table], sections: Sequence[Section]) -> str:
-    """A report in one file: contents, tables, figures, notes, and where it was measured."""
+    """A report in one file: contents, tables, charts, notes, and the machine."""
     about: dict[str, Any] = {
         name: getattr(found, name) for name in ("command", "date", "commit", "hardware", "versions")
     }

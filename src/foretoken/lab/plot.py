@@ -11,15 +11,15 @@ from textwrap import wrap
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 400
-FEW = 6  # charts that stand below one another in a file
+FEW = 6  # so many charts stand below one another in a file; more are set in rows
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
-LETTER = 7.5  # px of one in the legend
-TITLE_LETTERS, NOTE_LETTERS = 64, 92  # of a line
-COLOURS = (  # told apart on white and on near-black
+LETTER = 7.5  # width of a letter in the legend, px
+TITLE_LETTERS, NOTE_LETTERS = 64, 92  # per line
+COLOURS = (  # distinguishable on white and on near-black
     *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
     *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
 )
-INK = "currentColor"  # of what is no case among others: plain decoding, a limit
+INK = "currentColor"  # of references: plain decoding, a limit
 STYLE = """
 svg { color: #1f2328; background: #fff; }
 text { font: 13px system-ui, sans-serif; fill: currentColor; }
@@ -60,10 +60,10 @@ summary { line-height: 44px; cursor: pointer; }
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its points in order of x, and how far each reaches down and up.
+    """One line: its points in order of x, each with a range.
 
     Attributes:
-        name: in the legend; lines of one name and colour stand there once.
+        name: in the legend; lines of one name and colour appear there once.
         points: (x, median, least, most).
         colour: of `COLOURS`, or `INK`; "": by its place among the lines.
     """
@@ -79,10 +79,11 @@ class Bar:
     """A bar of stacked parts.
 
     Attributes:
-        name, group: what it is, and what it shares with its neighbours: two lines below the axis.
+        name: its label below the axis.
+        group: the label that it shares with its neighbours, below the names.
         parts: name -> size, from the axis up.
         mark: a height to mark on the bar, or None.
-        reach: how far its end, or else its mark, reaches down and up, or None.
+        reach: the range of its end, or of its mark: least and most, or None.
     """
 
     name: str
@@ -94,11 +95,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes of a line chart are.
+    """The axes of a line chart.
 
     Attributes:
         x, y: their labels.
-        logarithmic: both, of positive numbers; else both begin at 0.
+        logarithmic: both axes, for positive numbers; otherwise both begin at 0.
         x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
     """
 
@@ -109,20 +110,20 @@ class Axes:
 
 
 def ticks(most: float, count: int = 5) -> list[float]:
-    """Round numbers from 0 up to the first that is not below `most`."""
+    """Round numbers from 0 up to the first one >= `most`."""
     step = 10.0 ** math.floor(math.log10(most / count))
     step *= next(m for m in (1, 2, 5, 10) if m * step * count >= most)
     return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
 
 
 def decades(least: float, most: float) -> list[float]:
-    """Powers of ten from the last that is not above `least` to the first not below `most`."""
+    """Powers of ten from the last one <= `least` to the first one >= `most`."""
     first, last = math.floor(math.log10(least) + 1e-9), math.ceil(math.log10(most) - 1e-9)
     return [10.0**i for i in range(first, max(last, first + 1) + 1)]
 
 
 def _share(low: float, high: float, logarithmic: bool) -> Callable[[float], float]:
-    """Where a value lies between an axis's two ends, 0 to 1; in the middle if they are one."""
+    """Maps a value to its place between an axis's two ends, 0 to 1; 0.5 if they are equal."""
     scale = math.log if logarithmic else float
     width = scale(high) - scale(low)
     return lambda value: (scale(value) - scale(low)) / width if width else 0.5
@@ -137,12 +138,12 @@ def line_chart(
     legend: bool = True,
     note: str = "",
 ) -> str:
-    """A chart with x to the last point; a dot with its range per point.
+    """A chart of lines, with a dot and a range for each point.
 
     Args:
-        level: a line across the chart, by its name in the legend and its height.
-        legend: False where another chart has the same lines in the same colours.
-        note: what is to be known to read it, below the title.
+        level: a line across the chart: its name in the legend and its height.
+        legend: False if another chart has the same lines in the same colours.
+        note: how to read the chart, below the title.
     """
     points = [point for one in series for point in one.points]
     across = axes.x_marks or [p[0] for p in points]
@@ -192,8 +193,8 @@ def bar_chart(
     """A chart of bars that begin at 0, with a legend if there are marks or several parts.
 
     Args:
-        mark: what the bars' marks are.
-        note: what is to be known to read it, below the title.
+        mark: the meaning of the bars' marks.
+        note: how to read the chart, below the title.
     """
     bottom = HEIGHT - BOTTOM
     sizes = [sum(bar.parts.values()) for bar in bars] + [bar.reach[1] for bar in bars if bar.reach]
@@ -228,7 +229,7 @@ def bar_chart(
 
 
 def page(charts: Sequence[str]) -> str:
-    """Charts as one file: a few below one another, many in rows, for a picture as wide as high."""
+    """Charts in one SVG: a few below one another, many in rows that make the picture square."""
     columns = 1 if len(charts) <= FEW else math.ceil(math.sqrt(len(charts) * HEIGHT / WIDTH))
     drawn = [_open(WIDTH * columns, HEIGHT * math.ceil(len(charts) / columns))]
     for i, chart in enumerate(charts):
@@ -239,7 +240,7 @@ def page(charts: Sequence[str]) -> str:
 
 
 def html(title: str, sections: Sequence[str]) -> str:
-    """A page in one file that loads nothing: a heading, and sections of HTML below one another."""
+    """A page in one file that loads nothing else: a heading, then sections of HTML."""
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head = f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>'
     body = "\n".join(f"<section>{section}</section>" for section in sections)
@@ -249,7 +250,7 @@ def html(title: str, sections: Sequence[str]) -> str:
 def html_table(
     title: str, header: Sequence[str], lines: Sequence[Sequence[str]], kind: str = ""
 ) -> str:
-    """A section with a table, the first column to the left, the others too if `kind` is `words`."""
+    """A section with a table; the first column is left-aligned, for `kind="words"` all are."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -258,7 +259,7 @@ def html_table(
 
 
 def html_contents(titled: Mapping[str, Sequence[str]]) -> str:
-    """A section with a link to each title's section of charts, and the first line of it."""
+    """A section with a link to each title's section of charts, and that section's first line."""
     items = (
         f'<li><a href="#{_anchor(title)}">{escape(title)}</a>{escape("".join(lines[:1]))}</li>'
         for title, lines in titled.items()
@@ -269,7 +270,7 @@ def html_contents(titled: Mapping[str, Sequence[str]]) -> str:
 def html_charts(
     title: str, lines: Sequence[str], charts: Sequence[str], folded: Sequence[str]
 ) -> str:
-    """A section of lines and charts, the folded ones behind a line that opens them."""
+    """A section of lines and charts; a click on a line opens the folded charts."""
     heading = f'<h2 id="{_anchor(title)}">{escape(title)}</h2>\n' if title else ""
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     text = f'{heading}{said}<div class="charts">{"".join(charts)}</div>'
@@ -295,7 +296,7 @@ def _open(width: int, height: int) -> str:
 
 
 def _head(title: str, note: str, named: Mapping[str, str], mark: str) -> tuple[list[str], int]:
-    """What stands above the axes, and where it ends: title, note, legend."""
+    """Title, note and legend above the axes, and the height at which they end."""
     parts = [_open(WIDTH, HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>"]
     y = TOP - 22
     for line in wrap(title, TITLE_LETTERS):
@@ -311,7 +312,7 @@ def _head(title: str, note: str, named: Mapping[str, str], mark: str) -> tuple[l
 
 
 def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: str) -> list[str]:
-    """Both axes, and the vertical one's ticks and label."""
+    """Both axes, with the vertical one's ticks and label."""
     top, bottom, right = at_y(y_ticks[-1]), HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y_ticks:
@@ -328,7 +329,7 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
 
 
 def _legend(named: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int]:
-    """Names beside their colours from a height on, and where they end."""
+    """Names next to their colours from height `y` on, and the height at which they end."""
     parts, x = [], float(LEFT)
     for name in (*named, mark) if mark else named:
         if x + 18 + LETTER * len(name) > WIDTH and x > LEFT:
@@ -344,7 +345,7 @@ def _legend(named: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int
 
 
 def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:
-    """Each group's name once, under the middle of its bars."""
+    """Each group's name once, below the middle of its bars."""
     parts, first = [], 0
     for group, members in groupby(groups):
         count = len(list(members))

@@ -1,4 +1,4 @@
-"""The file format that every measurement shares: what was run, where, and how it spread.
+"""The file format of all measurements: what was run, where, and the spread of its figures.
 
 A results file is one JSON object, with one line per field, row and note:
 
@@ -8,11 +8,11 @@ A results file is one JSON object, with one line per field, row and note:
     commit    of the code that ran, `dirty` if tracked code differed from it
     command   as typed, from the repository root
     hardware  cpu, vector_instructions, read_gb_per_s, cores, threads, memory_gib, accelerator, and
-              tunings: what native decoders measured and took when they were made
+              tunings: what native decoders measured and chose when they were made
     versions  python, torch, transformers, foretoken
-    shapes    what stays equal over the rows: models, prompts, tokens, options
+    shapes    settings shared by all rows: models, prompts, tokens, options
     rows      one per case: `case`, its `labels`, its `values`
-    notes     what a reader must know to read the figures rightly
+    notes     what a reader must know to understand the figures
 
 A value is a plain number (a count) or a `Spread`: unit, repeats, median, quartiles, min, max.
 """
@@ -46,7 +46,7 @@ Label = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated measurements of one quantity, summed up."""
+    """Repeated measurements of one quantity, summarised."""
 
     unit: str
     repeats: int
@@ -62,7 +62,7 @@ class Spread:
         if not measured:
             raise ConfigError("measured", [], "at least one measurement")
         ordered = sorted(measured)
-        several = ordered if len(ordered) > 1 else ordered * 2  # quantiles take two at least
+        several = ordered if len(ordered) > 1 else ordered * 2  # quantiles need two at least
         q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
         return cls(unit, len(ordered), median, ordered[0], q1, q3, ordered[-1])
 
@@ -72,7 +72,7 @@ Value = int | float | Spread
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case of a benchmark: a readable name, labels to select by, and what was measured."""
+    """One case of a benchmark: a readable name, labels to select by, and the measurements."""
 
     case: str
     labels: dict[str, Label]
@@ -107,7 +107,7 @@ def collect(
     """Results of a run that just ended here: adds the date, the machine and the commit.
 
     Args:
-        code: what `commit()` said when the run began; None: what it says now.
+        code: the result of `commit()` when the run began; None: its result now.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     ran = code or commit()
@@ -130,14 +130,14 @@ def write_file(results: Results, path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: what interrupts it leaves the former one."""
+    """Write a file whole or not at all: an interruption leaves the former one."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
 def as_text(data: Mapping[str, Any]) -> str:
-    """A JSON object with one line per field, and one per row and note: a change shows as lines."""
+    """A JSON object with one line per field, row and note, so that diffs show single lines."""
 
     def shown(value: Any) -> str:
         if not isinstance(value, list):
@@ -165,7 +165,7 @@ def read(path: Path) -> Results:
 
 
 def validate(data: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first thing in `data` that is not as the format says."""
+    """Raise `ConfigError` for the first thing in `data` that violates the format."""
     _has("results", data, set(Results.__slots__))
     if data["schema"] != SCHEMA:
         raise ConfigError("schema", data["schema"], f"{SCHEMA}")
@@ -210,8 +210,8 @@ def _check_value(field_name: str, value: Any) -> None:
 
 
 def hardware() -> dict[str, Any]:
-    """This machine, as far as it explains a figure."""
-    import torch  # two seconds in which a command has said what it does
+    """The properties of this machine that explain figures."""
+    import torch  # takes two seconds: a command has shown its status by now
 
     from foretoken.ops import get_backend, unavailable
 
@@ -231,12 +231,12 @@ def hardware() -> dict[str, Any]:
 def read_bandwidth(device: torch.device | str = "cpu") -> float:
     """GB/s at which a device reads its memory: the best of five passes.
 
-    On a CPU all of PyTorch's threads read 512 MiB: machines of one name differ threefold there,
-    and a decode step is mostly reading. On a GPU it is 1 GiB, ten times a pass, so that launching
-    does not count.
+    On a CPU all of PyTorch's threads read 512 MiB: machines of one name differ threefold in this,
+    and a decode step is mostly reading. On a GPU it is 1 GiB, ten times per pass, so that the time
+    of launching does not matter.
 
     Raises:
-        torch.OutOfMemoryError: the GPU has no such room left.
+        torch.OutOfMemoryError: the GPU lacks that room.
     """
     import torch
 
@@ -255,7 +255,7 @@ def read_bandwidth(device: torch.device | str = "cpu") -> float:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides speed and tokens."""
+    """Versions of the software that decides speed and tokens."""
     installed = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), "foretoken": __version__, **installed}
 
@@ -268,7 +268,7 @@ def _cpu_name() -> str:
 
 
 def commit() -> tuple[str, bool]:
-    """The commit of this code, and whether what runs differs from it; `unknown` if installed."""
+    """The commit of this code, and whether the code differs from it; `unknown` if installed."""
 
     def git(*args: str, folder: Path = Path(__file__).parent) -> str:
         command = ["git", "-C", str(folder), *args]
@@ -286,7 +286,7 @@ def commit() -> tuple[str, bool]:
 
 
 def stem(output: Sequence[str], default: str) -> str:
-    """The name of results: the JSON file's stem in lower case, of letters, digits, underscores."""
+    """The name of results: the JSON file's stem in lower-case letters, digits, underscores."""
     path = next((path for path in output if path.endswith(".json")), default)
     name = Path(path).stem.lower()
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)

@@ -1,4 +1,4 @@
-"""`foretoken audit`: what is audited, its progress, the table, the files, the exit code."""
+"""`foretoken audit`: makes the subjects, shows progress and the table, writes the files."""
 
 from __future__ import annotations
 
@@ -39,25 +39,17 @@ MEANING = [
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """A line per subject and source."""
+    """One line per subject and source."""
     lines = []
     for finding in findings:
         sources = finding.evidence.sources
         for source in sources:
             mean, reach, best = source.acceptance
-            told = source.model.rounds > 0 and source.draws > 0
-            lines.append(
-                [
-                    finding.subject.name,
-                    source.model.name,
-                    f"{source.draws:,}",
-                    f"{source.distance_bound(len(sources)):.4f}",
-                    f"{source.p_value:.3g}",
-                    f"{mean:.3f} ± {reach:.3f}" if told else "",
-                    f"{source.usual:.3f}" if told else "",
-                    f"{best:.3f}" if told else "",
-                ]
-            )
+            cells = [finding.subject.name, source.model.name, f"{source.draws:,}"]
+            cells += [f"{source.distance_bound(len(sources)):.4f}", f"{source.p_value:.3g}"]
+            if source.model.rounds > 0 and source.draws > 0:
+                cells += [f"{mean:.3f} ± {reach:.3f}", f"{source.usual:.3f}", f"{best:.3f}"]
+            lines.append(cells + [""] * (len(HEADER) - len(cells)))
     return Table(HEADER, lines)
 
 
@@ -93,15 +85,14 @@ def row(finding: Finding) -> Row:
 def results(
     findings: Sequence[Finding], name: str, command: str, shapes: dict[str, Any]
 ) -> Results:
-    """In the shared schema."""
+    """The findings in the shared schema of results files."""
     cut = [f"Interrupted: `{f.subject.name}` is partial." for f in findings if not f.complete]
     said = [f"{f.subject.name}: {f.verdict}" for f in findings]
     return collect(name, command, shapes, [row(f) for f in findings], [*said, *MEANING, *cut])
 
 
 def sections(findings: Sequence[Finding]) -> list[Section]:
-    """Of each subject what was found, its evidence, and the source that differs most; more of them
-    are folded."""
+    """For each subject: findings, the evidence, the source that differs most; others are folded."""
     made = []
     for finding in findings:
         sources = sorted(finding.evidence.sources, key=lambda source: source.p_value)
@@ -113,7 +104,7 @@ def sections(findings: Sequence[Finding]) -> list[Section]:
 
 
 def _path(finding: Finding) -> str:
-    """The evidence up to a refutation or the end."""
+    """A chart of the evidence up to a refutation or the end."""
     evidence = finding.evidence
     limit = -math.log10(evidence.alpha)
     path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
@@ -129,7 +120,7 @@ def _path(finding: Finding) -> str:
 
 
 def _outcomes(finding: Finding, source: Source) -> str:
-    """What was drawn from a source, against the target."""
+    """A chart of the outcomes drawn from a source, compared with the target."""
     shown, draws = source.model.shown, source.draws
     names = shown.names or [*map(str, range(len(source.counts)))]
     shares, targets = source.counts / draws, source.expected / draws
@@ -150,12 +141,12 @@ RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is audited.
+class AuditScope:
+    """What one call of the command audits.
 
     Attributes:
         parts: see `AuditOptions.parts`.
-        engine: options of an `LLM`; of them operators read `backend` and `device`.
+        engine: options of an `LLM`; an audit of operators reads `backend` and `device` only.
         params: of an engine's requests.
     """
 
@@ -165,7 +156,7 @@ class Plan:
     params: SamplingParams
 
     def subjects(self, status: Status) -> Iterator[Subject]:
-        """One after another, each made when it is its turn; `status` shows what takes long."""
+        """The subjects, each made when its turn comes; `status` shows slow preparations."""
         seed = self.options.seed
         for part in self.parts:
             if part == "callable":
@@ -213,7 +204,7 @@ class Plan:
 
     @property
     def alpha(self) -> float:
-        """Of each subject: together they are refuted without cause with `options.alpha` at most."""
+        """Of one subject: the chance of any false refutation is at most `options.alpha`."""
         num = sum({"operators": len(RULES)}.get(part, 1) for part in self.parts)
         return self.options.alpha / (1 if self.options.gallery else num)
 
@@ -226,33 +217,34 @@ class Command:
         self.findings: list[Finding] = []
         self._said = 0
 
-    def run(self, plan: Plan) -> int:
-        """Audit each subject, report whatever there is, even if an exception ends it; exit code."""
+    def run(self, scope: AuditScope) -> int:
+        """Audit each subject and report, also after an exception; returns the exit code."""
         try:
-            for subject in plan.subjects(self._desk.status):
-                self._audit(subject, plan)
+            for subject in scope.subjects(self._desk.status):
+                self._audit(subject, scope)
         finally:
             if self.findings:
-                self._finish(plan)
+                self._finish(scope)
         stopped = [finding.stopped for finding in self.findings if finding.stopped]
         if stopped and not any(finding.refuted for finding in self.findings):
             bound = "a server that answers to the end of the audit"
-            raise ConfigError("url", plan.options.url, bound, f"It did not: {stopped[0]}.")
-        if plan.options.gallery:
-            return int(any(f.bug != expected(f.subject.name) for f in self.findings))
+            raise ConfigError("url", scope.options.url, bound, f"It did not: {stopped[0]}.")
+        if scope.options.gallery:  # lossless members have no bug, the others their own
+            found = [(f.bug, f.subject.name) for f in self.findings]
+            return int(any(bug != (None if name in LOSSLESS else name) for bug, name in found))
         if any(finding.refuted for finding in self.findings):
             return 1
         return 2 if any(f.verdict.startswith(INCONCLUSIVE) for f in self.findings) else 0
 
-    def _audit(self, subject: Subject, plan: Plan) -> None:
-        finding = Finding(subject, Evidence(subject.models, plan.alpha * subject.drawn))
-        draws = plan.options.draws or subject.budget
+    def _audit(self, subject: Subject, scope: AuditScope) -> None:
+        finding = Finding(subject, Evidence(subject.models, scope.alpha * subject.drawn))
+        draws = scope.options.draws or subject.budget
         self.findings.append(finding)
         try:
             first = "" if subject.exact is None else "what is checked without draws"
             with self._desk.progress(draws, f"draws of `{subject.name}`", first) as report:
                 audit(subject, draws, lambda done: report(done, "" if done else first), finding)
-        except RequestError:  # what it emits is nothing that could be audited
+        except RequestError:  # its output cannot be audited at all
             self.findings.pop()
             raise
         self._say(finding)
@@ -264,10 +256,10 @@ class Command:
         for note in [*finding.exact, *finding.notes]:
             self._desk.say(f"  {note}")
 
-    def _finish(self, plan: Plan) -> None:
-        options = plan.options
+    def _finish(self, scope: AuditScope) -> None:
+        options = scope.options
         given = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
-        shapes = {"of": ", ".join(plan.parts), **given}
+        shapes = {"of": ", ".join(scope.parts), **given}
         name = stem(options.output, "audit")
         found = results(self.findings, name, self._desk.typed, shapes)
         for finding in self.findings[self._said :]:
@@ -275,8 +267,3 @@ class Command:
         made = {"Evidence": table(self.findings)}
         self._desk.show(made, [])
         self._desk.write(found, options.output, made, sections(self.findings))
-
-
-def expected(name: str) -> str | None:
-    """The bug that a member of the gallery is."""
-    return None if name in LOSSLESS else name

@@ -1,11 +1,11 @@
-"""A live engine against probabilities that are computed next to it, token by token.
+"""A live engine compared with the reference's probabilities, token by token.
 
-Every token has a known distribution, so there is no second sample: its rank in that distribution is
-uniform if the engine is lossless (`reference.ranks`), whatever the text before it (but not of a
-token that is known to end a round: it may have replaced a draft). With a draft model at hand, so is
-q: how many drafts `standard` or `block` accepts, and what replaces a rejected one. At temperature 0
-each token must be the likeliest, except at ties of arithmetic; `coupled` must repeat itself without
-drafts; and every sampling parameter must act as it says.
+The distribution of every token is known, so no second sample is needed. If the engine is lossless,
+a token's rank in its distribution is uniform (`reference.ranks`), whatever the text before it,
+except for a token that is known to end a round: it may have replaced a draft. If the draft model
+can be loaded as well, q is known, and with it how many drafts `standard` or `block` accepts and
+what replaces a rejected one. At temperature 0 each token must be the likeliest, except at numeric
+ties. `coupled` must give the same text without drafts. Every sampling parameter must take effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.drafting.vocabulary import BUILT_IN_DRAFTS
 from foretoken.errors import ConfigError
-from foretoken.lab.audit.evidence import ALPHA, Model, Shown
+from foretoken.lab.audit.evidence import ALPHA, Model, PlotText
 from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
 from foretoken.lab.audit.subjects import Checks, Subject, checked
@@ -38,7 +38,7 @@ CELLS, SIDE = 16, 4
 FLAT = np.full(CELLS, 1 / CELLS)
 LENGTH, PROMPT_TOKENS, BATCH = 16, 32, 32
 NEAR_TIE = 1e-4  # logits closer than this may swap between passes over 1 row and K + 1 rows
-FEW: dict[str, Any] = {"top_k": 3, "top_p": 1.0, "min_p": 0.0}  # two or three outcomes to a token
+FEW: dict[str, Any] = {"top_k": 3, "top_p": 1.0, "min_p": 0.0}  # two or three outcomes per token
 PARAMETERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.5},
     "top_k": {"top_k": 2},
@@ -55,13 +55,13 @@ UNRELATED = "all pairs are as frequent, if the two know nothing of each other."
 WITHIN = "among outcomes with one first digit all are as frequent."
 
 
-def _in_pairs(about: str) -> Shown:
+def _in_pairs(about: str) -> PlotText:
     names = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
-    return Shown("two quarters: of the first, of the second", about, names)
+    return PlotText("two quarters: of the first, of the second", about, names)
 
 
 SHOWN = {
-    "tokens": Shown(
+    "tokens": PlotText(
         "rank, in sixteenths", f"{RANK}: as often in each sixteenth, if tokens are drawn from it."
     ),
     "neighbours": _in_pairs(f"Ranks of a token and the next one. {RANK}: {UNRELATED}"),
@@ -72,31 +72,33 @@ SHOWN = {
     "uniforms in turn": _in_pairs(
         f"Random numbers that tested drafts of two rounds in turn: {WITHIN}"
     ),
-    "two or three outcomes": Shown(
+    "two or three outcomes": PlotText(
         "rank, in sixteenths",
         f"As `tokens`, under top_k {FEW['top_k']}, where each draw decides between few. {RANK}.",
     ),
 }
-MOST_WAVES = 8  # of 256 tokens each in which a parameter must show
-MIXED = 0.01  # no token is less likely, as a part of what it is otherwise: see `_gain`
-DRAWN = 0.5  # part of alpha that the draws have; the parameters share the rest
+MOST_WAVES = 8  # of 256 tokens each, within which a parameter must show its effect
+MIXED = 0.01  # weight of the other distribution in each mixture of `_gain`
+DRAWN = 0.5  # share of alpha for the draws; the parameters share the rest
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
 EDITS = {
     "logit_bias": None, "allowed_token_ids": None, "repetition_penalty": 1.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-ODDS = 0.01  # a replacement is no rarer than this part of what it is with noise that is shared
+ODDS = 0.01  # weight of the shared-noise probability in the null's: it bounds their ratio
 TINY = 1e-30
 
 
 class EngineAudit:
-    """What is asked of an engine.
+    """The audit of an engine.
 
     Args:
-        llm: with whatever model, drafter and rule.
+        llm: with any model, drafter and rule.
         params: temperature, filters, edits, rule, K; length, stopping and seed are set here.
-        reference: of the same checkpoint; drafted: of the draft model's, see `draft_reference`.
-        alpha: the probability at most that a lossless engine is refuted, by draws or parameters.
+        reference: of the same checkpoint.
+        drafted: of the draft model's checkpoint, see `draft_reference`.
+        alpha: upper bound of the probability that a lossless engine is refuted, by draws or
+            parameters.
     """
 
     def __init__(
@@ -112,9 +114,9 @@ class EngineAudit:
         check_known(params)
         self.llm, self.reference = llm, reference
         unedited = all(getattr(params, name) == value for name, value in EDITS.items())
-        self.drafted = drafted if unedited else None  # edits of q are the engine's own affair
+        self.drafted = drafted if unedited else None  # the engine decides how edits change q
         self.params = replace(params, max_tokens=LENGTH, ignore_eos=True, trace=True, logprobs=None)
-        self.seed, self.alpha, self._asked = seed, alpha, 0
+        self.seed, self.alpha, self._num_requests = seed, alpha, 0
         self.generator = torch.Generator().manual_seed(seed)
         tokenizer: Any = llm.tokenizer
         if tokenizer is None:
@@ -129,12 +131,12 @@ class EngineAudit:
         self._p: list[torch.Tensor] = []
 
     def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
-        """Completions of the prompts in turn; every request has its own seed, or those given."""
-        start = self._asked if first is None else first
-        self._asked += count * (first is None)
-        asked = [replace(params, seed=(self.seed << 32) + start + i) for i in range(count)]
+        """Completions of the prompts in turn, with new seeds, or seeds counted from `first`."""
+        start = self._num_requests if first is None else first
+        self._num_requests += count * (first is None)
+        seeded = [replace(params, seed=(self.seed << 32) + start + i) for i in range(count)]
         prompts: Any = [self.prompts[i % len(self.prompts)] for i in range(count)]
-        outputs = self.llm.generate(prompts, asked, use_tqdm=False)
+        outputs = self.llm.generate(prompts, seeded, use_tqdm=False)
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -144,7 +146,7 @@ class EngineAudit:
         ]
 
     def ranked(self, params: SamplingParams, count: int) -> tuple[list[Text], torch.Tensor]:
-        """Texts and the ranks of their tokens, [texts, LENGTH]."""
+        """Texts, and the ranks of their tokens [texts, LENGTH]."""
         texts = self.texts(params, count)
         self._p = self.reference.probabilities(texts, params)
         found = [
@@ -154,7 +156,7 @@ class EngineAudit:
         return texts, torch.stack(found)
 
     def subject(self, name: str) -> Subject:
-        """Ranks of tokens, those of few outcomes, neighbours, and uniforms given ranks."""
+        """Its sources: ranks alone and in pairs, uniforms given ranks, ranks with few outcomes."""
         sampled = self.params.temperature > 0
         bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
         rounds, rule = self._drafts_of_an_outcome()
@@ -184,7 +186,7 @@ class EngineAudit:
         return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
 
     def _drafts_of_an_outcome(self) -> tuple[int, str]:
-        """How many may be told as accepted with a token, and by which rule; see `_decided`."""
+        """The most accepted drafts reported with one token, and the rule; see `_decided`."""
         speculation = self.llm.config.speculative_config
         if speculation is None:
             return 1, "standard"
@@ -192,10 +194,10 @@ class EngineAudit:
         return (speculation.num_drafts, "block") if rule == "block" else (1, "standard")
 
     def _rounds(self) -> tuple[Any, Any]:
-        """Accepted drafts and `block`'s expectation of them, with the last token of each round.
+        """Accepted drafts and their expected number under `block`, at the last token of each round.
 
-        p and q are computed along all of its drafts, also those after a rejected one. Where q is
-        neither one-hot nor at hand, the chances are the engine's own.
+        p and q are computed along all drafts of a round, also those after a rejected one. Where q
+        is neither one-hot nor known, the engine's own thresholds are used.
         """
         seen, paths = np.zeros((len(self._texts), LENGTH), dtype=int), []
         chance = np.zeros(seen.shape)
@@ -214,20 +216,22 @@ class EngineAudit:
         q = self.drafted.probabilities(texts, self.params) if self.drafted else p
         for (number, first, last, drafts, _), p_RV, q_RV in zip(paths, p, q, strict=True):
             ids = [draft.token_id for draft in drafts]
-            rows = np.maximum(q_RV[first:].numpy(), TINY)  # its own arithmetic may drop a draft
+            # Rounding may put a draft outside of the reference's filters: q must not be 0 there.
+            rows = np.maximum(q_RV[first:].numpy(), TINY)
             if drafts[0].q is None:
                 rows = one_hot(ids, rows.shape[1])
             chance[number, last] = block_keeps(p_RV[first:].numpy(), rows, ids)
         return seen.flatten(), chance.flatten()
 
     def _decided(self) -> tuple[Any, ...]:
-        """Accepted drafts and `standard`'s chance of them, and likelihood ratios of two bugs.
+        """Accepted drafts, their chance under `standard`, and likelihood ratios of two bugs.
 
         A draft without a q of its own was not drawn: its q is one-hot.
 
-        `residual_is_p`: a token comes with min(p, q), or with p in place of another draft; without
-        the bug with p, whatever the rule. `shared_noise` is about replacements alone, where the
-        engine says that it verified with q: others replace from elsewhere.
+        `residual_is_p`: a token has probability min(p, q), plus p times the chance that another
+        draft is rejected. Without the bug its probability is p, under any rule. `shared_noise`
+        concerns replacements only, and only where the engine says that it verified with q: other
+        replacements come from other distributions.
         """
         if self._drafts_of_an_outcome()[1] == "block":
             return self._rounds()
@@ -237,16 +241,17 @@ class EngineAudit:
         q = self.drafted.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
             for p_V, q_V, record in zip(p_RV.numpy(), q_RV.numpy(), text.trace, strict=True):
-                draft, taken, token = decided(record), record.origin == "accepted", record.token_id
+                draft, token = decided(record), record.token_id
+                is_accepted = record.origin == "accepted"
                 if draft is not None and draft.q is None:
                     q_V = one_hot([draft.token_id], len(q_V))[0]
                 overlap = np.minimum(p_V, q_V).sum()
-                seen.append(int(taken))
-                chance.append(float(taken) if draft is None else overlap)
+                seen.append(int(is_accepted))
+                chance.append(float(is_accepted) if draft is None else overlap)
                 wrong = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
                 plain.append(wrong / p_V[token] if draft is not None and p_V[token] > 0 else 1.0)
                 shared.append(1.0)
-                if draft is not None and not taken and draft.q is not None:
+                if draft is not None and not is_accepted and draft.q is not None:
                     rest_V, raced = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
                     own = rest_V[token] / rest_V.sum()
                     shared[-1] = raced / max((1 - ODDS) * own + ODDS * raced, TINY)
@@ -254,10 +259,10 @@ class EngineAudit:
         return np.array(seen), np.array(chance), ratios
 
     def _uniforms(self) -> tuple[Any, Any]:
-        """The uniform of each round's first draft, given the rank of the token before it, and given
+        """Pairs with the uniform of each round's first draft: the rank of the token before it, and
         the uniform that decided last in the round before.
 
-        Of the first one alone: whether `block` looks at a further one depends on that very number.
+        Only the first draft's uniform is used: it decides whether `block` reads further ones.
         Neither ranks nor uniforms are uniform where a round is known to have ended.
         """
         after_ranks: list[tuple[float, float]] = []
@@ -275,20 +280,18 @@ class EngineAudit:
         first, second = (pairs(found_N2[:, 0], found_N2[:, 1]) for found_N2 in found)
         return first, second
 
-    # What needs no draws --------------------------------------------------------------------------
+    # Checks without draws -------------------------------------------------------------------------
 
     def checks(self) -> Checks:
-        """Temperature 0, `coupled` again without drafts, every sampling parameter."""
         return checked(self.greedy, self._coupled, self._parameters)
 
     def greedy(self) -> tuple[str | None, str]:
-        """Tokens at temperature 0; see `classify`."""
         params = replace(self.params, temperature=0.0)
         texts = self.texts(params, BATCH)
         return classify(texts, self.reference.logits(texts), params, self._ulp())
 
     def _ulp(self) -> float:
-        """Relative spacing of the engine's numbers, or of the codes that products round to."""
+        """Relative spacing of the engine's numbers, or of the codes that inputs are rounded to."""
         if rounds(self.llm):
             return 1 / 127
         return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
@@ -304,10 +307,10 @@ class EngineAudit:
         return ("replay_differs" if apart > BATCH // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
-        """Each probed next to the audited ones; refuted only if tokens tell that it is ignored.
+        """Each parameter in turn, added to the audited ones; refuted only if it is shown ignored.
 
-        If one of n acts, exp(-gain) is a supermartingale of mean 1: it is above n/alpha *ever* with
-        probability alpha/n at most.
+        If a parameter acts, exp(-gain) is a supermartingale that starts at 1: with n parameters it
+        *ever* exceeds n/alpha with probability at most alpha/n.
         """
         acts_at = math.log(len(PARAMETERS) / ((1 - DRAWN) * self.alpha))
         found: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
@@ -320,7 +323,7 @@ class EngineAudit:
                     break
             acts, ignored, open_ = found.values()
             (acts if gain > acts_at else ignored if gain < -acts_at else open_).append(name)
-        said = "; ".join(f"{', '.join(names)} {told}" for told, names in found.items() if names)
+        said = "; ".join(f"{', '.join(names)} {verb}" for verb, names in found.items() if names)
         bug = "parameter_ignored" if found["ARE IGNORED"] else None
         return bug, f"Sampling parameters: {said}."
 
@@ -337,10 +340,10 @@ class EngineAudit:
     ) -> float:
         """Log-likelihood of all tokens under `params`, less that under `without`.
 
-        Each is mixed with `MIXED` of the other, so that no token at the edge of a filter, which
-        rounding may move, weighs more than log(1/MIXED). For probabilities f and g the ratio
-        ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f and 1 where that is 1: under f its
-        mean is no more than 1, by Jensen.
+        Each distribution is mixed with `MIXED` of the other. So no token at the edge of a filter,
+        which rounding may move, contributes more than log(1/MIXED). For probabilities f and g the
+        ratio ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f, and 1 where g/f = 1. By
+        Jensen its mean under f is at most 1.
         """
         gain = 0.0
         for text, raw in zip(texts, self.reference.logits(texts), strict=True):
@@ -355,7 +358,7 @@ class EngineAudit:
 
 
 def check_lossless(llm: LLM, params: SamplingParams) -> None:
-    """Raise `ConfigError` for an engine whose rule is not lossless by design."""
+    """Raise `ConfigError` for a rule that is lossy by design."""
     speculation = llm.config.speculative_config
     own = speculation.rejection_sample_method if speculation is not None else "standard"
     if "synthetic" in (own, params.rejection_sample_method):
@@ -368,10 +371,10 @@ def check_lossless(llm: LLM, params: SamplingParams) -> None:
 def classify(
     texts: Sequence[Text], logits: Sequence[torch.Tensor], params: SamplingParams, ulp: float
 ) -> tuple[str | None, str]:
-    """Whether tokens at temperature 0 are the likeliest; a bug, if any, and a line.
+    """Check that tokens at temperature 0 are the likeliest; returns a bug or None, and a line.
 
-    One that is not is a *numeric tie* where its logit is within `NEAR_TIE`, or 4 units in the last
-    place of the subject's dtype, of the best; else a *bug*.
+    Any other token is a *numeric tie* if its logit is within `NEAR_TIE` of the best, or within 4
+    units in the last place of the subject's dtype; otherwise it is a *bug*.
     """
     tokens, ties, bugs, widest, in_ulps = 0, 0, 0, 0.0, 0.0
     for text, raw in zip(texts, logits, strict=True):
@@ -392,18 +395,18 @@ def classify(
 
 
 def cells(rank: torch.Tensor) -> Any:
-    """Sixteenths of ranks in [0, 1]."""
+    """The sixteenth in which each rank lies."""
     return (rank.flatten() * CELLS).long().clamp(max=CELLS - 1).numpy()
 
 
 def pairs(first: torch.Tensor, second: torch.Tensor) -> Any:
-    """Quarters of two ranks together, for ranks that should not know of each other."""
+    """The pair of quarters in which two ranks lie, for ranks that should be independent."""
     quarter = [(x.flatten() * SIDE).long().clamp(0, SIDE - 1) for x in (first, second)]
     return (quarter[0] * SIDE + quarter[1]).numpy()
 
 
 def decided(record: Any) -> Any | None:
-    """The draft that `standard` has accepted here, or replaced; None: there is none."""
+    """The draft that `standard` accepted or replaced at this token, or None."""
     if record.rule != "standard" or record.origin not in ("accepted", "resampled"):
         return None
     draft = record if record.origin == "accepted" else next(iter(record.dropped), None)
@@ -411,15 +414,15 @@ def decided(record: Any) -> Any | None:
 
 
 def one_hot(ids: Sequence[int], vocabulary: int) -> Any:
-    """Rows of drafts that were not drawn."""
+    """q of drafts that were not drawn: one-hot rows."""
     rows = np.zeros((len(ids), vocabulary))
     rows[np.arange(len(ids)), ids] = 1
     return rows
 
 
 def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """Index of the first and of the last token of each round of `block`, and its drafts up to the
-    first that is none: a placeholder, say."""
+    """For each round of `block`: indices of its first and last token, and its drafts up to the
+    first placeholder."""
     for _, numbered in groupby(enumerate(trace), key=lambda item: item[1].round):
         members = list(numbered)
         last, ending = members[-1]
@@ -430,32 +433,32 @@ def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
 
 
 def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """Per token whether an accepted draft stands there, and `standard`'s chance of that.
+    """For each token: whether it is an accepted draft, and the chance of that under `standard`.
 
-    Of a one-hot draft that is the target's probability of it, p [R, V]; of one whose q only the
-    engine knows, what the engine says. Under other rules, whose chance is not that of a draft
-    alone, both are what was seen.
+    The chance of a one-hot draft is its probability under the target, p [R, V]. If only the engine
+    knows q, the chance is the engine's threshold. Under other rules the chance does not depend on
+    one draft alone: there the chance is taken to be the observation.
     """
     seen, chance = [], []
     for text, p_RV in zip(texts, p, strict=True):
         for p_V, record in zip(p_RV, text.trace, strict=True):
-            draft, taken = decided(record), record.origin == "accepted"
-            seen.append(int(taken))
+            draft, is_accepted = decided(record), record.origin == "accepted"
+            seen.append(int(is_accepted))
             if draft is None:
-                chance.append(float(taken))
+                chance.append(float(is_accepted))
             else:
                 chance.append(float(p_V[draft.token_id]) if draft.q is None else draft.threshold)
     return np.array(seen), np.array(chance)
 
 
 def rounds(llm: LLM) -> bool:
-    """Whether the target's products round what they read, since its weights are quantised."""
+    """Whether the target's products round their inputs, because its weights are quantised."""
     network = llm.engine.runner.model.network
     return not isinstance(network, ModuleNetwork) and rounds_rows(network.stack)
 
 
 def reference_of(llm: LLM) -> Reference:
-    """The engine's target at hand."""
+    """A reference of the engine's target."""
     network = llm.engine.runner.model.network
     has_plain_head = not isinstance(network, ModuleNetwork) and (
         isinstance(head := network.stack.head.weight, Dense) and not head.rounds
@@ -466,7 +469,7 @@ def reference_of(llm: LLM) -> Reference:
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:
-    """The draft model at hand; None: there is none, or its tokens are others than the target's."""
+    """A reference of the draft model; None: no draft model, or another vocabulary."""
     speculation = llm.config.speculative_config
     drafter = speculation and speculation.members.get(str(speculation.method))
     if drafter is None or drafter.method != "draft_model":

@@ -1,11 +1,11 @@
 """The exact distribution of a Python function of random numbers: every branch, with its weight.
 
-The function is run again and again with a generator whose numbers are not numbers: a `Uniform`
-knows the interval that it lies in, and each comparison with a threshold inside it forks the run in
-two, weighted by where the threshold lies. What comes out is what the function does for *all*
-uniforms, with no grid and no sample. Thresholds may be floats, or `Fraction`s for an exact result,
-numbers of numpy and tensors of torch. A uniform may be scaled, shifted and given to `np.log` before
-it is compared; arrays of uniforms are numpy's, of dtype object.
+The function is run many times with a symbolic generator. Its numbers are `Uniform`s, which know the
+interval that they lie in. A comparison with a threshold inside the interval forks the run in two,
+weighted by the threshold's position. The result covers *all* uniforms, with no grid and no sample.
+Thresholds may be floats, `Fraction`s for an exact result, numbers of numpy and tensors of torch. A
+uniform may be scaled, shifted and given to `np.log` before it is compared; arrays of uniforms are
+numpy arrays of dtype object.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 MOST_RUNS = 200_000
-TWICE = 500
-MOST_STEPS = 4096  # integers that `int(u * n)` tells apart
+TWICE = 500  # so many runs are made twice
+MOST_STEPS = 4096  # `int(u * n)` may give integers below this
 SLIVER = 1e-14  # no branch is narrower: a cumulative sum in float64 may end at 1 - 1e-16
 REMEDY = (
     "For an enumeration draw every random number from `rng`, and use it only in comparisons such "
@@ -29,11 +29,11 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 class NotEnumerableError(Exception):
-    """The function does with its random numbers what no interval can answer: sample it instead."""
+    """The function uses its random numbers in a way that intervals cannot follow: sample it."""
 
 
 class Interval:
-    """Where in [0, 1) the number of one draw lies, as far as comparisons have said."""
+    """The part of [0, 1) in which a drawn number lies, given the comparisons so far."""
 
     __slots__ = ("high", "low", "run")
 
@@ -41,7 +41,7 @@ class Interval:
         self.run, self.low, self.high = run, 0, 1
 
     def below(self, threshold: Any) -> bool:
-        """Whether the number is below it: both, by a fork, if the threshold lies inside."""
+        """Whether the number is below a threshold; if both are possible, the run forks."""
         if not threshold - self.low > SLIVER:
             return False
         if not self.high - threshold > SLIVER:
@@ -55,11 +55,11 @@ class Interval:
 
 
 class Uniform:
-    """A strictly monotone function of a number in [0, 1) of which only an interval is known.
+    """A strictly monotone function of a number in [0, 1) that is known only by its interval.
 
     Args:
-        inverse: from a value of the function to the number; None: the number itself.
-        rises: whether the function does.
+        inverse: maps a value of the function to the number; None: the identity.
+        rises: whether the function is increasing.
     """
 
     __slots__ = ("interval", "inverse", "rises")
@@ -70,7 +70,7 @@ class Uniform:
         self.interval, self.inverse, self.rises = interval, inverse, rises
 
     def _is(self, above: bool, threshold: Any) -> bool:
-        if threshold is self:  # `np.searchsorted` asks that
+        if threshold is self:  # `np.searchsorted` compares so
             return False
         if isinstance(threshold, Uniform):
             raise NotEnumerableError("it compares or combines two random numbers")
@@ -80,7 +80,7 @@ class Uniform:
         return self.interval.below(at) == (self.rises != above)
 
     def _compare(self, above: bool, other: Any) -> Any:
-        """In the type that comparing a float with `other` has: `~(u < x)` differs by it."""
+        """The result has the type of `float < other`: `~(u < x)` depends on it."""
         if isinstance(other, torch.Tensor):
             truths = [self._is(above, x) for x in other.flatten().tolist()]
             return torch.tensor(truths, dtype=torch.bool).reshape(other.shape)
@@ -96,7 +96,7 @@ class Uniform:
     def __gt__(self, other: Any) -> Any:
         return self._compare(True, other)
 
-    def __le__(self, other: Any) -> Any:  # as `<`, since a single number has no weight
+    def __le__(self, other: Any) -> Any:  # like `<`: a single number has probability 0
         return True if other is self else self._compare(False, other)
 
     def __ge__(self, other: Any) -> Any:
@@ -136,7 +136,7 @@ class Uniform:
 
     def __truediv__(self, other: Any) -> Any:
         def by(a: float) -> Any:
-            if a == 0:  # as NumPy has it; a draft that the filters exclude has p = 0
+            if a == 0:  # as in NumPy; a draft that the filters exclude has p = 0
                 return math.inf if self > 0 else -math.inf
             return a if math.isnan(a) else self._then(lambda value: value * a, a > 0)
 
@@ -148,7 +148,7 @@ class Uniform:
     __radd__, __rmul__ = __add__, __mul__
 
     def log(self) -> Uniform:
-        """What `np.log` gives."""
+        """Called by `np.log`."""
         return self._then(lambda value: math.exp(min(value, 700.0)))
 
     def __int__(self) -> int:
@@ -169,14 +169,14 @@ class Uniform:
 
 
 class SymbolicRandom:
-    """One run's generator, with what verifiers use of numpy's; each draw is a fork."""
+    """One run's generator, with the methods of numpy's that verifiers use; each draw forks."""
 
     def __init__(self, taken: list[int]) -> None:
         self.taken, self.weight, self.others = taken, 1, list[list[int]]()
         self._at = 0
 
     def fork(self, weights: Sequence[Any]) -> int:
-        """The branch that this run takes; the others that have weight are left for later."""
+        """The branch that this run takes; other branches with weight are left for later runs."""
         if self._at == len(self.taken):
             live = [k for k, weight in enumerate(weights) if weight > 0]
             self.others += [[*self.taken, k] for k in live[1:]]
@@ -189,7 +189,7 @@ class SymbolicRandom:
         return branch
 
     def random(self, size: Any = None, dtype: Any = np.float64) -> Any:
-        """One uniform, or an array of them; of all dtypes a real number."""
+        """One uniform, or an array of them; exact whatever the dtype."""
         return _array(lambda: Uniform(Interval(self)), size, object)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
@@ -199,7 +199,7 @@ class SymbolicRandom:
         return self.random(size) * (high - low) + low
 
     def exponential(self, scale: float = 1.0, size: Any = None) -> Any:
-        """A time, or an array of them; to compare two of them is beyond intervals."""
+        """A time, or an array of them; two of them cannot be compared."""
         return _array(lambda: -(1 - self.random()).log() * scale, size, object)
 
     def integers(
@@ -220,7 +220,7 @@ class SymbolicRandom:
         return _array(lambda: options[self.fork(weights)], size, options.dtype)
 
     def multinomial(self, n: int, pvals: Any, size: Any = None) -> Any:
-        """How often each of `pvals` came in `n` draws."""
+        """How often each of `pvals` was drawn in `n` draws."""
         if size is not None:
             raise NotEnumerableError("it gives `rng.multinomial` a size")
         drawn = self.choice(len(pvals), n, p=pvals)
@@ -231,13 +231,13 @@ class SymbolicRandom:
         return sum(self.fork((p, 1 - p)) == 0 for _ in range(n))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python and numpy look up by themselves
+        if name.startswith("__"):  # looked up by Python and numpy themselves
             raise AttributeError(name)
         raise NotEnumerableError(f"it calls `rng.{name}`")
 
 
 def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
-    """One of `draw`, or an array of that shape."""
+    """One result of `draw`, or an array of them with shape `size`."""
     if size is None:
         return draw()
     shape = np.empty(size, bool).shape
@@ -247,7 +247,6 @@ def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it was raised from."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -255,12 +254,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
-    """P(outcome) of `function(rng)`; `NotEnumerableError` if that cannot be told.
+    """P(outcome) of `function(rng)`; `NotEnumerableError` if it cannot be found.
 
-    The first runs are made twice, and every run begins as another one did: a function with random
-    numbers of its own differs sooner or later.
+    The first runs are made twice, and every run begins as an earlier one did. A function with
+    random numbers of its own is found out, because its runs differ sooner or later.
     """
-    law: dict[_T, Any] = {}
+    distribution: dict[_T, Any] = {}
     todo, runs = [list[int]()], 0
     while todo:
         taken, runs = todo.pop(), runs + 1
@@ -281,6 +280,6 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
             raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
         if runs > MOST_RUNS:
             raise NotEnumerableError(f"it takes {runs} runs and more")
-        law[outcome] = law.get(outcome, 0) + first.weight
+        distribution[outcome] = distribution.get(outcome, 0) + first.weight
         todo += first.others
-    return law
+    return distribution

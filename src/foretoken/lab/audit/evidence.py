@@ -1,19 +1,21 @@
-"""The evidence against losslessness, draw by draw: e-values whose average may be read at any time.
+"""The evidence against losslessness, draw by draw: an average of e-values, valid at any time.
 
-An e-value is a product of betting factors, each of mean 1 if the subject is lossless, so that the
-product exceeds 1/alpha *ever* with probability alpha at most (Ville's inequality); an average of
-several is one, too. Those averaged here:
+An e-value is a product of betting factors, each of mean 1 if the subject is lossless. Therefore the
+product *ever* exceeds 1/alpha with probability at most alpha (Ville's inequality). An average of
+e-values is an e-value. The average here is over:
 
-- per bug of the gallery the likelihood ratio of its distribution to the target's, over all toys;
-- per toy a Dirichlet mixture of all distributions, for bugs that nobody thought of;
-- bets that more drafts are accepted than any lossless rule could, which look at no distribution.
+- for each bug of the gallery, the likelihood ratio of its distribution to the target's, over all
+  toys;
+- for each toy, a Dirichlet mixture of all distributions, for unknown bugs;
+- bets that more drafts are accepted than any lossless rule could accept.
 
-Where a model allows for a distance `delta`, likelihoods are compared with the best that any
-distribution within it reaches, which is no less than the true one's: the bound on e holds
-(universal inference, Wasserman et al. 2020). Such evidence is read once per call of `add`.
+Where a model allows for a distance `delta`, likelihoods are compared with the largest likelihood
+of any distribution within that distance. It is no less than the true distribution's, so the bound
+on e holds (universal inference, Wasserman et al. 2020). Such evidence is read once per call of
+`add`.
 
-The verdict names the bug whose e-value has the largest share. Beside it stand a bound on total
-variation and a G-test, each per source.
+The verdict names the bug with the largest share of the evidence. Each source also has a bound on
+total variation and a G-test.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ ALPHA = 1e-3
 CONFIDENCE = 0.99  # of bounds
 UNKNOWN, TOO_MUCH = "unknown", "accepts_too_much"
 WEIGHTS = {"bugs": 0.4, UNKNOWN: 0.4, TOO_MUCH: 0.2}
-# Pseudo-counts of the Dirichlet mixtures: how far from the target's distribution to look. Few see
-# gross differences at once, many see small ones at all.
+# Pseudo-counts of the Dirichlet mixtures: few detect gross differences quickly, many detect small
+# ones that few would miss.
 CONCENTRATIONS = (8.0, 300.0, 10_000.0)
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.8)  # of the bets on acceptance
-LEAST = 1e-30  # stands for the probability of what cannot happen
-OWN = 0.98  # of a bug's distribution; the rest is the target's, in case it is met in part
+LEAST = 1e-30  # used as the probability of impossible outcomes
+OWN = 0.98  # weight of a bug's distribution; the rest is the target's: a bug may act only in part
 SURE = 0.99  # share of the evidence that a name must have
 
 
-class Shown(NamedTuple):
-    """How a plot tells of the outcomes of one source.
+class PlotText(NamedTuple):
+    """How a plot describes the outcomes of one source.
 
     Attributes:
-        axis: what their names are.
+        axis: what the names of the outcomes are.
         about: sentences: what an outcome is, and where the target's share of it comes from.
         names: of the outcomes in order; () for their numbers.
     """
@@ -56,19 +58,19 @@ class Shown(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of one source of outcomes before any is drawn.
+    """What is known about one source of outcomes before any is drawn.
 
     Attributes:
         null: P(outcome) of a lossless subject, [cells].
-        bugs: the same of each bug, `null` where ratios are given with each outcome.
-        rounds: drafts of a round; 0: acceptance is not told.
-        most_accepted: of them, what the best lossless rule accepts on average.
-        usual_accepted: what `usual_rule` accepts; 0: what is given with each outcome.
-        together: outcomes that may depend on each other: tokens of one text.
+        bugs: the same for each bug; `null` where ratios are given with each outcome.
+        rounds: drafts of a round; 0: acceptance is unknown.
+        most_accepted: how many of them the best lossless rule accepts on average.
+        usual_accepted: how many `usual_rule` accepts; 0: as given with each outcome.
+        together: number of outcomes that may depend on each other: tokens of one text.
         delta: total variation by which arithmetic alone may move the subject from `null`.
-        closed: the last cell is for what cannot be: `delta` adds nothing to its probability.
-        given: groups of as many cells each, one after another. What is tested is an outcome's cell
-            given its group, `null` is P(cell | group), and groups may be as frequent as they like.
+        closed: the last cell is for impossible outcomes: `delta` adds nothing to its probability.
+        given: number of groups of equally many consecutive cells. The test is of an outcome's cell
+            given its group: `null` is P(cell | group), and groups may have any frequency.
         shown: for plots.
     """
 
@@ -83,12 +85,12 @@ class Model(NamedTuple):
     usual_rule: str = "standard"
     closed: bool = False
     given: int = 1
-    shown: Shown = Shown()
+    shown: PlotText = PlotText()
 
 
 @dataclass
 class Source:
-    """What was drawn from one model: tokens of an engine, first rounds of a toy."""
+    """Outcomes drawn from one model: tokens of an engine, first rounds of a toy."""
 
     model: Model
     counts: Any
@@ -98,32 +100,32 @@ class Source:
 
     @property
     def distance(self) -> float:
-        """Total variation between what was drawn and what should be."""
+        """Total variation between the outcomes drawn and `null`."""
         if self.draws == 0:
             return 1.0
         return float(np.abs(self.counts - self.expected).sum() / 2 / self.draws)
 
     @property
     def expected(self) -> Any:
-        """Counts that a lossless subject has on average, in groups of the size that was seen."""
+        """Mean counts of a lossless subject, for groups of the observed sizes."""
         grouped = self.counts.reshape(self.model.given, -1)
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
 
     @property
     def reach(self) -> Any:
-        """How far a share that is right strays from the expected one, up and down, with
-        `CONFIDENCE` for each outcome by itself: the normal approximation."""
+        """Half-width around each expected share that holds a correct share with `CONFIDENCE`, for
+        each outcome by itself (normal approximation)."""
         grouped = self.counts.reshape(self.model.given, -1).sum(axis=1, keepdims=True)
         null = self.model.null.reshape(self.model.given, -1)
         spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)
         return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread + self.model.delta
 
     def distance_bound(self, sources: int) -> float:
-        """Of the subject's true total variation: all bounds hold with `CONFIDENCE` together.
+        """Bound of the true total variation; those of all sources hold together with `CONFIDENCE`.
 
-        The mean of `distance` is not below the truth (it is convex in the counts), and falls short
-        of its mean by e with probability exp(-2 n e^2) at most (McDiarmid), n counting what is
-        independent. It is for a number of draws fixed beforehand.
+        The mean of `distance` is not below the truth (it is convex in the counts). `distance` falls
+        short of its mean by e with probability at most exp(-2 n e^2) (McDiarmid), where n counts
+        independent draws. The bound is for a number of draws fixed beforehand.
         """
         if self.draws == 0:
             return 1.0
@@ -133,8 +135,7 @@ class Source:
 
     @property
     def p_value(self) -> float:
-        """Of the G-test, which is valid for a number of draws fixed beforehand; of groups, their
-        sum."""
+        """Of the G-test (of groups: of their summed statistics); for draws fixed beforehand."""
         shape = self.model.given, -1
         rows = zip(self.counts.reshape(shape), self.model.null.reshape(shape), strict=True)
         tests = [g_test(counts.tolist(), null.tolist()) for counts, null in rows]
@@ -143,11 +144,11 @@ class Source:
 
     @property
     def allowance(self) -> float:
-        """By how much the log-likelihood of `counts` is higher than under `null`, within `delta`.
+        """Largest gain in log-likelihood over `null` of any distribution within `delta`.
 
-        The best distribution there raises the cells with the most draws for their probability to
-        one common ratio, and lowers those with the fewest to another, by `delta` each. If it is
-        `closed`, the last cell stays where it is, however many draws it has.
+        The best one raises the cells with the most draws relative to their probability to one
+        common ratio, and lowers those with the fewest to another, each by `delta` in all. If the
+        model is `closed`, the last cell keeps its probability, however many draws it has.
         """
         delta, null = self.model.delta, np.maximum(self.model.null, LEAST)
         if delta == 0 or self.draws == 0:
@@ -169,7 +170,7 @@ class Source:
 
     @property
     def acceptance(self) -> tuple[float, float, float]:
-        """Drafts accepted per draw, how far that mean reaches (Hoeffding, Azuma), the optimum."""
+        """Drafts accepted per draw, its confidence half-width (Hoeffding, Azuma), the optimum."""
         draws = max(self.draws, 1)
         reach = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * draws))
         return self.accepted / draws, self.model.rounds * reach, self.best / draws
@@ -185,7 +186,7 @@ class Evidence:
     """E-values of one subject; `add` consumes draws in order.
 
     Attributes:
-        refuted_at: after how many draws their average was above 1/alpha; None: it never was.
+        refuted_at: number of draws after which the average first exceeded 1/alpha, or None.
         path: (draws, log10 of the average), for plots.
     """
 
@@ -227,15 +228,16 @@ class Evidence:
     ) -> None:
         """Consume outcomes of model `number`.
 
-        Tokens of one text are outcomes of several models at once, and which of them a round began
-        with tells of their neighbours: that each factor has mean 1 holds from one wave of texts to
-        the next. The evidence of such models is read when all of them have had their outcomes.
+        Tokens of one text are outcomes of several models at once, and the starts of rounds give
+        information about neighbouring tokens. Factors have mean 1 from one wave of texts to the
+        next, not within a wave. The evidence of such models is therefore read only when all of
+        them have had their outcomes.
 
         Args:
-            accepted: drafts that each accepted in its first round.
-            chance: how many a lossless rule accepts there at most, on average, if that is not the
+            accepted: drafts accepted in each outcome's first round.
+            chance: the mean that the best lossless rule accepts there, for each outcome; None: the
                 model's `most_accepted`.
-            ratios: of some bugs, the likelihood ratio of each outcome, given all before it.
+            ratios: for some bugs, the likelihood ratio of each outcome, given all before it.
         """
         source, model = self.sources[number], self.models[number]
         steps = np.zeros((len(self._logs), len(cells)))
@@ -269,7 +271,7 @@ class Evidence:
         self.path.append((self.draws, float(total[-1]) / math.log(10)))
 
     def _mixtures(self, source: Source, cells: Any) -> Any:
-        """Predictive probability of each outcome after all before it, over its true one; logs."""
+        """Log of each outcome's predictive probability, given earlier ones, over that of `null`."""
         null, each = np.maximum(source.model.null, LEAST), np.arange(len(cells))
         hot = np.zeros((len(cells) + 1, len(null)))
         hot[each + 1, cells] = 1
@@ -292,7 +294,7 @@ class Evidence:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the evidence, by bug; likelihoods alone: bets on acceptance only when nothing else."""
+        """Share of the evidence by bug; bets on acceptance count only if no likelihood is up."""
         logs: dict[str, float] = {}
         for name, log in zip(self._names, self._logs + self._prior, strict=True):
             logs[name] = np.logaddexp(logs.get(name, -math.inf), log)
@@ -305,25 +307,25 @@ class Evidence:
 
     @property
     def name(self) -> str | None:
-        """The bug with at least `SURE` of the evidence, `UNKNOWN` among them; None: none has it.
+        """The bug (or `UNKNOWN`) with at least `SURE` of the evidence, or None.
 
         An unknown bug is named `TOO_MUCH` if the bets on acceptance weigh more.
         """
         best, share = max(self.shares.items(), key=lambda item: item[1])
         if share < SURE:
             return None
-        told = zip(self._logs + self._prior, self._names, strict=True)
-        _, most = max((log, name) for log, name in told if name in (UNKNOWN, TOO_MUCH))
+        logs = zip(self._logs + self._prior, self._names, strict=True)
+        _, most = max((log, name) for log, name in logs if name in (UNKNOWN, TOO_MUCH))
         return most if best == UNKNOWN else best
 
     @property
     def log10_e(self) -> float:
-        """Of the average, the highest that it was."""
+        """log10 of the highest average so far."""
         return self.highest / math.log(10)
 
     @property
     def accepts_less(self) -> Source | None:
-        """The first source whose subject surely accepts less than is usual, or None."""
+        """The first source with an acceptance surely below the usual one, or None."""
         for source in self.sources:
             mean, reach, _ = source.acceptance
             if source.model.rounds and mean + reach < source.usual:
@@ -337,7 +339,7 @@ def _log_sum(logs: Any) -> Any:
 
 
 def _level(falling: Callable[[float], float], low: float, high: float, goal: float) -> float:
-    """Where a function that falls, or stays, reaches a goal; bisection of logarithms."""
+    """Where a non-increasing function reaches `goal`, by bisection of logarithms."""
     for _ in range(100):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if falling(middle) > goal else (low, middle)

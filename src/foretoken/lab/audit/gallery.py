@@ -1,9 +1,9 @@
-"""The rules as plain functions, and published bugs: the same with one thing wrong each.
+"""The rules as plain functions, and published bugs: a rule with one thing wrong each.
 
-All have the signature that a third party's verifier has, too (`subjects.Verifier`): p [K + 1, V], q
-[K, V], K drafts, a generator, K + 1 uniforms to use instead of it; they return the tokens that are
-emitted, accepted drafts first. Their distributions are enumerated, and are the simple alternatives
-of an audit (`evidence.py`).
+All have the signature of a third party's verifier (`subjects.Verifier`): p [K + 1, V], q [K, V], K
+drafts, a generator, K + 1 uniforms to use instead of it. They return the emitted tokens, accepted
+drafts first. Their enumerated distributions are the simple alternatives of an audit
+(`evidence.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOW_Q = 0.3  # below this probability the truncating drafter drops its own draft
 
 
 def pick(weights: Any, u: Any) -> int:
-    """The token at u of the cumulative distribution; weights need not add up to 1."""
+    """The token at which the cumulative distribution passes u; weights need not add up to 1."""
     total, reached = sum(weights), 0
     for token, weight in enumerate(weights[:-1]):
         reached = reached + weight
@@ -32,25 +32,26 @@ def pick(weights: Any, u: Any) -> int:
 
 
 def residual(p: Any, q: Any, weight: Any = 1) -> Any:
-    """max(weight p - q, 0), or p where nothing is left of it."""
+    """max(weight p - q, 0), or p if that is 0 everywhere."""
     rest = np.maximum(weight * p - q, 0)
     return rest if sum(rest) > 0 else p
 
 
 def own_each(u: Any) -> tuple[Any, Any]:
-    """A uniform for each test, and the last one for each token that may be drawn."""
+    """The usual deal: a uniform for each test, the last one for the final draw."""
     return u[:-1], [u[-1]] * len(u)
 
 
 class Ways(NamedTuple):
-    """The steps of `standard`; another one breaks it.
+    """The steps of `standard`; replacing one breaks the rule.
 
     Attributes:
-        chance: of a draft, given p, q and the draft; rest: what replaces a rejected one.
-        deal: K + 1 uniforms to those of the tests and those of the draws.
+        chance: of accepting a draft, given p, q and the draft.
+        rest: the weights from which a rejected draft is replaced.
+        deal: splits K + 1 uniforms into those of the tests and those of the draws.
         below: compares a test's uniform with its chance.
         drops: whether the round ends before a draft, given q and the draft.
-        bonus: what the token after the last draft comes from, given p there and the last q.
+        bonus: the weights of the token after the last draft, given p there and the last q.
     """
 
     chance: Callable[[Any, Any, int], Any] = lambda p, q, x: p[x] / q[x]
@@ -78,9 +79,9 @@ def standard(
 
 
 def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
-    """Of `block`: h_1 .., by which a uniform keeps so many drafts, and its weights w_0, w_1, ..
+    """The thresholds h_1, .. of `block` (u_i < h_i keeps i drafts) and its weights w_0, w_1, ..
 
-    Of p the rows in which drafts stand are enough.
+    Only the rows of p at drafts are read.
     """
     w, h, joint = [1], [], 1
     for i, x in enumerate(drafts, 1):
@@ -98,7 +99,7 @@ def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], 
 def block(
     p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, flaw: str = ""
 ) -> Tokens:
-    """Sun et al. 2024, algorithm 2; a flaw breaks the step that it names."""
+    """Sun et al. 2024, algorithm 2; `flaw` names a step to break."""
     tau, (h, w) = 0, heights(p, q, drafts, flaw)
     u = uniforms if uniforms is not None else rng.random(len(drafts) + 1)
     for i in range(len(drafts)):
@@ -113,22 +114,23 @@ def block(
 
 
 def block_keeps(p: Any, q: Any, drafts: Tokens) -> float:
-    """How many of these drafts `block` accepts on average.
+    """Mean number of these drafts that `block` accepts.
 
-    Over drafts that come from q no rule accepts more whose later rounds keep the plain target.
+    On average over drafts from q, no lossless rule accepts more if later rounds keep the plain
+    target.
     """
     missed = 1 - np.array(heights(p, q, drafts)[0], dtype=float)
     return float((1 - missed[::-1].cumprod()).sum())
 
 
-# What is wrong ------------------------------------------------------------------------------------
+# Bugs ---------------------------------------------------------------------------------------------
 
 
 def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
     """P(argmin E_v / r_v | argmin E_v / q_v = x): the residual r drawn with the draft's own noise.
 
-    Given x, whose time in the race of q is m ~ Exp(1), the others have E_v = m q_v + fresh Exp(1).
-    With c_v = q_v / r_v and s the winning time in units of m, integrating m out leaves
+    Given that x wins the race of q with time m ~ Exp(1), the others have E_v = m q_v + fresh
+    Exp(1). Let c_v = q_v / r_v, and s the winning time in units of m. Integrating m out leaves
     P(y) = r_y * integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2, which does not depend on x
     and is elementary between one c_v and the next.
     """
@@ -145,8 +147,8 @@ def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
 
 
 def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
-    """Rows of p after temperature and top-k, those of the toys' filters that these bugs get wrong;
-    ties at the k-th token stay."""
+    """Rows of p after temperature and top-k, the only filters that these bugs get wrong; ties at
+    the k-th token stay."""
     heated = p ** (1 / params["temperature"])
     if params["top_k"]:
         heated = heated * (heated >= np.sort(heated)[..., -params["top_k"], None])
@@ -163,7 +165,7 @@ def filtered_after_test(
     *,
     late: Mapping[str, Any],
 ) -> Tokens:
-    """Drafts are tested against p without the `late` filters, the other tokens have all."""
+    """Drafts are tested against p without the `late` filters; other tokens are drawn with all."""
     tested = sampled_from(p, {**params, **late})
     known = iter(tested)
     ways = Ways(
@@ -173,7 +175,7 @@ def filtered_after_test(
 
 
 def of_24_bits(u: Any) -> tuple[Any, Any]:
-    """Rounded to float32 between its bounds, where nothing else is wrong."""
+    """Uniforms rounded to float32 within its bounds; symbolic ones stay as they are."""
     if all(isinstance(each, float) for each in u):
         u = [min(max(float(np.float32(each)), 2.0**-24), 1 - 2.0**-24) for each in u]
     return own_each(u)
@@ -181,13 +183,12 @@ def of_24_bits(u: Any) -> tuple[Any, Any]:
 
 class ReusedAcrossRounds:
     """The uniform that rejects also tests the first draft of the next round: a counter's offset
-    moves by the drafts that were accepted, not by those that were tested."""
+    moves by the number of accepted drafts, not of tested ones."""
 
     def __init__(self) -> None:
         self.left: Any = None
 
     def __call__(self, p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None) -> Tokens:
-        """A round, with what the one before it left."""
         u = [*(uniforms if uniforms is not None else rng.random(len(drafts) + 1))]
         if self.left is not None:
             u[0] = self.left
@@ -203,8 +204,8 @@ class Bug(NamedTuple):
     Attributes:
         key: its name in results and in tables.
         what: what is wrong.
-        verify: the function, or a class of which each sample has an instance.
-        by_uniforms: it shows under injected uniforms alone.
+        verify: the function, or a class with an instance per sample.
+        by_uniforms: whether it shows only under injected uniforms.
     """
 
     key: str
@@ -218,7 +219,6 @@ def _plain(p: Any, q: Any, x: int) -> Any:
 
 
 def _standard(**ways: Callable[..., Any]) -> Any:
-    """`standard` with these of its `Ways`."""
     return partial(standard, ways=Ways(**ways))
 
 
@@ -252,7 +252,7 @@ BUGS = (
         _standard(rest=_plain)),
     Bug("bonus_from_draft", "the token after the last draft is drawn from q, not from p",
         _standard(bonus=lambda p, q: q)),
-    # No bug, but a lossy rule:
+    # A lossy rule, which is meant to be so:
     Bug("lossy_threshold", "drafts are accepted whenever the target finds them likely",
         _standard(chance=lambda p, q, x: p[x] > 0.15, rest=_plain)),
     Bug("accept_at_zero", "u = 0 accepts a draft of probability 0",

@@ -1,6 +1,6 @@
-"""The target at hand: its module under eager attention, and sampling parameters written once more.
+"""An independent copy of the target: its module under eager attention, and its own sampling code.
 
-Nothing here is shared with the engine but the checkpoint: no paged attention, no kernels, no edits.
+It shares only the checkpoint with the engine: no paged attention, no kernels, no edits.
 Shape suffixes: R rows (one per generated token), V vocabulary.
 """
 
@@ -24,15 +24,15 @@ from foretoken.sampling.params import SamplingParams
 Ids = Sequence[int]
 _BATCH = 16
 _LIKELY = 32  # tokens of a row that may be drawn
-# On cores that others use, a server under audit among them, two OpenMP threads spent 22 s of CPU on
-# what one does in 1.5 s: 15M parameters give each too little between two barriers.
+# On busy cores, for example next to the server under audit, two OpenMP threads spent 22 s of CPU on
+# work that one does in 1.5 s: with 15M parameters each has too little to do between two barriers.
 _SMALL = 100_000_000
-# What it does not know how to apply: a silent difference would look like a bug of the subject.
+# Parameters that the reference cannot apply: ignoring them would look like a bug of the subject.
 _UNKNOWN = ("structured_outputs", "bad_words", "min_tokens")
 
 
 class Text(NamedTuple):
-    """A prompt, what was generated after it, and the trace of how."""
+    """A prompt, the tokens generated after it, and their trace."""
 
     prompt: list[int]
     output: list[int]
@@ -43,9 +43,9 @@ class Reference:
     """Probabilities of a checkpoint, float32 on the CPU.
 
     Args:
-        rounds: linear layers round what they read to eight bits, as the engine's do where weights
+        rounds: linear layers round their inputs to eight bits, as the engine's do where weights
             are quantised: that is part of such a model.
-        plain_head: but not the output layer.
+        plain_head: the output layer does not round.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `load_plain`.
@@ -78,7 +78,7 @@ class Reference:
             ids = [[*text.prompt, *text.output][:-1] for text in part]
             wide = max(map(len, ids))
             padded = torch.tensor([[*line, *[0] * (wide - len(line))] for line in ids])
-            with torch.inference_mode():  # causal: what stands behind a text changes nothing
+            with torch.inference_mode():  # causal: padding after a text changes nothing
                 logits = self.module(padded, use_cache=False).logits
             for text, each in zip(part, logits, strict=True):
                 first = len(text.prompt) - 1
@@ -86,10 +86,10 @@ class Reference:
         return rows
 
     def rounding(self, prompts: Sequence[list[int]]) -> float:
-        """By how much bfloat16 moves the logits of likely tokens: a standard deviation.
+        """Standard deviation of the change in likely tokens' logits due to bfloat16.
 
-        Weights, and what each module puts out, are rounded to nearest; all else is computed as
-        ever, in float32. So each machine says the same, whatever its own bfloat16 is like.
+        Weights and every module's outputs are rounded to nearest; everything else is computed in
+        float32. So the result is the same on each machine, whatever its own bfloat16 arithmetic.
         """
         texts = [Text(ids, [0]) for ids in prompts]
         exact, plain = self.module, self.logits(texts)
@@ -132,7 +132,7 @@ def check_known(params: SamplingParams) -> None:
 
 
 def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
-    """Bias and allowed tokens, then penalties, row by row as the tokens before it have them."""
+    """Logits after bias and allowed tokens, then after penalties for the tokens before each row."""
     logits_RV = logits_RV.clone()
     for token, bias in (params.logit_bias or {}).items():
         logits_RV[:, token] += bias
@@ -156,7 +156,7 @@ def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
 
 
 def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, min-p, top-k, top-p; all ties at a threshold stay. One-hot at temperature 0."""
+    """p after temperature, min-p, top-k, top-p; ties at a threshold stay. One-hot at T = 0."""
     if params.temperature == 0:
         return torch.nn.functional.one_hot(logits_RV.argmax(dim=1), logits_RV.shape[1]).double()
     x_RV = logits_RV / params.temperature
@@ -177,7 +177,7 @@ def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
 def ranks(p_RV: Tensor, output: Ids, generator: torch.Generator) -> Tensor:
     """Randomised probability integral transform: uniform on [0, 1) if tokens come from p; [R].
 
-    The mass of likelier tokens plus a random share of the token's own: what a verifier does wrong
+    A rank is the mass of likelier tokens plus a random share of the token's own. A wrong verifier
     moves mass between likely tokens and unlikely ones. A token without mass gets exactly 1.
     """
     index_R1 = torch.tensor(output)[:, None]

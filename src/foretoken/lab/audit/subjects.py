@@ -1,8 +1,8 @@
-"""Callables and backends as sources of outcomes, on toys: small models with every verdict known.
+"""Callables and backends as sources of outcomes, on toys: small models with known distributions.
 
 A toy is a pair of chains (`laws/chain.py`) on few tokens. An *outcome* is its first `length`
-tokens, emitted by as many rounds as it takes; it has the target's distribution if and only if the
-subject is lossless there. Between them the toys tell the gallery's bugs from each other.
+tokens, emitted by as many rounds as are needed. It has the target's distribution if and only if the
+subject is lossless on that toy. Together the toys tell the gallery's bugs from each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
-from foretoken.lab.audit.evidence import ALPHA, Model, Shown
+from foretoken.lab.audit.evidence import ALPHA, Model, PlotText
 from foretoken.lab.audit.gallery import BUGS, block, standard
 from foretoken.lab.laws.acceptance import ends_of_u
 from foretoken.lab.laws.chain import Chain, Propose, Setting, TableDrafter, emit
@@ -37,8 +37,8 @@ from foretoken.ops import Backend, Rule
 Prefix = tuple[int, ...]
 
 
-class Round(NamedTuple):
-    """What a verifier gets: p [K + 1, V], q [K, V], K drafts; p before its filters."""
+class VerifierInputs(NamedTuple):
+    """Inputs of one round: p [K + 1, V], q [K, V], K drafts, and p before its filters."""
 
     p: Any
     q: Any
@@ -46,10 +46,10 @@ class Round(NamedTuple):
     unfiltered: Any
 
 
-class Law(NamedTuple):
-    """What a verifier does on a toy: P(outcome) [cells], and drafts accepted in round one."""
+class ToyOutcomes(NamedTuple):
+    """A verifier on a toy: P(outcome) [cells], and the mean of drafts accepted in round one."""
 
-    outcome: Any
+    probabilities: Any
     mean_accepted: float
 
 
@@ -58,10 +58,11 @@ class Toy:
     """A target and a draft on `vocabulary` tokens.
 
     Attributes:
-        length: tokens of an outcome; `num_drafts` of every round.
+        length: tokens of an outcome.
+        num_drafts: drafts of every round.
         spread: standard deviation of the logits.
         filters: of target and draft, as `Setting` names them.
-        drafted: so many tokens the draft knows, the first ones; 0: all.
+        drafted: the draft proposes only the first so many tokens; 0: all.
     """
 
     name: str
@@ -75,12 +76,10 @@ class Toy:
 
     @property
     def cells(self) -> int:
-        """How many outcomes there are."""
         return int(self.vocabulary**self.length)
 
     @property
-    def shown(self) -> Shown:
-        """What a plot says of it."""
+    def shown(self) -> PlotText:
         known = " and ".join(f"{name} {value}" for name, value in self.filters.items())
         about = (
             f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
@@ -89,11 +88,11 @@ class Toy:
         )
         texts = itertools.product(map(str, range(self.vocabulary)), repeat=self.length)
         axis = "tokens of the text" if self.length > 1 else "token"
-        return Shown(axis, about, ["".join(text) for text in texts])
+        return PlotText(axis, about, ["".join(text) for text in texts])
 
     @cached_property
     def chains(self) -> tuple[Chain, Chain]:
-        """Target and draft, whose logits are independent."""
+        """Target and draft, with independent logits."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, (self.vocabulary + 1) ** 2, self.vocabulary)
         target, draft = torch.randn(shape, generator=generator) * self.spread
@@ -109,16 +108,16 @@ class Toy:
         return p, q, Setting().next_token(target).numpy()
 
     def context(self, prefix: Prefix) -> int:
-        """The row of the tables after these tokens; see `Chain`."""
+        """Index of the tables' row after these tokens; see `Chain`."""
         none = self.vocabulary
         last = (none, none, *prefix)[-2:]
         return last[0] * (none + 1) + last[1]
 
-    def round(self, prefix: Prefix, drafts: list[int]) -> Round:
-        """What is verified when these drafts were drawn after that prefix."""
+    def inputs(self, prefix: Prefix, drafts: list[int]) -> VerifierInputs:
+        """Inputs of the verification of these drafts after a prefix."""
         p, q, unfiltered = self.tables
         rows = [self.context((*prefix, *drafts[:i])) for i in range(len(drafts) + 1)]
-        return Round(p[rows], q[rows[:-1]], drafts, unfiltered[rows])
+        return VerifierInputs(p[rows], q[rows[:-1]], drafts, unfiltered[rows])
 
     @cached_property
     def null(self) -> Any:
@@ -130,21 +129,24 @@ class Toy:
         )
 
     def cell(self, tokens: Prefix) -> int:
-        """The number of an outcome."""
+        """Index of an outcome."""
         number = 0
         for token in tokens[: self.length]:
             number = number * self.vocabulary + token
         return number
 
-    def law_of(self, begin: Callable[[], Any], whole: bool = False, once: bool = False) -> Law:
-        """By enumeration of every draft and every branch; the sums of less than 10 000 products of
-        floats are right to 1e-11. Raises `NotEnumerableError`.
+    def outcomes_of(
+        self, begin: Callable[[], Any], whole: bool = False, once: bool = False
+    ) -> ToyOutcomes:
+        """Enumerate every draft and every branch of a verifier; raises `NotEnumerableError`.
+
+        The results are sums of fewer than 10 000 products of floats, right to 1e-11.
 
         Args:
-            begin: gives the verifier of a sample, as `subjects.Bound` does.
-            whole: it remembers its rounds, so that each run is of a sample and not of a round.
-            once: the target itself goes on after the first round, which tells whether that round
-                is lossless at a fraction of the runs.
+            begin: makes the verifier of a sample, as `subjects.Bound` does.
+            whole: the verifier remembers its rounds: enumerate whole samples, not single rounds.
+            once: draw all tokens after the first round from the target itself. This shows whether
+                that round is lossless at a fraction of the runs.
         """
         p = self.tables[0]
         mass: dict[Prefix, float] = {(): 1.0}
@@ -165,12 +167,12 @@ class Toy:
                         outcome[self.cell(tokens)] += weight * chance
                     else:
                         mass[tokens] = mass.get(tokens, 0.0) + weight * chance
-        return Law(outcome, float(accepted @ np.arange(len(accepted))))
+        return ToyOutcomes(outcome, float(accepted @ np.arange(len(accepted))))
 
     def _runs(
         self, begin: Callable[[], Any], prefix: Prefix, whole: bool
     ) -> dict[tuple[Prefix, ...], Any]:
-        """P(what each round emits) of the next round, or of all up to the end."""
+        """tokens by round -> probability, for the next round or for all rounds up to the end."""
         q = self.tables[1]
 
         def run(rng: Any) -> tuple[Prefix, ...]:
@@ -179,7 +181,7 @@ class Toy:
                 drafts: list[int] = []
                 for _ in range(self.num_drafts):
                     drafts.append(rng.fork(q[self.context((*tokens, *drafts))]))
-                rounds.append(verify(self, self.round(tokens, drafts), rng))
+                rounds.append(verify(self, self.inputs(tokens, drafts), rng))
                 tokens += rounds[-1]
             return tuple(rounds)
 
@@ -187,28 +189,28 @@ class Toy:
 
     @cached_property
     def optimum(self) -> tuple[float, float]:
-        """Drafts accepted per round by `standard`, and by `block`: nothing lossless accepts more.
+        """Mean drafts accepted per round by `standard`, and by `block`, which is the optimum.
 
         For one draft both are sum_x min(p(x), q(x)).
         """
-        first, second = (self.law_of(bind(rule).begin).mean_accepted for rule in (standard, block))
+        first, second = (self.outcomes_of(bind(r).begin).mean_accepted for r in (standard, block))
         return first, second
 
 
-# Seeds by which every bug of the gallery stands out: 0.0029 nats per outcome or more.
+# With these seeds every bug of the gallery differs by 0.0029 nats per outcome or more.
 TOYS = (
     Toy("pairs", 4, 2, 2, seed=3),
     Toy("binary", 2, 4, 3, seed=1),
     Toy("filtered", 4, 2, 2, seed=2, spread=0.7, filters={"top_k": 3}),
     Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
-# Enumerated alone, and one round of them: some verifiers are right for few tokens only. Few drafts
-# keep that at 2,000 runs.
+# These are only enumerated, for one round: some verifiers are right for few tokens only. With few
+# drafts that takes 2,000 runs.
 WIDE = (Toy("wide", 64, 2, 1, seed=5, drafted=16), Toy("wide pairs", 16, 3, 2, seed=6, drafted=4))
 
 
 def up_to(toys: Sequence[Toy]) -> str:
-    """The size of the largest, as part of a sentence."""
+    """The vocabulary of the largest toy, as part of a sentence."""
     return f" of up to {max(toy.vocabulary for toy in toys)} tokens"
 
 
@@ -218,30 +220,30 @@ UNFILTERED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 Verifier = Callable[..., Sequence[int]]
 """verify(p, q, drafts, rng) -> the tokens emitted: accepted drafts, then one more.
 
-p [K + 1, V] and q [K, V] are float64 arrays, drafts K ids drawn from q's rows, rng a
+p [K + 1, V] and q [K, V] are float64 arrays, drafts are K ids drawn from q's rows, rng is a
 `numpy.random.Generator`. A parameter named `uniforms` gets K + 1 numbers in [0, 1) to use instead
-(rng may then be left out), the last one for the token after the drafts; one named `params` gets the
-target's filters, and p is then given before them. Of a class each sample has an instance, which is
-called for all its rounds.
+(rng may then be left out), the last one for the token after the drafts. A parameter named `params`
+gets the target's filters; p is then unfiltered. If the verifier is a class, each sample has an
+instance, which is called for all its rounds.
 """
 
 Draw = Callable[[int, int, int], tuple[Any, ...]]
-"""(number of the model, how many, wave) -> what `Evidence.add` takes after the number."""
+"""(number of the model, outcomes, wave) -> the arguments of `Evidence.add` after the number."""
 
 Checks = tuple[list[str], list[str]]
-"""Bugs that were found without draws, and a line for each check."""
+"""Bugs found without draws, and a line for each check."""
 
 
 class Subject(NamedTuple):
     """What is audited: its name, the models that it is tried on, and how it draws from them.
 
     Attributes:
-        exact: a verifier to enumerate, or other checks without draws; None: there are none.
+        exact: a verifier to enumerate, or other checks without draws; None: no such checks.
         batch: outcomes of a model that are drawn together.
         budget: outcomes in all, unless another number is asked for.
-        notes: what to say beside the evidence when all is done.
-        drawn: part of alpha that the draws have, where checks without draws have the rest.
-        of_tokens: how many tokens its models tell apart, as part of a sentence; "": all.
+        notes: lines to report besides the evidence at the end.
+        drawn: share of alpha for the draws; checks without draws have the rest.
+        of_tokens: number of tokens that its models distinguish, as part of a sentence; "": all.
     """
 
     name: str
@@ -256,17 +258,17 @@ class Subject(NamedTuple):
 
 
 def checked(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
-    """What checks without draws find, each a bug or None, and a line."""
+    """Run checks without draws; each returns a bug or None, and a line."""
     found = [check() for check in checks]
     return [bug for bug, _ in found if bug], [line for _, line in found]
 
 
 class StoppedError(Exception):
-    """A subject gives no more outcomes: the audit ends with what there is, and says so."""
+    """A subject gives no more outcomes: the audit ends with those so far, and says so."""
 
 
 class Bound(NamedTuple):
-    """A verifier, and which parameters it takes beside p, q and drafts."""
+    """A verifier, and which parameters it takes besides p, q and drafts."""
 
     verify: Verifier
     takes_rng: bool = True
@@ -275,23 +277,22 @@ class Bound(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function's own, for errors."""
         return str(getattr(self.verify, "__name__", self.verify))
 
     @property
     def remembers(self) -> bool:
-        """Whether its rounds may depend on those before."""
+        """Whether a round may depend on earlier rounds."""
         return isinstance(self.verify, type)
 
     def begin(self) -> Bound:
-        """What verifies the rounds of one sample."""
+        """The verifier for the rounds of one sample."""
         made: Any = self.verify() if self.remembers else self.verify
         return self._replace(verify=made)
 
     def __call__(
-        self, toy: Toy, given: Round, rng: Any, uniforms: Sequence[float] | None = None
+        self, toy: Toy, given: VerifierInputs, rng: Any, uniforms: Sequence[float] | None = None
     ) -> Prefix:
-        """The tokens emitted; `RequestError` if it raises, or they are none of a round."""
+        """The tokens emitted; `RequestError` if it raises, or if no round can emit them."""
         more: dict[str, Any] = {}
         if self.takes_uniforms:
             more["uniforms"] = rng.random(len(given.drafts) + 1) if uniforms is None else uniforms
@@ -325,11 +326,11 @@ class Bound(NamedTuple):
 
 
 def bind(verify: Verifier) -> Bound:
-    """Looks up which parameters it takes."""
+    """Look up which parameters a verifier takes."""
     try:
         called = verify.__call__ if isinstance(verify, type) else verify
         listed = [*inspect.signature(called).parameters.values()][isinstance(verify, type) :]
-    except (TypeError, ValueError):  # some extension modules do not say
+    except (TypeError, ValueError):  # some extension modules have no signature
         return Bound(verify)
     names = [p.name for p in listed]
     plain = [p for p in listed if p.name not in ("uniforms", "params") and p.kind != p.KEYWORD_ONLY]
@@ -338,7 +339,7 @@ def bind(verify: Verifier) -> Bound:
 
 
 def load(name: str) -> Bound:
-    """The function that `module:function` names, of a module or a file in the working folder."""
+    """The function named by `module:function`, of a module or a file in the working folder."""
     module, _, function = name.partition(":")
     remedy = "For example `my_verifier:verify` for `verify` in my_verifier.py."
     if not module or not function:
@@ -358,7 +359,6 @@ def load(name: str) -> Bound:
 
 
 def _module(name: str) -> Any:
-    """By its name, or its file."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -371,13 +371,13 @@ def _module(name: str) -> Any:
 
 @cache
 def models() -> tuple[Model, ...]:
-    """The toys, with what every bug of the gallery does on them."""
+    """The toys, with the outcomes of every bug of the gallery."""
     bugs = {bug.key: bind(bug.verify) for bug in BUGS if not bug.by_uniforms}
     return tuple(
         Model(
             toy.name,
             toy.null,
-            {key: toy.law_of(bug.begin, bug.remembers).outcome for key, bug in bugs.items()},
+            {k: toy.outcomes_of(b.begin, b.remembers).probabilities for k, b in bugs.items()},
             toy.num_drafts,
             max(toy.optimum),
             toy.optimum[0],
@@ -388,7 +388,7 @@ def models() -> tuple[Model, ...]:
 
 
 def of_callable(name: str, verify: Bound, seed: int = 0) -> Subject:
-    """One call at a time; each round's drafts are drawn from q."""
+    """A Python verifier: one call at a time; each round's drafts are drawn from q."""
 
     def draw(number: int, trials: int, wave: int) -> tuple[Any, Any]:
         toy = TOYS[number]
@@ -401,7 +401,7 @@ def of_callable(name: str, verify: Bound, seed: int = 0) -> Subject:
                 drafts: list[int] = []
                 for u in rng.random(toy.num_drafts):
                     drafts.append(bisect(below[toy.context((*tokens, *drafts))], u))
-                emitted = sample(toy, toy.round(tokens, drafts), rng)
+                emitted = sample(toy, toy.inputs(tokens, drafts), rng)
                 if not tokens:
                     accepted[n] = len(emitted) - 1
                 tokens += emitted
@@ -420,9 +420,9 @@ def of_backend(
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
     alpha: float = ALPHA,
 ) -> Subject:
-    """A backend's own `draft` and `verify`, thousands of slots to a call.
+    """A backend's own `draft` and `verify`, with thousands of slots per call.
 
-    Of `standard`, half of `alpha` is for a count of tokens from a far tail, the rest for the draws.
+    For `standard`, half of `alpha` goes to a count of tokens from a far tail, half to the draws.
     """
 
     def draw(number: int, trials: int, wave: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""From a subject to a verdict: draws until its bug has a name, or the budget ends."""
+"""From a subject to a verdict: draw until its bug has a name, or the budget ends."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from foretoken.lab.audit.subjects import (
     TOYS,
     WIDE,
     Bound,
-    Round,
     StoppedError,
     Subject,
     Toy,
+    VerifierInputs,
     models,
     up_to,
 )
 
-EXACT = 1e-6  # what rounding may add up to in an enumerated probability: 1e-7 in float32
-SAME = 0.25  # of its distance from p: a bug of the gallery is named if it comes as near
+EXACT = 1e-6  # bound of the rounding error of an enumerated probability: 1e-7 in float32
+SAME = 0.25  # a bug is named if its distance from the subject is below this share of p's
 INCONCLUSIVE = "inconclusive"
-DRAWS_TO_NAME = 4  # after a refutation, so many times its draws at most are spent on the name
+DRAWS_TO_NAME = 4  # after a refutation, go on to at most so many times its draws for a name
 WHAT = {bug.key: bug.what for bug in BUGS} | {
     TOO_MUCH: "more drafts are accepted than any lossless rule could",
     UNKNOWN: "something is wrong that no bug of the gallery explains",
@@ -40,21 +40,21 @@ WHAT = {bug.key: bug.what for bug in BUGS} | {
 }
 
 Report = Callable[[int], None]
-"""Gets how many draws are done."""
+"""Gets the number of draws done."""
 
 
 @dataclass
 class Finding:
-    """What an audit of one subject came to.
+    """The result of auditing one subject.
 
     Attributes:
         error: the largest error of an enumerated probability; None: it could not be enumerated.
-        same_as: the bug of the gallery that has the enumerated distribution; None: none has.
-        exact: what enumeration and injected uniforms had to say, one line each.
-        broken: bugs that injected uniforms showed.
-        notes: of the subject, beside the evidence.
-        complete: False if it was interrupted.
-        stopped: why the subject gave no more outcomes; None: it gave them all.
+        same_as: the bug of the gallery with the enumerated distribution; None: no bug has it.
+        exact: results of enumeration and of injected uniforms, one line each.
+        broken: bugs found by checks without draws.
+        notes: of the subject, besides the evidence.
+        complete: False if the audit was interrupted.
+        stopped: why the subject stopped giving outcomes; None: it gave them all.
     """
 
     subject: Subject
@@ -69,17 +69,17 @@ class Finding:
 
     @property
     def enumerated_wrong(self) -> bool:
-        """Whether its enumerated distribution is not the target's."""
+        """Whether its enumerated distribution differs from the target's."""
         return self.error is not None and self.error > EXACT
 
     @property
     def refuted(self) -> bool:
-        """Whether something shows that it is not lossless."""
+        """Whether enumeration, a check or the draws show that it is not lossless."""
         return self.enumerated_wrong or bool(self.broken) or self.evidence.refuted_at is not None
 
     @property
     def bug(self) -> str | None:
-        """The name of what is wrong, `UNKNOWN` if there is none; None: nothing is."""
+        """The name of the bug, `UNKNOWN` if it has none; None: not refuted."""
         if not self.refuted:
             return None
         if self.enumerated_wrong:
@@ -89,7 +89,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """One line: refuted, and by what, or what is excluded."""
+        """One line: refuted by which evidence, or what the draws exclude."""
         seen = self.evidence
         cut = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:
@@ -104,8 +104,8 @@ class Finding:
             return "not refuted: all is as it should be at temperature 0, where nothing is drawn."
         if seen.draws == 0:
             return f"{INCONCLUSIVE}: nothing was drawn.{cut}"
-        told = [source for source in seen.sources if source.model.rounds]
-        if told and not any(source.accepted for source in told):
+        drafted = [source for source in seen.sources if source.model.rounds]
+        if drafted and not any(source.accepted for source in drafted):
             return f"{INCONCLUSIVE}: no draft was accepted, so nothing was at stake.{cut}"
         num = len(seen.sources)
         bound = max(source.distance_bound(num) for source in seen.sources)
@@ -130,11 +130,11 @@ def audit(
     report: Report = lambda done: None,
     finding: Finding | None = None,
 ) -> Finding:
-    """Draw until the budget ends, or it is refuted and the bug has its name.
+    """Draw until the budget ends, or the subject is refuted and its bug has a name.
 
     Args:
         draws: outcomes in all; None: the subject's own budget.
-        finding: filled as it goes, so that what interrupts it leaves what there is.
+        finding: filled as the audit goes, so that an interrupted one keeps its results.
     """
     found = finding or Finding(subject, Evidence(subject.models, ALPHA * subject.drawn))
     budget = subject.budget if draws is None else draws
@@ -174,17 +174,18 @@ def _draw_until_sure(found: Finding, most: int, report: Report) -> None:
 
 
 def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
-    """The largest error of any outcome's probability on any toy, the bug of the gallery that has
-    the same distribution, and a line about both. Wide toys are left out once it is wrong."""
-    laws, errors = [], dict[int, float]()
+    """The largest error of any outcome's probability on any toy (None: not enumerable), the bug of
+    the gallery with the same distribution, and a line about both. Wide toys are left out once the
+    verifier is wrong."""
+    distributions, errors = [], dict[int, float]()
     try:
         for toy in (*TOYS, *WIDE):
             wide = toy in WIDE
             if wide and max(errors.values()) > EXACT:
                 continue
-            law = toy.law_of(verify.begin, verify.remembers, once=wide)
-            laws += [] if wide else [law.outcome]
-            error = float(np.abs(law.outcome - toy.null).max())
+            found = toy.outcomes_of(verify.begin, verify.remembers, once=wide).probabilities
+            distributions += [] if wide else [found]
+            error = float(np.abs(found - toy.null).max())
             errors[toy.vocabulary] = max(errors.get(toy.vocabulary, 0.0), error)
     except NotEnumerableError as error:
         return None, None, [f"Not enumerated: {error}. {REMEDY}."]
@@ -195,33 +196,34 @@ def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
     line = (
         f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
     )
-    return worst, same_as(laws) if wrong else None, [f"{line} (rounding explains {EXACT:g})."]
+    bug = same_as(distributions) if wrong else None
+    return worst, bug, [f"{line} (rounding explains {EXACT:g})."]
 
 
-def same_as(laws: Sequence[Any]) -> str | None:
-    """The bug of the gallery that has these distributions of outcomes on `TOYS`, or nearly."""
+def same_as(distributions: Sequence[Any]) -> str | None:
+    """The bug of the gallery with these distributions of outcomes on `TOYS`, or nearly so."""
+
+    def farthest(others: Sequence[Any]) -> float:
+        pairs = zip(distributions, others, strict=True)
+        return max(float(np.abs(a - b).sum() / 2) for a, b in pairs)  # total variation
+
     known = models()
-    away = {bug: _farthest(laws, [model.bugs[bug] for model in known]) for bug in known[0].bugs}
+    away = {bug: farthest([model.bugs[bug] for model in known]) for bug in known[0].bugs}
     bug = min(away, key=away.__getitem__)
-    return bug if away[bug] < SAME * _farthest(laws, [model.null for model in known]) else None
-
-
-def _farthest(laws: Sequence[Any], others: Sequence[Any]) -> float:
-    """The largest total variation between a distribution and its counterpart."""
-    return max(float(np.abs(a - b).sum() / 2) for a, b in zip(laws, others, strict=True))
+    return bug if away[bug] < SAME * farthest([model.null for model in known]) else None
 
 
 def injected(verify: Bound) -> tuple[list[str], list[str]]:
-    """Bugs that only the ends of a uniform's range show, and a line about them.
+    """Bugs that show only at the ends of a uniform's range, and a line about them.
 
-    The token of probability 2^-27 must come at one end or the other, wherever it stands.
+    A token of probability 2^-27 must be drawn at one end or the other, wherever it stands.
     """
     if not verify.takes_uniforms:
         return [], ["Not testable without a parameter `uniforms`: u = 0, tails beyond 24 bits."]
     begin, rng, rare, met, broken = verify.begin, np.random.default_rng(0), 2.0**-27, False, []
     p, q = np.array([[0, 0.5, 0.5], [0, 0.5, 0.5]]), np.array([[0.5, 0.25, 0.25]])
     try:
-        given = Round(p, q, [0], p)
+        given = VerifierInputs(p, q, [0], p)
         if len(begin()(Toy("", 3, 1, 1, 0), given, rng, [0.0, 0.5])) > 1:
             broken.append("accept_at_zero")
         for place in (0, 1):
@@ -229,7 +231,7 @@ def injected(verify: Bound) -> tuple[list[str], list[str]]:
             row[place] = rare
             rows, half = np.array([[0.5, 0.5], row]), np.array([[0.5, 0.5]])
             for end in (rare / 2, 1 - rare / 2):
-                given = Round(rows, half, [0], rows)
+                given = VerifierInputs(rows, half, [0], rows)
                 met |= begin()(Toy("", 2, 1, 1, 0), given, rng, [0.25, end])[-1] == place
     except RequestError as error:
         return [], [f"Injected uniforms: not tested: {error}"]

@@ -1,4 +1,4 @@
-"""`foretoken bench`: measures, shows progress, prints tables and writes the files."""
+"""`foretoken bench`: measure, show progress, print tables and write the files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foretoken.sampling.params import SamplingParams
 async def make_bench(
     options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> Bench:
-    """What the options ask for; a server is asked what it takes.
+    """The benchmark of these options; a server is first asked which fields it takes.
 
     Args:
-        engine: options of an engine in this process, as `BenchOptions.sized` leaves them.
+        engine: options of an engine in this process, as returned by `BenchOptions.sized`.
     """
     sweep, temperature = parse_sweep(options.sweep), params.temperature
     if options.url is None:
@@ -35,7 +35,7 @@ async def make_bench(
 
 
 def run(desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]) -> None:
-    """Measure and report; what was measured is reported, too, if an exception ends it."""
+    """Measure and report; an exception ends it early, after a report of the runs so far."""
     asyncio.run(_run(desk, options, params, engine))
 
 

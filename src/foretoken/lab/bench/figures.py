@@ -1,7 +1,7 @@
 """The figures of one run: latency, throughput, acceptance, where its time went, and the floor.
 
-Charter: arithmetic on what a run recorded. Which phase of a step's trace is whose work is said in
-`device_seconds` alone.
+Charter: arithmetic on the records of a run. Only `device_seconds` says which phases of a step's
+trace belong to drafter, target and verification.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.lab.bench.load import Record, Run, Step
 from foretoken.outputs import SpeculationMetrics
 
 PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
-"""What a device does in a step, and the phases of a trace that it is timed by."""
+"""Parts of a step on the device, and the phases of a trace that they consist of."""
 LATENCIES = {
     "ttft_ms": "ms",
     "tpot_ms": "ms per token of a request",
@@ -64,7 +64,7 @@ POSITIONS = {
     "conditional_at_": "accepted / tested, which takes that all before it are accepted",
     "length_share_": "verifications that gave so many tokens / all",
 }
-"""What the numbers at 1, 2, .. behind these names are."""
+"""Prefixes of figures that are numbered 1, 2, .., and their units."""
 
 
 def unit_of(name: str) -> str:
@@ -73,26 +73,26 @@ def unit_of(name: str) -> str:
 
 
 def device_seconds(trace: StepTrace) -> dict[str, float]:
-    """Seconds of a step that are draft, target and verify; what they leave of it is host gap."""
+    """Seconds of a step spent in draft, target and verify; the rest of the step is host gap."""
     seconds = {
         part: sum(trace.seconds.get(phase, 0.0) for phase in phases)
         for part, phases in PARTS.items()
     }
-    if not trace.num_drafts:  # finding that there is nothing to draft is the host's work
+    if not trace.num_drafts:  # the host's work of finding nothing to draft
         seconds["draft"] = trace.seconds.get("observe", 0.0)
     return seconds
 
 
 def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[str, float]:
-    """Every figure of a run that it can tell, by its name in `UNITS` or `POSITIONS`.
+    """Every figure that follows from a run, by its name in `UNITS` or `POSITIONS`.
 
-    Without a step that only decodes there is nothing about steps, without drafts nothing about
-    acceptance, with one piece per answer neither TPOT nor ITL: an answer of several tokens that
-    came so keeps no bound on them. Percentiles are those of several runs: `percentiles`.
+    Figures of steps need a step that only decodes, figures of acceptance need drafts, and TPOT and
+    ITL need answers of more than one piece: an answer of several tokens in one piece fails bounds
+    on them. Percentiles are taken over several runs: see `percentiles`.
 
     Args:
         floor: of the engine, if it is in this process.
-        bounds: the SLO, ms by name in `LATENCIES`; of each request.
+        bounds: the SLO of each request: ms by name in `LATENCIES`.
     """
     done = run.done
     found: dict[str, float] = {"requests": len(done), "failed_requests": len(run.failed)}
@@ -106,8 +106,8 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
     if bounds:
         good = 0
         for record in done:
-            of, unknown = _of(record), math.inf if record.num_output > 1 else 0.0
-            good += all(of.get(name, unknown) <= most for name, most in bounds.items())
+            found_ms, unknown = _latencies(record), math.inf if record.num_output > 1 else 0.0
+            good += all(found_ms.get(name, unknown) <= most for name, most in bounds.items())
         found["goodput_requests_per_second"] = good / run.seconds
         found["slo_met"] = good / len(run.records)
     if run.speculation is not None and run.speculation.num_drafts:
@@ -117,8 +117,8 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
     return found
 
 
-def _of(record: Record) -> dict[str, float]:
-    """A request's latencies in ms, by their names; ITL is its longest."""
+def _latencies(record: Record) -> dict[str, float]:
+    """A request's latencies in ms by name; ITL is its longest."""
     first, last = record.arrivals[0], record.arrivals[-1]
     found = {"ttft_ms": first - record.due, "e2e_ms": last - record.due}
     if len(record.arrivals) > 1:
@@ -128,15 +128,15 @@ def _of(record: Record) -> dict[str, float]:
 
 
 def latencies(done: Sequence[Record]) -> dict[str, list[float]]:
-    """Of all requests, in ms by their names; of ITL all gaps of all of them."""
-    each = [_of(record) for record in done]
+    """Latencies of all requests in ms by name; ITL has all gaps of all requests."""
+    each = [_latencies(record) for record in done]
     found = {n: [one[n] for one in each if n in one] for n in ("ttft_ms", "tpot_ms", "e2e_ms")}
     found["itl_ms"] = [1000 * (b - a) for r in done for a, b in pairwise(r.arrivals)]
     return {name: values for name, values in found.items() if values}
 
 
 def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of each sample those that it can tell: above P99 there is one in 100 at least."""
+    """The percentiles that a sample is large enough for: P99 takes 100 values at least."""
     return {
         f"{name}_p{p}": float(np.percentile(values, p))
         for name, values in samples.items()
@@ -146,7 +146,7 @@ def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _sending(records: Sequence[Record]) -> dict[str, float]:
-    """Under a rate: how late the client was, and what became of the rate."""
+    """Under a rate: how late the client was, and the rates offered and sent."""
     sent = [record.sent for record in records if record.sent is not None]
     due = [record.due for record in records]
     if len(sent) < 2:
@@ -174,10 +174,10 @@ def _throughput(run: Run) -> dict[str, float]:
 
 
 def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
-    """By index of a draft, how often it was accepted, and rejected, once all before it were.
+    """By draft index: acceptances, and rejections, of drafts with all drafts before them accepted.
 
-    Counted from the origins of tokens where the client sees them. Elsewhere from a server's counts,
-    as if every verification had as many drafts as the longest.
+    Counted from the origins of tokens if the client sees them. Otherwise from a server's counts, as
+    if every verification had as many drafts as the longest.
     """
     accepted, rejected = Counter[int](), Counter[int]()
     for record in run.records:
@@ -197,7 +197,8 @@ def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
 
 
 def _at_least(counts: SpeculationMetrics) -> list[int]:
-    """Verifications that accepted 0, 1, .. drafts or more; a server's K may exceed the case's."""
+    """Numbers of verifications with at least 0, 1, .. accepted drafts; a server's K may exceed the
+    case's, so indices that were never drafted are left out."""
     most = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
     return [counts.num_drafts, *counts.accepted_per_position[:most]]
 
@@ -223,10 +224,11 @@ def _acceptance(
 
 
 def decode_steps(steps: Sequence[Step], concurrency: int) -> list[Step]:
-    """Those in which no request computes its prompt, but the first of them after one that does.
+    """Steps in which no request computes its prompt, except the first after one that does.
 
-    In that one a draft model computes the prompt, and it may have been waited for. With a fixed
-    concurrency only those of the whole batch: of requests that all began at once some end earlier.
+    In that first step a draft model computes the prompt, and the step may have waited for it. With
+    a fixed concurrency, only steps of the whole batch count: requests that began together do not
+    all end together.
     """
     is_decode = [0 < s.trace.num_requests == s.trace.num_decoding for s in steps]
     pairs = zip(chain([False], is_decode), is_decode, steps, strict=False)
@@ -236,7 +238,6 @@ def decode_steps(steps: Sequence[Step], concurrency: int) -> list[Step]:
 
 
 def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float]:
-    """Means over these steps."""
     count, requests = len(steps), sum(step.trace.num_requests for step in steps)
     step_s = sum(step.seconds for step in steps) / count
     device_s = dict.fromkeys(PARTS, 0.0)
@@ -256,12 +257,10 @@ def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float
         return found
     target = drafter = 0.0
     for _, trace in steps:
-        context, passes = (
-            trace.num_context / trace.num_requests,
-            trace.num_drafts / trace.num_requests,
-        )
-        target += floor.target.per_pass(trace.num_requests, context) / count / 1e9
-        drafter += passes * floor.drafter.per_pass(trace.num_requests, context) / count / 1e9
+        batch = trace.num_requests
+        context, passes = trace.num_context / batch, trace.num_drafts / batch
+        target += floor.target.per_pass(batch, context) / count / 1e9
+        drafter += passes * floor.drafter.per_pass(batch, context) / count / 1e9
     floor_s = (target + drafter) / floor.bandwidth
     read = {"read_gb": target + drafter, "floor_ms": 1000 * floor_s}
     return found | read | {"share_of_floor": floor_s / step_s}

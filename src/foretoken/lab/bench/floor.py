@@ -1,7 +1,7 @@
-"""What a pass must read of memory at least: every weight once, and the keys and values.
+"""The bytes that a pass must read at least: every weight once, and the keys and values.
 
-A decode step on few rows is mostly reading, so these bytes over the memory's bandwidth are a floor
-of its time, and how near a step is to it says how much there is still to gain.
+A decode step on few rows is mostly reading. These bytes divided by the memory's bandwidth are a
+lower bound (floor) of its time: the distance to it is the time that could still be saved.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from foretoken.ops.stack import Stack, linears
 class Reads:
     """Bytes that one pass of a model reads, whatever its kernels do.
 
-    Of a mixture of experts all are counted, also those that no token is sent to.
+    All experts of a mixture are counted, also those that no token is sent to.
 
     Attributes:
         weights: of all layers and the output layer; the embedding's few rows are left out.
-        layers: per layer the bytes of one token's keys and values, and the sliding window or None.
+        layers: for each layer the bytes of one token's keys and values, and the sliding window or
+            None.
     """
 
     weights: int = 0
@@ -39,7 +40,6 @@ class Reads:
 
     @classmethod
     def of(cls, model: CausalLM) -> Reads:
-        """Those of a loaded model."""
         if not isinstance(model.network, ModuleNetwork):
             return cls.of_stack(model.network.stack, model.dtype)
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
@@ -48,10 +48,10 @@ class Reads:
 
     @classmethod
     def of_stack(cls, stack: Stack, dtype: torch.dtype) -> Reads:
-        """Those of a stack; `dtype` is that of its keys and values.
+        """The reads of a stack; `dtype` is that of its keys and values.
 
-        An EAGLE-3 head's pass over the target's rows is one of a step's K; `fc`, which makes its
-        features once a step, is left out of `weights`.
+        An EAGLE-3 head makes its features once a step by `fc`, which is left out of `weights`. Its
+        pass over the target's rows counts as one of the step's K.
         """
         read = [linear for name, linear in linears(stack) if name != "fc"]
         norms = [norm for layer in stack.layers for norm in (layer.mixer_norm_C, layer.feed_norm_C)]
@@ -62,14 +62,14 @@ class Reads:
         return cls(count, tuple((size, options.sliding_window) for size, options in layers))
 
     def per_pass(self, batch: float, context: float) -> float:
-        """Bytes of a pass over `batch` requests whose contexts have `context` tokens each."""
+        """Bytes of a pass over `batch` requests with contexts of `context` tokens each."""
         kept = (size * min(context, window or context) for size, window in self.layers)
         return self.weights + batch * sum(kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What passes of target and drafter read at least, and how fast the memory is in GB/s."""
+    """The least reads of target and drafter per pass, and the memory's bandwidth in GB/s."""
 
     target: Reads
     drafter: Reads
@@ -77,10 +77,10 @@ class Floor:
 
     @classmethod
     def of(cls, engine: Engine, bandwidth: float | None) -> Floor:
-        """Of a loaded engine; None: the bandwidth is measured. A drafter may have no model.
+        """Of a loaded engine, with or without a drafting model; None: the bandwidth is measured.
 
         Raises:
-            EngineMemoryError: no room is left beside the engine for what is read.
+            EngineMemoryError: the engine leaves no room for measuring.
         """
         drafter, reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
@@ -91,7 +91,7 @@ class Floor:
 
 
 def _bandwidth(engine: Engine) -> float:
-    """Of the engine's device, on a CPU with as many threads as it has."""
+    """Read bandwidth of the engine's device; on a CPU with the engine's number of threads."""
     device, threads = engine.runner.model.device, torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(engine.threads.most)
@@ -105,7 +105,8 @@ def _bandwidth(engine: Engine) -> float:
 
 
 def _weight_bytes(module: Any) -> int:
-    """Also of weights that were moved into another layout, of which the shape is left behind."""
+    """Bytes of all weights, including `weight`s that are no longer parameters, but without an
+    embedding that is not also the head."""
     found: dict[int, Tensor] = {}
     for part in module.modules():
         own = [*part.parameters(recurse=False), getattr(part, "weight", None)]

@@ -1,4 +1,4 @@
-"""An engine in this process as what answers a load."""
+"""Engines in this process as the system under test."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import RequestError
 from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.load import Asked, Client, Record, RequestFailedError, Step
-from foretoken.lab.bench.options import Case, speculation_of
+from foretoken.lab.bench.load import BenchRequest, Client, Record, RequestFailedError, Step
+from foretoken.lab.bench.options import BenchCase, speculation_of
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
@@ -24,12 +24,13 @@ from foretoken.sampling.params import SamplingParams
 class Engines(Client):
     """Engines of one target, made one after another.
 
-    Plain decoding beside speculative is the same engine, whose requests have K = 0: same weights,
-    kernels and caches, and what the drafter costs where nothing is drafted stays in the figure.
+    Plain and speculative decoding use the same engine: plain requests have K = 0. So both have the
+    same weights, kernels and caches, and plain figures include the drafter's cost of drafting
+    nothing.
 
     Args:
-        options: of `AsyncEngine`; `speculative_config` among them, parsed.
-        params: what all requests share.
+        options: of `AsyncEngine`, with a parsed `speculative_config`.
+        params: shared by all requests.
         bandwidth: GB/s; None: measured.
     """
 
@@ -45,8 +46,8 @@ class Engines(Client):
         self.keeps_prefixes = bool(options.get("enable_prefix_caching", True))
 
     @asynccontextmanager
-    async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
-        """Makes an engine with what these cases set, and closes it behind them."""
+    async def opened(self, cases: Sequence[BenchCase]) -> AsyncIterator[None]:
+        """Make an engine with the settings of these cases, and close it at the end."""
         speculation = speculation_of(self._options["speculative_config"], cases[-1])
         start = time.perf_counter()
         self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
@@ -59,7 +60,7 @@ class Engines(Client):
             await self._engine.close()
 
     def shapes(self) -> dict[str, Any]:
-        """Of the first engine; those that are swept are labels of the rows."""
+        """Settings of the first engine; swept ones are labels of the rows."""
         return self._shapes
 
     def _describe(self, engine: AsyncEngine, floor: Floor) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class Engines(Client):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """The engine's thread begins no step meanwhile: the first takes all that was sent."""
+        """The engine's thread begins no step meanwhile: its first step takes all that was sent."""
         sent = threading.Event()
         self._engine._worker.call(lambda engine: sent.wait())
         try:
@@ -89,19 +90,14 @@ class Engines(Client):
         finally:
             sent.set()
 
-    async def send(self, asked: Asked, case: Case, record: Record) -> None:
-        """As `Client.send`; an engine never goes, and whatever it raises ends the run."""
-        params = replace(
-            self._params,
-            max_tokens=asked.num_output,
-            ignore_eos=True,
-            seed=asked.seed,
-            **case.fields,
-        )
-        is_chat = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], dict)
-        ask = self._engine.chat if is_chat else self._engine.generate
+    async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
+        """See `Client.send`; an error of the engine ends the run."""
+        own: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
+        params = replace(self._params, ignore_eos=True, **own, **case.fields)
+        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
+        submit = self._engine.chat if is_chat else self._engine.generate
         try:
-            await self._read(ask(asked.prompt, params, deltas=True), record)
+            await self._read(submit(request.prompt, params, deltas=True), record)
         except RequestError as error:  # this prompt is too long, or there is no chat template
             raise RequestFailedError(str(error)) from error
 
@@ -121,7 +117,7 @@ class Engines(Client):
                     record.origins += sample.origins
 
     async def counts(self) -> SpeculationMetrics:
-        """Of all that the engine ever did."""
+        """Counts since the engine was made."""
         counts: SpeculationMetrics = self._engine.metrics
         return counts
 
@@ -162,6 +158,6 @@ def set_fields(
 
 
 def _shown(value: Any) -> Any:
-    """Of a path only the name: where it lay is this machine's affair."""
+    """A path without its folder, which concerns this machine only."""
     is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
     return Path(value).name if is_path else value

@@ -15,32 +15,31 @@ SYNTHETIC = {"length": "synthetic_acceptance_length", "rate": "synthetic_accepta
 SWEPT: dict[str, type] = {
     "k": int, "drafter": str, "rule": str, "temperature": float, "length": float, "rate": float,
 }  # fmt: skip
-"""What can be swept, and what its values are."""
+"""What can be swept, and the type of its values."""
 
 
 class Load(NamedTuple):
-    """How requests come: so many at a time, or so many in a second, at random (Poisson)."""
+    """How requests come: so many at a time, or at a rate per second, at random (Poisson)."""
 
     concurrency: int
     rate: float | None = None
 
     @property
     def name(self) -> str:
-        """As rows of a results file have it."""
         if self.rate is None:
             return f"concurrency {self.concurrency}"
         return f"{self.rate:g} requests/s"
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    """A way to decode; equal to itself alone.
+class BenchCase:
+    """A way to decode that is measured; two cases are never equal.
 
     Attributes:
-        name: as rows have it; without what all cases share.
-        labels: `method`, `k`, `rule`, `temperature`, and what else was swept.
-        fields: of `SamplingParams`, that all requests of the case have.
-        speculation: options of the engine, where they cannot be a request's.
+        name: as in rows of a results file, without settings that all cases share.
+        labels: `method`, `k`, `rule`, `temperature`, and anything else that was swept.
+        fields: of `SamplingParams`, for all requests of the case.
+        speculation: options of the engine, where a request cannot set them.
     """
 
     name: str
@@ -50,12 +49,12 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is drafted, so that others are compared with it."""
+        """Whether nothing is drafted: other cases are compared with it."""
         return bool(self.labels["method"] == "plain")
 
 
 def parse_sweep(given: Sequence[str]) -> dict[str, list[Any]]:
-    """`k=2,4` and so on as values by name; `ConfigError` names what is none."""
+    """Read `k=2,4` and the like as values by name; raises `ConfigError`."""
     found: dict[str, list[Any]] = {}
     for text in given:
         name, _, values = text.partition("=")
@@ -77,11 +76,11 @@ def engine_cases(
     speculation: SpeculativeConfig | None,
     *,
     compare: bool,
-) -> list[list[Case]]:
-    """Cases that take turns, in one list for each engine that has to be made.
+) -> list[list[BenchCase]]:
+    """Cases that take turns, in one list per engine.
 
-    A request sets its own K, drafter, rule and temperature. The rates of synthetic acceptance are
-    the engine's, and are those of its K: every combination of the two is an engine of its own.
+    A request sets its own K, drafter, rule and temperature. The rates of synthetic acceptance
+    belong to the engine and its K: every combination of the two takes a separate engine.
     """
     if speculation is None:
         if others := [name for name in sweep if name != "temperature"]:
@@ -94,11 +93,11 @@ def engine_cases(
         raise ConfigError("sweep", "length=..., rate=...", "one of the two")
     rule = "synthetic" if swept else speculation.rejection_sample_method
     ks = sweep.get("k", [speculation.num_speculative_tokens])
-    engines: dict[tuple[Any, ...], list[Case]] = {}
+    engines: dict[tuple[Any, ...], list[BenchCase]] = {}
     for k, value in product(ks, sweep[swept[0]] if swept else [None]):
         options = {"num_speculative_tokens": k}
         if rule != "synthetic" and len(ks) > 1:
-            options["num_speculative_tokens"] = max(ks)  # of which a request may have fewer
+            options["num_speculative_tokens"] = max(ks)  # a request may have fewer
         mark = ""
         if swept:
             options |= {**dict.fromkeys(SYNTHETIC.values()), SYNTHETIC[swept[0]]: value}
@@ -116,8 +115,8 @@ def engine_cases(
 
 def server_cases(
     sweep: Mapping[str, list[Any]], temperature: float, *, speculates: bool, compare: bool
-) -> list[list[Case]]:
-    """Cases of a server; only one whose requests choose how they are drafted for has several."""
+) -> list[list[BenchCase]]:
+    """Cases of a server; only one that speculates lets requests set more than a temperature."""
     known = {"k", "drafter", "rule", "temperature"} if speculates else {"temperature"}
     if others := [name for name in sweep if name not in known]:
         bound = f"of {', '.join(sorted(known))}: no more can be set by requests to this server"
@@ -127,8 +126,8 @@ def server_cases(
     return [[*plain, *_drafting(sweep, temperature, method, sweep.get("k", [None]), None)]]
 
 
-def speculation_of(given: SpeculativeConfig | None, case: Case) -> SpeculativeConfig | None:
-    """The engine's options with those that a case sets."""
+def speculation_of(given: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
+    """The engine's speculative options, with those of a case."""
     if given is None:
         return None
     kept = {field.name: getattr(given, field.name) for field in fields(given)}
@@ -140,14 +139,14 @@ def _plain(
     temperature: float,
     apart: str = "",
     speculation: Mapping[str, Any] | None = None,
-) -> list[Case]:
-    """Without drafts, once for each temperature; `apart` ends the name where engines differ."""
+) -> list[BenchCase]:
+    """Cases without drafts, one per temperature; names end with `apart` where engines differ."""
     made = []
     for t in sweep.get("temperature", [temperature]):
         name = "plain" + (f", T={t:g}" if "temperature" in sweep else "") + apart
         labels = {"method": "plain", "k": 0, "rule": None, "temperature": t}
         fields = {"temperature": t, "num_speculative_tokens": 0}
-        made.append(Case(name, labels, fields, speculation or {}))
+        made.append(BenchCase(name, labels, fields, speculation or {}))
     return made
 
 
@@ -157,8 +156,8 @@ def _drafting(
     method: str,
     ks: Sequence[int | str | None],
     own_rule: str | None,
-) -> list[Case]:
-    """Every combination of what requests set; None is left to the engine or server."""
+) -> list[BenchCase]:
+    """Every combination of the fields of a request; None is left to the engine or server."""
     made = []
     for k, t, drafter, rule in product(
         ks,
@@ -170,9 +169,9 @@ def _drafting(
         name += f", {rule}" if "rule" in sweep else ""
         name += f", T={t:g}" if "temperature" in sweep else ""
         labels = {"method": drafter or method, "k": k, "rule": rule, "temperature": t}
-        asked = {"num_speculative_tokens": k, "drafter": drafter, "rejection_sample_method": rule}
-        set_here = {field: value for field, value in asked.items() if value is not None}
-        made.append(Case(name, labels, {"temperature": t, **set_here}))
+        given = {"num_speculative_tokens": k, "drafter": drafter, "rejection_sample_method": rule}
+        set_here = {field: value for field, value in given.items() if value is not None}
+        made.append(BenchCase(name, labels, {"temperature": t, **set_here}))
     return made
 
 
@@ -190,7 +189,7 @@ class BenchOptions:
         url: an OpenAI-compatible server to measure; None: an engine in this process.
         served_model: the name of a model of the server; None: the first that it lists.
         api_key: the server's; it is kept out of the results.
-        timeout: seconds without news after which a request to a server has failed.
+        timeout: seconds without data after which a request to a server has failed.
         concurrency: requests that are under way at any time; several numbers, separated by commas,
             are measured one after another; None: 1,4,16, if there is no `request_rate`.
         request_rate: requests that arrive in a second, at random intervals (a Poisson process);
@@ -198,15 +197,15 @@ class BenchOptions:
         num_requests: requests of each run, or several numbers, separated by commas, one for each
             load; as many as the concurrency are all sent at once. None: twice the concurrency and
             at least 8, or 32 under a rate.
-        input_len: tokens of a prompt, or two numbers with a dash between which each is drawn.
+        input_len: tokens of a prompt; or two numbers with a dash, between which each is drawn.
         output_len: tokens that a request generates, in the same way: nothing stops it earlier.
-        repeats: measured runs of each case, whose median, quartiles and range are reported.
+        repeats: measured runs of each case; their median, quartiles and range are reported.
         warmup: runs of each case before those, which are not measured.
-        prompts: `heldout` (pieces of Python code that comes along), `random` (token ids), a file of
-            text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or `random` if
-            the model has no tokenizer.
+        prompts: `heldout` (pieces of Python code that come with Foretoken), `random` (token ids), a
+            file of text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or
+            `random` if the model has no tokenizer.
         seed: of prompts, arrivals and noise; every request of every run has its own.
-        compare: measure plain decoding, too, in turns with the speculative.
+        compare: measure plain decoding as well, in turns with speculative decoding.
         sweep: NAME=VALUE,VALUE with NAME one of k, drafter, rule, temperature, length and rate (of
             synthetic acceptance); every combination is measured.
         slo: bounds in ms on each request, such as ttft=200,tpot=50,e2e=4000; itl is the longest.
@@ -257,7 +256,7 @@ class BenchOptions:
 
     @property
     def loads(self) -> list[Load]:
-        """What is measured one after another; `ConfigError` for what is no number."""
+        """The loads, measured one after another; raises `ConfigError`."""
         at_a_time = self.concurrency
         if at_a_time is None and self.request_rate is None:
             at_a_time = "1,4,16"
@@ -267,14 +266,13 @@ class BenchOptions:
         return loads + [Load(0, rate) for rate in rates]
 
     def requests_of(self, load: Load) -> int:
-        """Requests of each run under a load."""
         if counts := self._counts:
             return counts[self.loads.index(load) if len(counts) > 1 else 0]
         return _UNDER_A_RATE if load.rate else max(_LEAST_REQUESTS, 2 * load.concurrency)
 
     @property
     def _counts(self) -> list[int]:
-        """`num_requests` as it was given."""
+        """`num_requests` as numbers; empty if it was left out."""
         return [int(n) for n in numbers("num_requests", self.num_requests, "integers >= 1", int)]
 
     @property
@@ -304,10 +302,10 @@ class BenchOptions:
         return found
 
     def sized(self, engine: Mapping[str, Any]) -> dict[str, Any]:
-        """Engine options with room for the largest load, where they leave that open.
+        """Engine options with room for the largest load, unless they set sizes themselves.
 
         Args:
-            engine: fields of `EngineConfig`, of which those that were left out are missing.
+            engine: the fields of `EngineConfig` that were given.
         """
         speculation = SpeculativeConfig.parse(engine.get("speculative_config"))
         largest = max(load.concurrency for load in self.loads)
@@ -326,14 +324,14 @@ class BenchOptions:
 
             device = choose_device(engine.get("device", "auto"))
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
-            # One more for each: the scheduler keeps one free per running request.
+            # One block more per request: the scheduler keeps one free for each running request.
             blocks = -(-(self.input_lengths[1] + self.output_lengths[1]) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
 
 
 def numbers(name: str, given: str | None, bound: str, kind: type) -> list[float]:
-    """Positive numbers that are separated by commas."""
+    """Read positive numbers separated by commas; raises `ConfigError`."""
     found = []
     for text in given.split(",") if given is not None else ():
         try:

@@ -1,4 +1,4 @@
-"""Results file, tables and figures of a benchmark or a plan; all come from its rows alone."""
+"""Results file, tables and charts of a benchmark or a plan, all made from its rows alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from foretoken.lab.bench.figures import percentiles, unit_of
-from foretoken.lab.bench.options import Case, Load
+from foretoken.lab.bench.options import BenchCase, Load
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Table
 from foretoken.lab.plot import COLOURS, INK, Axes, Bar, Series, bar_chart, line_chart
@@ -16,7 +16,7 @@ _PARTS = ("target", "draft", "verify", "host_gap")
 PLAIN = "plain"
 Point = tuple[float, float, float, float]
 Colours = Mapping[str, str]
-"""Of each way of decoding, in all charts of a file: the same K is the same colour."""
+"""Colour of each way of decoding, the same in all charts of a file."""
 _LEAST_REPEATS, _LATE = 3, 0.05
 _SHAPES = ("input_len", "output_len", "repeats", "warmup", "prompts", "seed", "slo")
 _SPEEDUPS = {
@@ -45,7 +45,7 @@ _ENGINE_NOTES = (
 
 
 def rows(bench: Bench) -> list[Row]:
-    """A row per load and case of which a run was measured."""
+    """A row for each load and case with a measured run."""
     found = []
     cases = [case for group in bench.groups for case in group]
     for load, case in product(bench.options.loads, cases):
@@ -58,26 +58,26 @@ def rows(bench: Bench) -> list[Row]:
         if measured.partial:
             labels["partial"] = True
         values = _spreads(measured.repeats) | percentiles(measured.samples)
-        if (plain := _plain_beside(bench, load, case)) is not None:
+        if (plain := _plain_of(bench, load, case)) is not None:
             values |= _spreads(_speedups(plain, measured.repeats))
         found.append(Row(f"{load.name}, {case.name}", labels, values))
     return found
 
 
-def _plain_beside(bench: Bench, load: Load, case: Case) -> list[dict[str, float]] | None:
-    """Plain decoding of the same engine and temperature."""
+def _plain_of(bench: Bench, load: Load, case: BenchCase) -> list[dict[str, float]] | None:
+    """Figures of plain decoding with the same engine and temperature."""
     if case.plain:
         return None
     group = next(group for group in bench.groups if case in group)
     for other in group:
         if other.plain and other.labels["temperature"] == case.labels["temperature"]:
-            there = bench.measured.get((load, other))
-            return there.repeats if there else None
+            measured = bench.measured.get((load, other))
+            return measured.repeats if measured else None
     return None
 
 
 def _spreads(repeats: Sequence[dict[str, float]]) -> dict[str, Value]:
-    """One spread per figure, over the repeats that have it."""
+    """A spread per figure, over the repeats that have it."""
     measured: dict[str, list[float]] = {}
     for name, value in (pair for repeat in repeats for pair in repeat.items()):
         measured.setdefault(name, []).append(value)
@@ -87,7 +87,7 @@ def _spreads(repeats: Sequence[dict[str, float]]) -> dict[str, Value]:
 def _speedups(
     plain: Sequence[dict[str, float]], drafted: Sequence[dict[str, float]]
 ) -> list[dict[str, float]]:
-    """To plain decoding, turn by turn; an interruption may have left the last turn halved."""
+    """Speed-ups over plain decoding, turn by turn; an interrupted last turn is left out."""
     return [
         {
             name: fast[of] / slow[of] if name == "speedup" else slow[of] / fast[of]
@@ -99,10 +99,10 @@ def _speedups(
 
 
 def results(bench: Bench, command: str, notes: Sequence[str] = ()) -> Results | None:
-    """What was measured so far, in the shared schema; None if nothing was.
+    """All measurements so far in the shared schema; None if there are none.
 
     Args:
-        notes: in addition to those on what the figures mean.
+        notes: in addition to those about the meaning of the figures.
     """
     found, options = rows(bench), bench.options
     if not found:
@@ -120,12 +120,12 @@ def results(bench: Bench, command: str, notes: Sequence[str] = ()) -> Results | 
 
 
 def remarks(results: Results) -> list[str]:
-    """Its notes but those on what figures mean."""
+    """Its notes, except those about the meaning of the figures."""
     return [note for note in results.notes if note not in _NOTES + _ENGINE_NOTES]
 
 
 def _remarks(bench: Bench, found: Sequence[Row]) -> list[str]:
-    """What a reader must know of these runs in particular."""
+    """What a reader must know about these runs in particular."""
     remarks = []
     if any(row.labels["rule"] == "synthetic" for row in found):
         remarks.append("Acceptance was set by the rule `synthetic`; it is no drafter's.")
@@ -137,10 +137,10 @@ def _remarks(bench: Bench, found: Sequence[Row]) -> list[str]:
     if bench.options.repeats < _LEAST_REPEATS:
         remarks.append(f"Fewer than {_LEAST_REPEATS} repeats: the spread says little.")
     for row in found:
-        together, asked = _number(row, "requests_per_step", "min"), row.labels["concurrency"]
-        if isinstance(asked, int) and 0 < together < asked:
+        together, wanted = _number(row, "requests_per_step", "min"), row.labels["concurrency"]
+        if isinstance(wanted, int) and 0 < together < wanted:
             remarks.append(
-                f"{row.case}: in a run no more than {together:g} of {asked} requests ever decoded "
+                f"{row.case}: in a run no more than {together:g} of {wanted} requests ever decoded "
                 "together; the figures of its steps are of those steps."
             )
         lag, ttft = _number(row, "send_lag_ms"), _number(row, "ttft_ms")
@@ -196,25 +196,25 @@ TABLES: dict[str, dict[str, tuple[str, int, bool]]] = {
         "floor/step": ("share_of_floor", 2, False),
     },
 }
-"""Title -> heading -> name of a value, digits, and whether the least and the most are shown."""
+"""title -> heading -> name of a value, digits, and whether its range is shown."""
 
 
 def tables(found: Sequence[Row]) -> dict[str, Table]:
-    """Medians of all rows by title; columns, lines and tables without a value are left out."""
+    """Tables by title; columns, lines and tables without a value are left out."""
     made = {title: table(found, columns) for title, columns in TABLES.items()}
     return {title: table for title, table in made.items() if table.lines}
 
 
 def table(found: Sequence[Row], columns: Mapping[str, tuple[str, int, bool]]) -> Table:
-    """One of them."""
-    there = {
+    """One table: a line for each row, with medians."""
+    used = {
         heading: column
         for heading, column in columns.items()
         if any(column[0] in row.values for row in found)
         and (column[0] != "failed_requests" or any(_number(row, column[0], "max") for row in found))
     }
-    lines = [[_title(row), *(cell(row, *column) for column in there.values())] for row in found]
-    header = ["", *(heading.strip() for heading in there)]
+    lines = [[_title(row), *(cell(row, *column) for column in used.values())] for row in found]
+    header = ["", *(heading.strip() for heading in used)]
     return Table(header, [line for line in lines if any(line[1:])])
 
 
@@ -223,13 +223,13 @@ def _title(row: Row) -> str:
 
 
 def _number(row: Row, name: str, of: str = "median") -> float:
-    """A value, or that one of a spread; 0 without it."""
+    """A value, or the number `of` its spread; 0 if there is no such value."""
     value = row.values.get(name, 0.0)
     return float(getattr(value, of)) if isinstance(value, Spread) else value
 
 
 def cell(row: Row, name: str, digits: int, ranged: bool = False) -> str:
-    """A value as text, of a spread the median; empty without one."""
+    """A value, or the median of its spread, as text; empty if there is no such value."""
     value = row.values.get(name)
     if not isinstance(value, Spread):
         return "" if value is None else f"{value:.{digits}f}"
@@ -238,7 +238,7 @@ def cell(row: Row, name: str, digits: int, ranged: bool = False) -> str:
 
 
 def charts(rows: Sequence[Row]) -> list[str]:
-    """SVGs: speed-up over the loads, a user's speed against all, a token's time, acceptance."""
+    """SVGs: speed-up by load, a user's speed against the total, a token's time, acceptance."""
 
     def having(name: str) -> list[Row]:
         return [row for row in rows if name in row.values]
@@ -247,7 +247,7 @@ def charts(rows: Sequence[Row]) -> list[str]:
     drafting = [name for name in decodings if name != PLAIN]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(drafting)} | {PLAIN: INK}
     made: list[str] = []
-    # Under a rate throughput is the rate's, so that it is TPOT that tells of speed.
+    # Under a request rate, throughput is set by the rate: there TPOT shows the speed.
     for axis, name in (("concurrency", "speedup"), ("request_rate", "tpot_speedup")):
         if under := [row for row in having(name) if row.labels.get(axis)]:
             made.append(_speedup(under, axis, name, colours))
@@ -263,7 +263,7 @@ def charts(rows: Sequence[Row]) -> list[str]:
 
 
 def _speedup(rows: Sequence[Row], axis: str, name: str, colours: Colours) -> str:
-    """Over the loads, with the line of no speculation."""
+    """Speed-up by load, with a line at 1 for plain decoding."""
 
     def point(row: Row) -> Point:
         return _point(float(row.labels[axis] or 0), _spread(row, name))
@@ -276,7 +276,7 @@ def _speedup(rows: Sequence[Row], axis: str, name: str, colours: Colours) -> str
 
 
 def _per_user(rows: Sequence[Row], colours: Colours, is_first: bool) -> str:
-    """Each line goes through the loads in order."""
+    """A user's speed against the total; each line goes through the loads in order."""
 
     def point(row: Row) -> Point:
         in_all = _spread(row, "output_tokens_per_second").median
@@ -291,7 +291,7 @@ def _per_user(rows: Sequence[Row], colours: Colours, is_first: bool) -> str:
 
 
 def _series(rows: Sequence[Row], point: Callable[[Row], Point], colours: Colours) -> list[Series]:
-    """A line for each case, of a point for each load."""
+    """A line for each case, with a point for each load."""
     lines: dict[str, list[Point]] = {}
     for row in rows:
         lines.setdefault(_decoding(row), []).append(point(row))
@@ -299,7 +299,7 @@ def _series(rows: Sequence[Row], point: Callable[[Row], Point], colours: Colours
 
 
 def _time_per_token(rows: Sequence[Row]) -> str:
-    """Parts of a step over the tokens that a request gets of it."""
+    """Parts of a step, divided by the tokens that a request gets from it."""
     bars = []
     for row in rows:
         tokens = _spread(row, "tokens_per_step").median
@@ -307,13 +307,14 @@ def _time_per_token(rows: Sequence[Row]) -> str:
             part.replace("_", " "): _spread(row, f"{part}_ms").median / tokens for part in _PARTS
         }
         floor = _spread(row, "floor_ms").median / tokens
-        bars.append(Bar(_short(row), _load(row), parts, mark=floor))
+        name = f"K={row.labels['k']}" if row.labels["k"] else "plain"
+        bars.append(Bar(name, _load(row), parts, mark=floor))
     title = "Where the time of a token goes, in decode steps"
     return bar_chart(title, "ms per token of a request", bars, mark="floor: reading memory")
 
 
 def _positions(rows: Sequence[Row], colours: Colours) -> str:
-    """Unconditional lines fall; conditional ones stay level if drafts are as good further on."""
+    """Acceptance by position; conditional lines stay level if later drafts are as good."""
     series = []
     for row in rows:
         name = _decoding(row)
@@ -328,7 +329,7 @@ def _positions(rows: Sequence[Row], colours: Colours) -> str:
 
 
 def _lengths(rows: Sequence[Row], colours: Colours) -> str:
-    """Bars of one case; more would stand too close, and are lines."""
+    """Tokens per verification: bars of one case, lines of several."""
     title = f"Tokens that a verification gives ({_load(rows[0])})"
     found = {_decoding(row): _numbered(row, "length_share_") for row in rows}
     if len(rows) > 1:
@@ -363,12 +364,7 @@ def _decoding(row: Row) -> str:
     return row.case.removeprefix(f"{_load(row)}, ")
 
 
-def _short(row: Row) -> str:
-    """Short enough to stand below a bar."""
-    return f"K={row.labels['k']}" if row.labels["k"] else "plain"
-
-
 def _spread(row: Row, name: str) -> Spread:
-    """A value; what is predicted is one number."""
+    """A value as a spread; a prediction is a single number."""
     value = row.values[name]
     return value if isinstance(value, Spread) else Spread.of([value], "")

@@ -1,4 +1,4 @@
-"""Measures every case under every load, in turns, with prompts cut from a text or a dataset."""
+"""Measure every case under every load, in turns, with prompts cut from a text or a dataset."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from typing import Any, NamedTuple
 
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import figures, latencies
-from foretoken.lab.bench.load import Asked, Client, Run, drive
-from foretoken.lab.bench.options import DATASETS, BenchOptions, Case, Load
+from foretoken.lab.bench.load import BenchRequest, Client, Run, drive
+from foretoken.lab.bench.options import DATASETS, BenchCase, BenchOptions, Load
 from foretoken.lab.workloads import heldout
 
 _ROLES = {role: role for role in ("system", "user", "assistant")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
-_CHARS_PER_TOKEN = 4  # of a server that does not say how it cuts a text into tokens
+_CHARS_PER_TOKEN = 4  # assumed where a server does not report tokens
 
 
 class Item(NamedTuple):
-    """A line of a dataset: a text or messages, and how many tokens its answer has, if it says."""
+    """A line of a dataset: a text or messages, and the tokens of its answer, if given."""
 
     prompt: str | list[dict[str, Any]]
     num_output: int | None = None
 
 
-class Source(NamedTuple):
-    """What the requests of a benchmark are cut or chosen from.
+class PromptSource(NamedTuple):
+    """The material from which requests are cut or chosen.
 
     Attributes:
-        ids: token ids, of which prompts are pieces; text: the same where nobody says the tokens.
+        ids: token ids; prompts are pieces of them.
+        text: used instead where tokens are unknown.
         shuffled: prompts are random ids out of `ids` instead.
         items: lines of a dataset, each a request.
         notes: what was left out.
@@ -48,13 +49,13 @@ class Source(NamedTuple):
 class Workload:
     """Draws the requests of each run, the same ones for the same options.
 
-    Every run has prompts of its own, so that none finds the keys and values of another in a cache.
-    Cases that take turns have the same ones; where that would let one of them find the other's,
-    pieces of a text begin a token later for each case, and lines of a dataset are others.
+    Every run has new prompts, so that no run finds the keys and values of another in a cache. Cases
+    that take turns have the same prompts. If they could find each other's in a cache, pieces of a
+    text begin one token later for each case, and lines of a dataset differ.
 
     Args:
         lengths: least and most tokens of prompts and of outputs; each request's are drawn between.
-        apart: cases that must not find each other's prompts; 1: all have the same.
+        apart: number of cases that must not find each other's prompts; 1: all have the same.
 
     Raises:
         ConfigError: the text has fewer tokens than a prompt.
@@ -62,7 +63,7 @@ class Workload:
 
     def __init__(
         self,
-        source: Source,
+        source: PromptSource,
         lengths: tuple[tuple[int, int], tuple[int, int]],
         seed: int,
         apart: int = 1,
@@ -71,36 +72,37 @@ class Workload:
         self._apart = apart
         self._items = [*source.items]
         random.Random(seed).shuffle(self._items)
-        longest, there = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
-        there -= apart - 1
-        if not source.items and not source.shuffled and longest > there:
-            raise ConfigError("input_len", longest, f"at most {there}, the tokens of the text")
+        longest, size = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
+        size -= apart - 1
+        if not source.items and not source.shuffled and longest > size:
+            raise ConfigError("input_len", longest, f"at most {size}, the tokens of the text")
 
     def requests(
         self, load: Load, before: int, count: int, case: int = 0
-    ) -> list[tuple[float, Asked]]:
-        """Those of one run, with the seconds between them; the same ones for the same arguments.
+    ) -> list[tuple[float, BenchRequest]]:
+        """Requests of one run, each with the seconds since the one before; deterministic.
 
         Args:
-            before: requests of all former runs of the case.
-            case: its number; of no consequence where cases have the same prompts.
+            before: requests of all earlier runs of the case.
+            case: its number; ignored if all cases have the same prompts.
         """
         chance, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._apart
         made = []
         for i in range(count):
-            # With one seed for all, requests would share their noise, and be accepted together.
+            # Requests with one seed would share their noise: drafts would be accepted together.
             gap, seed = chance.expovariate(load.rate) if load.rate else 0.0, self._seed + before + i
             num_input, num_output = (chance.randint(*bounds) for bounds in self._lengths)
             if self._items:
                 line = self._apart * before + case * count + i
                 item = self._items[line % len(self._items)]
-                made.append((gap, Asked(item.prompt, item.num_output or num_output, seed)))
+                request = BenchRequest(item.prompt, item.num_output or num_output, seed)
             else:
-                made.append((gap, Asked(self._piece(chance, num_input, case), num_output, seed)))
+                request = BenchRequest(self._piece(chance, num_input, case), num_output, seed)
+            made.append((gap, request))
         return made
 
     def _piece(self, chance: random.Random, size: int, shift: int) -> Any:
-        """Of the text, so many tokens later than drawn."""
+        """A random piece of the source, moved by `shift` tokens."""
         source, more = self._source, self._apart - 1
         if source.shuffled:
             return chance.choices(source.ids, k=size + more)[shift : shift + size]
@@ -111,32 +113,33 @@ class Workload:
 
 
 def read_text(prompts: str) -> str:
-    """`heldout`: all texts of it, prompts and how they go on; else those of a file."""
+    """The text of a file; for `heldout` and `random`, all held-out prompts and references."""
     if prompts in ("heldout", "random"):
         return "".join(item.prompt + item.reference for item in heldout())
     return _read(prompts)
 
 
-def read_dataset(path: str) -> Source:
+def read_dataset(path: str) -> PromptSource:
     """A dataset's requests: `{"prompt": ...}`, `{"messages": ...}`, `{"conversations": ...}`.
 
-    One object per line, or a list of them in one file. Messages are sent up to the last that is no
-    answer, of `conversations` (the shape of ShareGPT) the turns before the first. What is none of
-    these is counted and left out.
+    One object per line, or a list of them in one file. `messages` are sent without answers at their
+    end, `conversations` (the shape of ShareGPT) up to their first answer. Other entries are counted
+    and left out.
 
     Raises:
-        ConfigError: there is no such file, or nothing in it can be sent.
+        ConfigError: there is no such file, or no entry can be sent.
     """
     text, items, wrong = _read(path), list[Item](), list[str]()
     whole = text.lstrip().startswith("[")
-    pieces = [text] if whole else text.split("\n")
-    for i, piece in enumerate(pieces, start=1):
+    for i, piece in enumerate([text] if whole else text.split("\n"), start=1):
+        if not piece.strip():
+            continue
         try:
-            found = json.loads(piece) if piece.strip() else []
+            found = json.loads(piece)
         except (ValueError, RecursionError) as error:
             wrong.append(f"line {i}: {error}")
             continue
-        for j, entry in enumerate(found if whole else [found] if piece.strip() else [], start=1):
+        for j, entry in enumerate(found if whole else [found], start=1):
             try:
                 items.append(_item(entry))
             except ValueError as error:
@@ -146,11 +149,11 @@ def read_dataset(path: str) -> Source:
         raise ConfigError("prompts", path, "a dataset with a request in it", remedy)
     total, first = len(items) + len(wrong), "; ".join(wrong[:5])
     said = f"{Path(path).name}: {len(wrong)} of {total} requests were left out: {first}."
-    return Source(items=items, notes=[said] if wrong else [])
+    return PromptSource(items=items, notes=[said] if wrong else [])
 
 
 def _item(given: Any) -> Item:
-    """One object of a dataset; `ValueError` says what is wrong with it."""
+    """Read one object of a dataset; `ValueError` says what is wrong with it."""
     if not isinstance(given, dict):
         raise ValueError("not an object")
     most = given.get("max_tokens")
@@ -189,17 +192,18 @@ def _read(path: str) -> str:
 
 
 Report = Callable[[int, str], None]
-"""Gets how many requests have ended, warm-up included, and what runs."""
+"""Gets the number of requests that have ended, warm-up included, and what runs."""
 
 
 @dataclass
 class Measured:
-    """What there is of a case under a load.
+    """The measurements of a case under a load so far.
 
     Attributes:
-        repeats: figures of its runs in order, empty of one without an answer: turns stay together.
+        repeats: figures of its runs in order; an empty entry for a run without an answer keeps the
+            turns of cases aligned.
         samples: latencies of all requests, by name.
-        partial: it is of a run that was cut short.
+        partial: the run was cut short.
     """
 
     repeats: list[dict[str, float]] = field(default_factory=list)
@@ -208,20 +212,20 @@ class Measured:
 
 
 class Bench:
-    """Measures what a client stands for.
+    """Measures a client's system.
 
     Attributes:
         groups: cases that take turns, a list for each engine.
         measured: figures of all runs so far, by load and case.
-        failed: why requests failed, and how many of them so, warm-up included.
-        notes: of the prompts.
+        failed: number of failed requests by reason, warm-up included.
+        notes: about the prompts.
     """
 
     def __init__(
-        self, options: BenchOptions, client: Client, groups: Sequence[Sequence[Case]]
+        self, options: BenchOptions, client: Client, groups: Sequence[Sequence[BenchCase]]
     ) -> None:
         self.options, self.client, self.groups = options, client, groups
-        self.measured: dict[tuple[Load, Case], Measured] = {}
+        self.measured: dict[tuple[Load, BenchCase], Measured] = {}
         self.failed: Counter[str] = Counter()
         self.notes: list[str] = []
         self._workload: Workload | None = None
@@ -230,10 +234,10 @@ class Bench:
         self.num_requests = sum(counts) * turns * sum(map(len, groups))
 
     async def run(self, report: Report = lambda done, what: None) -> None:
-        """Measure everything; `measured` holds what is done, however it ends.
+        """Measure everything; `measured` holds all finished runs, however it ends.
 
         Raises:
-            ConfigError: requests failed: all the same, the others were measured.
+            ConfigError: requests failed; the others were measured all the same.
             ForetokenError: the engine failed.
         """
         done = 0
@@ -268,8 +272,8 @@ class Bench:
                 f"{self.failed.most_common(1)[0][0]}"
             )
 
-    def _keep(self, load: Load, case: Case, run: Run, counts: bool, whole: bool) -> None:
-        """A run that was cut short is kept only where there is no whole one."""
+    def _keep(self, load: Load, case: BenchCase, run: Run, counts: bool, whole: bool) -> None:
+        """Keep a run's figures; those of a run that was cut short only if there is no whole run."""
         self.failed.update(run.failed)
         if not counts:
             return
@@ -282,20 +286,19 @@ class Bench:
                 kept.samples[name] += values
 
     def _before(self, load: Load, repeat: int) -> int:
-        """Requests of a case before this run."""
+        """Number of requests of a case before this run."""
         options, turns = self.options, self.options.warmup + self.options.repeats
         others = options.loads[: options.loads.index(load)]
         return turns * sum(map(options.requests_of, others)) + repeat * options.requests_of(load)
 
     def _failure(self, why: str) -> ConfigError:
-        """What ends a command once its requests failed."""
         name, bound = "url", "a server that answers every request"
         if self.options.url is None:
             name, bound = "prompts", "requests that fit"
         return ConfigError(name, getattr(self.options, name), bound, f"{why.rstrip('.')}.")
 
     async def _prepare(self) -> Workload:
-        """The workload, made with the first client's tokens."""
+        """The workload; it is made once, with the tokens of the client that is open then."""
         if self._workload is not None:
             return self._workload
         client, prompts = self.client, self.options.prompts
@@ -305,9 +308,9 @@ class Bench:
             text = read_text(prompts or "heldout")
             ids = await client.tokens(text)
             if prompts == "random" or (prompts is None and not ids and client.vocabulary()):
-                source = Source(client.vocabulary() or sorted(set(ids)), shuffled=True)
+                source = PromptSource(client.vocabulary() or sorted(set(ids)), shuffled=True)
             else:
-                source = Source(ids, text)
+                source = PromptSource(ids, text)
             if not source.ids:
                 if self.options.url is None or source.shuffled:
                     remedy = "Use `random`, or give a tokenizer."
@@ -318,15 +321,15 @@ class Bench:
         lengths = self.options.input_lengths, self.options.output_lengths
         apart = max(map(len, self.groups)) if client.keeps_prefixes else 1
         self._workload = Workload(source, lengths, self.options.seed, apart)
-        asked = self.num_requests // sum(map(len, self.groups)) * apart
-        if len(source.items) < asked and source.items:
-            said = f"{len(source.items)} lines for {asked} requests: they are sent again"
+        needed = self.num_requests // sum(map(len, self.groups)) * apart
+        if len(source.items) < needed and source.items:
+            said = f"{len(source.items)} lines for {needed} requests: they are sent again"
             known = ", and a cache may know them" if client.keeps_prefixes else ""
             self.notes.append(f"{Path(str(prompts)).name}: {said}{known}.")
         return self._workload
 
-    def _turns(self, cases: Sequence[Case]) -> Iterator[tuple[Load, int, Case]]:
-        """Load, repeat (warm-up first) and case; who goes first changes with each repeat."""
+    def _turns(self, cases: Sequence[BenchCase]) -> Iterator[tuple[Load, int, BenchCase]]:
+        """Load, repeat (warm-up first) and case; the order of cases is reversed each repeat."""
         for load in self.options.loads:
             for repeat in range(self.options.warmup + self.options.repeats):
                 for case in cases[:: -1 if repeat % 2 else 1]:

@@ -1,7 +1,7 @@
-"""Any server of OpenAI's API as what answers a load: HTTP/1.1 by asyncio's streams alone.
+"""Any server with OpenAI's API as the system under test: HTTP/1.1 by asyncio's streams alone.
 
-Charter: a request and its stream. Each has a connection of its own, and making it is part of its
-time. What a server is asked for beyond the API is found out once, by one request.
+Charter: a request and its stream. Each request has a new connection, and connecting is part of its
+time. Which fields beyond the API a server takes is found out once, by one request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.load import Asked, Client, Record, RequestFailedError, ServerGoneError
+from foretoken.lab.bench.load import (
+    BenchRequest,
+    Client,
+    Record,
+    RequestFailedError,
+    ServerGoneError,
+)
 from foretoken.lab.bench.offline import set_fields
-from foretoken.lab.bench.options import Case
+from foretoken.lab.bench.options import BenchCase
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
@@ -27,21 +33,21 @@ _LINE = 2**20  # bytes of a line, or of a head
 _FIELDS = {name: name for name in ("num_speculative_tokens", "drafter")}
 _FIELDS |= {"rejection_sample_method": "rule"}  # of a case, by the names of `speculative`
 _WRONG_BODY = (400, 422)
-_COUNTING = ("foretoken", "vllm")  # who can say with each piece how many tokens there were
+_COUNTING = ("foretoken", "vllm")  # servers that can send the token count with each piece
 _COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 class Server(Client):
-    """A server, what it takes, and what it is asked.
+    """A server, and the fields that it takes.
 
     Args:
         url: its root, with or without `/v1`.
         model: None: the first that it lists.
         api_key: sent as a bearer token.
-        timeout: seconds without news after which a request has failed.
+        timeout: seconds without data after which a request has failed.
 
     Attributes:
-        speculates: whether requests can choose how they are drafted for, and something drafts.
+        speculates: whether it drafts, and requests can choose how.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Find out which model it serves and what it takes; `ConfigError` if it is no server."""
+        """Find out which model it serves and which fields it takes; raises `ConfigError`."""
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
@@ -93,7 +99,7 @@ class Server(Client):
             )
 
     async def takes(self, **fields: Any) -> bool:
-        """Whether it refuses a request of one token with these fields, and none without them."""
+        """Whether it takes these fields; `ConfigError` if it even refuses a request without."""
         body = {"model": self.model, "prompt": "1", "max_tokens": 1}
         status, answer = await self.call("POST", "/v1/completions", {**body, **fields})
         if status in _WRONG_BODY:
@@ -105,17 +111,16 @@ class Server(Client):
         raise ConfigError("url", self.url, "a server that completes a prompt", said)
 
     def shapes(self) -> dict[str, Any]:
-        """What is known of it; the hardware of the results file is the client's."""
+        """What is known about it; the hardware in a results file is the client's."""
         return {"url": self.url, "model": self.model, "sampling": self._params}
 
-    async def send(self, asked: Asked, case: Case, record: Record) -> None:
-        """As `Client.send`."""
-        is_chat = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], dict)
+    async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
+        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         body = {
             "model": self.model,
-            "messages" if is_chat else "prompt": asked.prompt,
-            "max_tokens": asked.num_output,
-            "seed": asked.seed,
+            "messages" if is_chat else "prompt": request.prompt,
+            "max_tokens": request.num_output,
+            "seed": request.seed,
             "stream": True,
             "stream_options": self._stream_options,
             **self._extra,
@@ -164,7 +169,7 @@ class Server(Client):
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """Status of a request, and its body as it comes; what goes wrong in it is a failure."""
+        """Status of a request and its body as it comes; errors become `RequestFailedError`."""
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE)
         try:
             reader, writer = await asyncio.wait_for(opening, self.timeout)
@@ -198,7 +203,7 @@ class Server(Client):
     async def _body(
         self, reader: asyncio.StreamReader, head: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
-        """Pieces of a body, as they come: in chunks, of a stated length, or up to the end."""
+        """Pieces of a body as they come: chunked, of a stated length, or up to the end."""
         left = int(head["content-length"]) if "content-length" in head else None
         while left != 0:
             async with asyncio.timeout(self.timeout):
@@ -213,7 +218,7 @@ class Server(Client):
             yield piece
 
     async def counts(self) -> SpeculationMetrics | None:
-        """Its counters for Prometheus, under the names that vLLM and Foretoken have for them."""
+        """Its counters for Prometheus, by the names that vLLM and Foretoken use."""
         try:
             return _counted(str(await self.get("/metrics")))
         except (ServerGoneError, RequestFailedError, ValueError, OverflowError):
@@ -221,10 +226,9 @@ class Server(Client):
 
     async def tokens(self, text: str) -> list[int]:
         """By its `/tokenize`, if it has one."""
+        body = {"model": self.model, "prompt": text}
         try:
-            status, answer = await self.call(
-                "POST", "/tokenize", {"model": self.model, "prompt": text}
-            )
+            status, answer = await self.call("POST", "/tokenize", body)
             found = json.loads(answer)["tokens"] if status == 200 else []
         except (RequestFailedError, ValueError, KeyError, TypeError):
             return []
@@ -233,7 +237,7 @@ class Server(Client):
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
-    """The objects of a stream of server-sent events up to its `[DONE]`."""
+    """The objects in a stream of server-sent events, up to `[DONE]`."""
     rest = b""
     async for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -248,7 +252,7 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
 
 
 def _counted(text: str) -> SpeculationMetrics | None:
-    """Metrics as text; `ValueError` or `OverflowError` if a count is none."""
+    """Counts from the text of `/metrics`; `ValueError` or `OverflowError` for a bad count."""
     found, listed = SpeculationMetrics(), dict[str, dict[int, int]]()
     names = {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
     seen = 0
@@ -267,7 +271,7 @@ def _counted(text: str) -> SpeculationMetrics | None:
 
 
 def _note(event: Mapping[str, Any], record: Record) -> None:
-    """Keep what an event says; what has another shape is one of the errors of that."""
+    """Record an event; raises `AttributeError`, `TypeError` or `ValueError` for another shape."""
     usage = event.get("usage") or {}
     counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
     if min(counts) < 0 or not all(isinstance(count, int) for count in counts):

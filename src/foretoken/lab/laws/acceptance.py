@@ -1,5 +1,5 @@
-"""Laws of acceptance: how many drafts each rule accepts, by exact enumeration, and never which; the
-synthetic rule, at stated rates.
+"""Laws of acceptance: the number of accepted drafts by exact enumeration, drafts that are always or
+never accepted, and the synthetic rule at stated rates.
 
 Shapes as in `laws/__init__.py`; P paths of drafts.
 """
@@ -44,8 +44,9 @@ from foretoken.ops import (
 from foretoken.sampling.synthetic import rates_of
 
 LOSSLESS = (Rule.STANDARD, Rule.BLOCK)
-# Keys whose first ACCEPT word at position 0, draft 0 is 0 and 2^32 - 1, found by trying them all:
-# the acceptance uniform is 2^-33 and, clamped, 1 - 2^-24 (in FP64, below 2^-32 of either end).
+# With these keys the first ACCEPT word at position 0, draft 0 is 0 and 2^32 - 1 (found by trying
+# all keys): the acceptance uniform is 2^-33 and, clamped, 1 - 2^-24 (in FP64, within 2^-32 of
+# either end).
 LOWEST_U, HIGHEST_U = 2059081754, 2564521510
 
 
@@ -135,7 +136,7 @@ def one_round(
     """One draft per request, drawn and verified: (n_accept, first token emitted), [trials].
 
     Args:
-        draft_setting: the filters of the draft, if not the target's.
+        draft_setting: the filters of the draft, if they differ from the target's.
     """
     device = target_V.device
     accepts, firsts = [], []
@@ -158,7 +159,7 @@ def one_round(
 
 
 def first_token(case: str, token_B: Tensor, next_V: Tensor) -> Finding:
-    """Whether first tokens come from this distribution; p = 0 if one has no mass in it."""
+    """Test first tokens against a distribution; p = 0 if a token has no mass in it."""
     p = fit(torch.bincount(token_B, minlength=len(next_V)), next_V)
     return p_finding(f"{case}-law", p, len(token_B))
 
@@ -183,7 +184,7 @@ def overlap(backend: Backend, device: torch.device, trials: int = TRIALS) -> lis
 
 
 def exact_share(case: str, n_accept: Tensor, expected: float) -> Finding:
-    """Acceptance without exception, or none at all."""
+    """The share of accepted drafts, which must be exactly the expected one (0 or 1)."""
     found = float(n_accept.double().mean())
     return Finding(case, "accepted", found, expected - 1e-9, expected + 1e-9, len(n_accept))
 
@@ -210,7 +211,7 @@ def always_and_never(backend: Backend, device: torch.device, trials: int = TRIAL
 def outside_the_nucleus(
     backend: Backend, device: torch.device, trials: int = TRIALS
 ) -> list[Finding]:
-    """The draft samples unfiltered: what the target's filters dropped is never accepted."""
+    """The draft samples unfiltered: tokens that the target's filters drop are never accepted."""
     findings = []
     target_V = torch.randn(12, generator=torch.Generator().manual_seed(3))
     target_on = target_V.to(device)
@@ -275,7 +276,7 @@ def observed_rates(
     rates: Sequence[float],
     combination: Combination = (1.0, True, False),
 ) -> tuple[list[float], list[int]]:
-    """Per draft index, the share of requests with that draft that accepted it; how many had it.
+    """Per draft index: the share accepted among requests with that draft; their number.
 
     Ragged lengths have FP64 noise, and twice the trials.
     """
@@ -335,7 +336,7 @@ def mean_rates(
     means: Sequence[float] = MEANS,
     drafts: Sequence[int] = DRAFTS,
 ) -> list[Finding]:
-    """A mean rate r through the solver: what is accepted of all drafts is r."""
+    """A mean rate r through the solver: the share of all drafts that is accepted is r."""
     findings = []
     for num_drafts, mean in itertools.product(drafts, means):
         config = SpeculativeConfig(
@@ -354,7 +355,7 @@ def mean_rates(
 def greedy_rejections(
     backend: Backend, device: torch.device, trials: int = SYNTHETIC_TRIALS
 ) -> list[Finding]:
-    """At T=0 a rejection emits the argmax and counts as one even if the draft was just that."""
+    """At T=0 a rejection emits the argmax, and is a rejection even if the draft is the argmax."""
     rates = (0.7, 0.5)
     setting = Setting(0.0, rule=Rule.SYNTHETIC, rates=rates)
     generator = torch.Generator(device).manual_seed(1)
@@ -365,8 +366,8 @@ def greedy_rejections(
     params = setting.params(trials, 8, device)
     batch = VerifyBatch(logits_NV, params, slot_B, torch.zeros_like(slot_B), drafts)
     verdict = backend.verify(batch._replace(**setting.options(device)))
-    behind_BK1 = torch.arange(3, device=device) > verdict.n_accept_B[:, None]
-    wrong_BK1 = verdict.token_BK1 != best_BK1.masked_fill(behind_BK1, -1)
+    unused_BK1 = torch.arange(3, device=device) > verdict.n_accept_B[:, None]
+    wrong_BK1 = verdict.token_BK1 != best_BK1.masked_fill(unused_BK1, -1)
     wrong = int(wrong_BK1.any(dim=1).sum())
     observed = [float((verdict.n_accept_B > i).double().mean()) for i in range(2)]
     return [

@@ -1,10 +1,10 @@
-"""The model of the laws: a table of logits by the last two tokens, and what it must emit.
+"""The model of the laws: a table of logits by the last two tokens, and its exact distribution.
 
-`Chain` is the model, `Setting` how a request samples from it; together they have an exact
-distribution, computed by the oracle's `process_logits`, with nothing of a fast backend in it.
+`Chain` is the model, `Setting` says how a request samples from it. Together they have an exact
+distribution, which the oracle's `process_logits` computes without any code of a fast backend.
 
-`emit` drives any `propose` and a backend's `verify` until every slot of thousands has its tokens,
-and `joint_p_value` compares these with the exact distribution, alone and in windows of several.
+`emit` calls a `propose` and a backend's `verify` in turn until each of thousands of slots has its
+tokens. `joint_p_value` compares these with the exact distribution, singly and in windows.
 
 Shapes as in `laws/__init__.py`; a, b are the last two tokens.
 """
@@ -44,19 +44,19 @@ class Chain:
     """Logits of the next token given the last two, [C, V].
 
     Context = previous * (ids + 1) + last, where the id `ids` stands for "no token". A draft's chain
-    has the target's contexts, and may have another vocabulary.
+    has the target's contexts, but its vocabulary may differ.
     """
 
     logits_CV: Tensor
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that it can emit."""
+        """Number of tokens that it can emit."""
         return self.logits_CV.shape[1]
 
     @property
     def ids(self) -> int:
-        """Tokens that its contexts tell apart: the target's vocabulary."""
+        """Number of tokens in its contexts: the target's vocabulary."""
         return math.isqrt(len(self.logits_CV)) - 1
 
     @property
@@ -65,11 +65,10 @@ class Chain:
         return len(self.logits_CV) - 1
 
     def to(self, device: torch.device) -> Chain:
-        """The same on a device."""
         return Chain(self.logits_CV.to(device))
 
     def context(self, prefix_BL: Tensor, length_B: Tensor) -> Tensor:
-        """The row of `logits_CV` that decides the token after the first `length` of a prefix."""
+        """The row of `logits_CV` for the token after the first `length` tokens of each prefix."""
         index_B = torch.arange(len(length_B), device=length_B.device)
         last_B, previous_B = (
             torch.where(
@@ -77,18 +76,19 @@ class Chain:
             )
             for back in (1, 2)
         )
-        # An id that only the draft's vocabulary has is never accepted: any row will do after it.
+        # An id that only the draft's vocabulary has is never accepted: after it any row will do.
         return previous_B.clamp(max=self.ids) * (self.ids + 1) + last_B.clamp(max=self.ids)
 
 
 def random_chain(
     vocabulary: int, seed: int, spread: float = 1.0, draft_vocabulary: int | None = None
 ) -> tuple[Chain, Chain]:
-    """A target and its draft, whose logits are the target's negated.
+    """A target and a draft with the target's logits negated.
 
     Args:
-        spread: standard deviation of the logits; .5 of 16 tokens has half of the drafts accepted.
-        draft_vocabulary: if it is not the target's.
+        spread: standard deviation of the logits; with .5 and 16 tokens half of the drafts are
+            accepted.
+        draft_vocabulary: if it differs from the target's.
     """
     generator = torch.Generator().manual_seed(seed)
     contexts = (vocabulary + 1) ** 2
@@ -99,8 +99,8 @@ def random_chain(
     return Chain(logits), Chain(draft)
 
 
-# Edits as a function of the last two tokens, so that what is emitted stays a chain: one row of
-# edits per context.
+# Edits are a function of the last two tokens, so that the edited model is still a chain: one row
+# of edits per context.
 
 
 def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
@@ -115,7 +115,7 @@ def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
 
 
 def _penalties(ids: int) -> Edits:
-    """Each context's own two tokens are penalised, the token after the last is a bad word."""
+    """Each context's own two tokens are penalised; the id after the last token's is a bad word."""
     rows: list[tuple[int, float, float, float]] = []
     start = [0]
     for context in range((ids + 1) ** 2):
@@ -131,7 +131,7 @@ def _penalties(ids: int) -> Edits:
 
 
 def _grammar(ids: int) -> Edits:
-    """Each context allows about 60 % of the tokens, at least two: drafts know nothing of it."""
+    """Each context allows about 60 % of the tokens, at least two. The draft ignores the grammar."""
     contexts, words = (ids + 1) ** 2, -(-ids // 32)
     random = torch.rand(contexts, ids, generator=torch.Generator().manual_seed(ids))
     allowed = (random < 0.6) | (random <= random.kthvalue(2, dim=1, keepdim=True).values)
@@ -147,7 +147,7 @@ EDITS: dict[str, Callable[[int], Edits]] = {
     "penalties": cache(_penalties),
     "grammar": cache(_grammar),
 }
-"""By name, the edits of every context of a chain with so many ids."""
+"""name -> a function that makes, for a number of ids, the edits of every context of a chain."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Setting:
         )
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """The fields of a `VerifyBatch` beside parameters, drafts and edits."""
+        """The remaining fields of a `VerifyBatch`, besides parameters, drafts and edits."""
         if self.rates is None:
             return {"fp64_noise": self.fp64_noise}
         rate_K = torch.tensor(self.rates, dtype=torch.float64, device=device)
@@ -237,13 +237,13 @@ def window(next_CV: Tensor, start: int, width: int) -> Tensor:
     return joint.flatten()
 
 
-# Emission: propose, verify, and again, on the target's device -------------------------------------
+# Emission: propose and verify in turn, on the target's device -------------------------------------
 
 
 TRIALS = 200_000
-SLOTS = {"cpu": 25_000, "cuda": 50_000}  # most of one call
+SLOTS = {"cpu": 25_000, "cuda": 50_000}  # at most, in one call
 BYTES = {"cpu": 2**28, "cuda": 2**33}  # of logits that one call reads, about
-CELLS = 5000  # outcomes at most of tokens that are compared together
+CELLS = 5000  # outcomes at most of a window of tokens that are compared together
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]
 """(prefix_BL, slot_B, position_B = length of each prefix) -> drafts; L may exceed the longest."""
@@ -253,7 +253,7 @@ MakePropose = Callable[[SlotParams], Propose]
 
 
 def waves(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[tuple[int, int]]:
-    """(number, slots) of each call, if a slot reads `row_bytes` of logits."""
+    """Split trials into calls: (number of the call, its slots), if a slot reads `row_bytes`."""
     size = max(1, min(SLOTS[device.type], BYTES[device.type] // row_bytes))
     for number, start in enumerate(range(0, trials, size)):
         yield number, min(size, trials - start)
@@ -265,7 +265,8 @@ class TableDrafter:
 
     Attributes:
         real_q: False hides q, so that drafts are verified as one-hot.
-        lookup: drafts a function of the last two tokens instead, as an n-gram drafter's are; [C].
+        lookup: the draft after each context, [C]. If given, drafts are no longer sampled but a
+            function of the last two tokens, like those of an n-gram drafter.
     """
 
     backend: Backend
@@ -303,9 +304,12 @@ class TableDrafter:
 
 @dataclass
 class Emission:
-    """What every slot emitted, [trials, length], and what became of the drafts at each index.
+    """The tokens of every slot, [trials, length], and how many drafts were accepted.
 
-    `first_S` is how many drafts each slot accepted in its first round.
+    Attributes:
+        first_S: accepted drafts of each slot's first round.
+        offered: by draft index, the number of drafts that were verified.
+        accepted: by draft index, the number that were accepted.
     """
 
     token_SL: Tensor
@@ -315,7 +319,6 @@ class Emission:
 
     @property
     def acceptance(self) -> float:
-        """Share of all drafts."""
         return sum(self.accepted) / max(sum(self.offered), 1)
 
     def count(self, num_B: Tensor, n_accept_B: Tensor, width: int) -> None:
@@ -340,10 +343,10 @@ def emit(
     """Emit `length` tokens in each of `trials` slots, a wave of slots at a time.
 
     Args:
-        rounds: after so many, what is missing is drawn from the exact distribution instead. The
-            whole has the target's distribution if and only if what those rounds emit is lossless:
-            it is the definition by which the papers prove losslessness, and costs less. None: as
-            many as it takes.
+        rounds: number of rounds, after which missing tokens are drawn from the exact distribution.
+            All tokens together have the target's distribution if and only if those rounds are
+            lossless. The papers prove losslessness by this definition, and it costs less.
+            None: as many rounds as are needed.
     """
     device = target.logits_CV.device
     none = torch.empty(0, dtype=torch.int64, device=device)
@@ -365,36 +368,34 @@ def emit(
     return emission
 
 
+@dataclass
 class _Wave:
     """The slots of one call, each with the tokens that it has emitted."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        target: Chain,
-        setting: Setting,
-        params: SlotParams,
-        propose: Propose,
-        length: int,
-        number: int,
-    ) -> None:
-        device, num_slots = target.logits_CV.device, len(params.key_S)
-        self.backend, self.target, self.setting = backend, target, setting
-        self.params, self.propose = params, propose
-        self.random = torch.Generator(device).manual_seed(number)
-        self.edits, self.options = setting.edits_of(target, device), setting.options(device)
-        self.token_SL = torch.full((num_slots, length), -1, device=device)
+    backend: Backend
+    target: Chain
+    setting: Setting
+    params: SlotParams
+    propose: Propose
+    length: int
+    number: int
+
+    def __post_init__(self) -> None:
+        device, num_slots = self.target.logits_CV.device, len(self.params.key_S)
+        self.random = torch.Generator(device).manual_seed(self.number)
+        self.edits = self.setting.edits_of(self.target, device)
+        self.options = self.setting.options(device)
+        self.token_SL = torch.full((num_slots, self.length), -1, device=device)
         self.done_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.first_S = torch.zeros_like(self.done_S)
 
     def round(self, emission: Emission) -> None:
         """Draft and verify once in every slot that lacks tokens."""
-        length = self.token_SL.shape[1]
-        slot_B = torch.nonzero(self.done_S < length).flatten()
+        slot_B = torch.nonzero(self.done_S < self.length).flatten()
         if len(slot_B) == 0:
             return
         device = slot_B.device
-        # Slots are not batch order.
+        # In a random order: the order of a batch must not be that of the slots.
         slot_B = slot_B[torch.randperm(len(slot_B), generator=self.random, device=device)]
         prefix_BL, position_B = self.token_SL[slot_B], self.done_S[slot_B]
         drafts = self.propose(prefix_BL, slot_B, position_B)
@@ -414,12 +415,12 @@ class _Wave:
         emission.count(drafts.num_B, verdict.n_accept_B, width)
         wide_BL.scatter_(1, index_BK1, verdict.token_BK1)
         self.first_S[slot_B] += torch.where(position_B == 0, verdict.n_accept_B, 0)
-        self.token_SL[slot_B] = wide_BL[:, :length]
-        self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=length)
+        self.token_SL[slot_B] = wide_BL[:, : self.length]
+        self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=self.length)
 
     def complete(self, cumulative_CV: Tensor) -> None:
-        """Draw what is missing from the exact distribution, given as its sums over tokens."""
-        for i in range(self.token_SL.shape[1]):
+        """Draw the missing tokens from the exact distribution, given as cumulative sums."""
+        for i in range(self.length):
             slot_B = torch.nonzero(self.done_S <= i).flatten()
             context_B = self.target.context(self.token_SL[slot_B], torch.full_like(slot_B, i))
             u_B = torch.empty(len(slot_B), 1, dtype=torch.float64, device=slot_B.device)
@@ -429,14 +430,14 @@ class _Wave:
 
 
 def first_row(drafts: DraftBlock) -> Tensor:
-    """Where the rows of each request begin, [B]."""
+    """Index of the first row of each request, [B]."""
     return (drafts.num_B + 1).cumsum(0) - drafts.num_B - 1
 
 
 def joint_p_value(token_SL: Tensor, next_CV: Tensor) -> float:
-    """Of every position alone, and of the first and the last few together; Bonferroni's bound.
+    """p-value of each position alone and of the first and the last window; Bonferroni's bound.
 
-    Together are as many as give `CELLS` outcomes at most: three of 16 tokens, six of 4.
+    A window is as wide as `CELLS` outcomes allow: three positions with 16 tokens, six with 4.
 
     Args:
         next_CV: `Setting.next_token` of the chain that the tokens should come from.

@@ -53,15 +53,17 @@ def sampler(
     streams: tuple[Stream, Stream] = TARGET,
 ) -> Draw:
     """Draws through `Backend.sample`, one slot per draw; rows are kept from wave to wave."""
-    kept: dict[str, Tensor] = {}
+    last_V: Tensor | None = None
+    rows_NV = torch.empty(0)
 
     def draw(logits_V: Tensor, num: int, wave: int) -> Tensor:
-        if kept.get("of") is not logits_V or len(kept["rows"]) < num:
-            kept.update(of=logits_V, rows=logits_V.expand(num, -1).contiguous())
+        nonlocal last_V, rows_NV
+        if last_V is not logits_V or len(rows_NV) < num:
+            last_V, rows_NV = logits_V, logits_V.expand(num, -1).contiguous()
         params = setting.params(num, wave, logits_V.device)
         slot_N = torch.arange(num, device=logits_V.device)
         zero_N = torch.zeros_like(slot_N)
-        rows = Rows(kept["rows"][:num], params, slot_N)
+        rows = Rows(rows_NV[:num], params, slot_N)
         return backend.sample(rows, Noise(zero_N, zero_N, streams, setting.fp64_noise))
 
     return draw
@@ -77,7 +79,7 @@ def _draw_counts(draw: Draw, logits_V: Tensor, draws: int) -> Tensor:
 
 
 def _fit_cells(counts_V: Tensor, next_V: Tensor, cell_V: Tensor) -> float:
-    """p-value of counts, with the tokens of a cell taken together."""
+    """p-value of counts that are pooled by cell."""
     cells = int(cell_V.max()) + 1
     return fit(
         torch.zeros(cells, dtype=torch.int64).index_add_(0, cell_V, counts_V),
@@ -92,10 +94,10 @@ def vocabulary_law(
     trials: int,
     rules: tuple[Rule, ...] = RULES,
 ) -> list[Finding]:
-    """A draft and its verification over one vocabulary: the first token, by two groupings.
+    """The first token after one draft and its verification, counted in two groupings.
 
-    Groups of neighbouring ids (blocks of 1024 or less) and ids modulo a number: noise of blocks and
-    of tokens within a block. Every id is in the vocabulary.
+    Groups of neighbouring ids (blocks of 1024 or less) test the noise of blocks, ids modulo a
+    number that of tokens within a block. Every emitted id must be in the vocabulary.
     """
     target_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     target_on, next_V = target_V.to(device), target_V.double().softmax(0)
@@ -116,9 +118,9 @@ def vocabulary_law(
 
 
 def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Draws from a row of which two whole blocks have no finite logit, and parts of two others.
+    """Draws from a row in which two whole blocks and parts of two others have no finite logit.
 
-    Without filters, and with such as keep much: a nucleus, and a top-k beyond what is left.
+    Without filters, and with filters that keep much: a nucleus, a top-k above the finite logits.
     """
     logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(17))
     logits_V[900:3500] = -math.inf
@@ -137,7 +139,7 @@ def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[F
 
 
 def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """bf16 logits on a coarse grid, ties at the k-th value and the nucleus' edge: all are kept."""
+    """bf16 logits on a coarse grid: all tokens tied at the k-th value or nucleus edge are kept."""
     findings = []
     each: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 7, "top_p": 0.8}]
     for filters in each:
@@ -154,7 +156,7 @@ def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[F
 
 
 def tied(**filters: Any) -> tuple[Chain, Chain, Setting]:
-    """Target and draft with logits in steps of a half, in bf16."""
+    """Target and draft with logits in steps of a half, in bf16, and a setting with filters."""
     target, draft = (
         Chain(((chain.logits_CV * 2).round() / 2).bfloat16()) for chain in random_chain(16, 5)
     )
@@ -164,9 +166,9 @@ def tied(**filters: Any) -> tuple[Chain, Chain, Setting]:
 def near_uniform(
     draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "near_uniform"
 ) -> list[Finding]:
-    """Chi-square over every token of a flat row, and how many tokens were drawn at all.
+    """Chi-square over every token of a flat row, and the number of distinct tokens drawn.
 
-    Where draws are too few for a cell each, neighbouring tokens share one.
+    Where there are too few draws for one cell per token, neighbouring tokens share a cell.
     """
     logits_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(9)) * 0.1
     counts_V = _draw_counts(draw, logits_V.to(device), draws)
@@ -185,7 +187,7 @@ def near_uniform(
 
 
 def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
-    """Tokens drawn 18 to 20.5 logits below the head, and how many should be: a Poisson count."""
+    """Tokens drawn 18 to 20.5 logits below the head, and the expected number (Poisson)."""
     logits_V = torch.linspace(-18.0, -20.5, vocabulary, device=device)
     head = vocabulary // 2
     logits_V[head] = 0.0
@@ -197,7 +199,7 @@ def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -
 def tail(
     draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "tail"
 ) -> list[Finding]:
-    """Tokens of a far tail are drawn at their rate; FP32 noise reaches them."""
+    """Tokens of a far tail are drawn at their rate: FP32 noise must reach them."""
     seen, expected = tail_counts(draw, device, vocabulary, draws)
     case = f"{case}-V{vocabulary}"
     return [
@@ -209,7 +211,7 @@ def tail(
 def far_rows(
     backend: Backend, device: torch.device, vocabulary: int = 151_936, requests: int = 3100
 ) -> list[Finding]:
-    """Rows and cached q behind 2^31 numbers: the last requests get what they get alone.
+    """Rows and cached q beyond index 2^31: the last requests get the tokens that they get alone.
 
     5 rows per request; 15 500 rows of 151 936 bfloat16 logits reach 2.4e9, and so do 4 drafts each
     of 4 000 slots.
@@ -258,7 +260,7 @@ def far_rows(
 
 
 def _tail_of(record: Any, last: int) -> Any:
-    """A record of tensors by slot, with copies of its last slots alone."""
+    """A record of tensors by slot, cut to copies of its last slots."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(
         record, **{n: x[-last:].clone() for n, x in tensors.items() if isinstance(x, Tensor)}

@@ -1,4 +1,4 @@
-"""What a law finds: one number, and the bounds that a correct backend keeps; chi-square tests."""
+"""A law's result, one number and the bounds that a correct backend keeps; chi-square tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_EXPECTED = 5.0  # the usual rule for the chi-square approximation to hold in
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
-    """A statistic, its degrees of freedom, and the chance of a larger one without a difference."""
+    """A statistic, its degrees of freedom, and the chance of a larger one under the hypothesis."""
 
     statistic: float
     degrees: int
@@ -31,7 +31,7 @@ def upper_tail(statistic: float, degrees: int) -> float:
 
 
 def poisson(count: int, mean: float) -> float:
-    """Two-sided p-value of a count: twice P(X <= count), or P(X >= count), whichever is less."""
+    """Two-sided p-value of a count: twice the lesser of P(X <= count) and P(X >= count)."""
     at_most = upper_tail(2 * mean, 2 * count + 2)
     at_least = 1 - upper_tail(2 * mean, 2 * count) if count else 1.0
     return min(1.0, 2 * min(at_most, at_least))
@@ -40,14 +40,14 @@ def poisson(count: int, mean: float) -> float:
 def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
     """Pearson's test of counts against known probabilities; cells expected below 5 are pooled.
 
-    A count where the probability is 0 has p = 0, whatever else was counted. One cell alone, for
-    want of observations or of outcomes, has p = 1.
+    A count where the probability is 0 gives p = 0, whatever the other counts. A single cell (too
+    few observations, or one outcome only) gives p = 1.
     """
     return _test(counts, probabilities, lambda n, expected: (n - expected) ** 2 / expected)
 
 
 def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
-    """The same by the likelihood ratio to the counts' own distribution (Sokal & Rohlf, ch. 17)."""
+    """`goodness_of_fit` by the likelihood ratio instead of Pearson's (Sokal & Rohlf, ch. 17)."""
     return _test(
         counts, probabilities, lambda n, expected: 2 * n * math.log(n / expected) if n else 0.0
     )
@@ -64,7 +64,7 @@ def _test(
     rare = [cell for cell in cells if 0 < cell[1] < MIN_EXPECTED]
     if rare:
         pool = sum(n for n, _ in rare), sum(expected for _, expected in rare)
-        if pool[1] < MIN_EXPECTED and kept:  # the pool itself is rare: the last cell takes it
+        if pool[1] < MIN_EXPECTED and kept:  # the pool is too small as well: join the last cell
             n, expected = kept.pop()
             pool = pool[0] + n, pool[1] + expected
         kept.append(pool)
@@ -82,9 +82,9 @@ class Finding:
     """One number that a law bounds.
 
     Attributes:
-        case: what was tried; with `statistic` its name in a results file.
+        case: what was tried; `case` and `statistic` name the finding in a results file.
         statistic: what `value` is: a p-value, a z-score, a share, a count.
-        trials: how many samples it is made of.
+        trials: number of samples.
     """
 
     case: str
@@ -96,7 +96,6 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether low < value < high."""
         return self.low < self.value < self.high
 
     def __str__(self) -> str:
@@ -105,21 +104,21 @@ class Finding:
 
 
 def p_finding(case: str, p: float, trials: int) -> Finding:
-    """A p-value, of a correct backend above `CORRECT_P`."""
+    """A p-value, which must be above `CORRECT_P`."""
     return Finding(case, "p_value", p, CORRECT_P, 1.0 + 1e-9, trials)
 
 
 def z_finding(case: str, found: float, expected: float, error: float, trials: int) -> Finding:
-    """A mean within four standard errors; one without any spread must be met exactly."""
+    """A mean, which must be within four standard errors; exact where the error is 0."""
     z = (found - expected) / error if error > 0 else (found != expected) * math.inf
     return Finding(case, "z", 0.0 if math.isnan(z) else z, -SIGMAS, SIGMAS, trials)
 
 
 def none_finding(case: str, what: str, count: int, trials: int) -> Finding:
-    """A count of what must not occur at all."""
+    """A count of events that must not occur at all."""
     return Finding(case, what, count, -1, 1, trials)
 
 
 def fit(counts: Tensor, probability: Tensor) -> float:
-    """p-value of whole-number counts of outcomes whose probabilities are known."""
+    """p-value of counts of outcomes with known probabilities."""
     return goodness_of_fit(counts.tolist(), probability.double().tolist()).p_value

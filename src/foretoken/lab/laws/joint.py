@@ -1,8 +1,9 @@
-"""Laws of the joint distribution: what is emitted together is what the target alone would emit.
+"""Laws of the joint distribution: emitted tokens have the joint distribution of the target alone.
 
-A case is one way to speculate on a chain of 16 tokens whose draft has the target's logits negated.
-`matrix` has every combination of rule, K, kind of q, filter, noise and draft dtype; `pairwise` a
-selection in which any two values meet. `several_rounds` compares six tokens of two rounds and more.
+A case is one way to speculate on a chain of 16 tokens; the draft has the target's logits negated.
+`matrix` has every combination of rule, K, kind of q, filter, noise and draft dtype. `pairwise`
+selects cases such that any two values meet. `several_rounds` compares six tokens of two or more
+rounds.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Case:
 
     Attributes:
         dtype: of the draft logits.
-        rounds: None drafts and verifies until every token is there; see `emit`.
-        draft_vocabulary: if it is not the target's.
+        rounds: None drafts and verifies until all tokens are emitted; see `emit`.
+        draft_vocabulary: if it differs from the target's.
     """
 
     rule: Rule
@@ -70,7 +71,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its values, joined by dashes."""
         parts = [self.rule.name.lower(), f"K{self.num_drafts}", self.q, self.filters]
         parts += ["fp64" if self.fp64_noise else "fp32", f"T{self.temperature:g}"]
         if self.dtype == torch.bfloat16:
@@ -83,13 +83,12 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        """Of the target and of verification."""
         filters = FILTERS[self.filters]
         return Setting(self.temperature, rule=self.rule, fp64_noise=self.fp64_noise, **filters)
 
     @property
     def length(self) -> int:
-        """Tokens that are compared together: one more than a round may accept, three at least."""
+        """Number of tokens compared: one more than a round can accept, at least three."""
         return max(3, self.num_drafts + 1)
 
     def chains(self) -> tuple[Chain, Chain]:
@@ -97,11 +96,10 @@ class Case:
         return _chains(self.draft_vocabulary, self.dtype)
 
     def next_token(self) -> Tensor:
-        """The exact distribution, which depends on filters and temperature alone."""
+        """The exact distribution, which depends only on filters and temperature."""
         return _next_token(Setting(self.temperature, **FILTERS[self.filters]))
 
     def make_propose(self, backend: Backend, device: torch.device) -> MakePropose:
-        """Its drafter."""
         target, draft = (chain.to(device) for chain in self.chains())
         lookup_C = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
         return partial(
@@ -152,11 +150,11 @@ def check_case(
 
 
 def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
-    """Of the share of first drafts that are accepted.
+    """Bounds of the share of first drafts that are accepted.
 
-    A token that is looked up is accepted as often as the target draws it, to 5 standard errors;
-    never where the grammar forbids it. Else drafts must be neither all wrong nor all right: without
-    that the joint distribution would say nothing of acceptance.
+    A looked-up token is accepted as often as the target draws it, within 5 standard errors; never
+    where the grammar forbids it. Other drafts must be neither all wrong nor all right: otherwise
+    the joint distribution would say nothing about acceptance.
     """
     if case.q != "lookup" or case.rounds is None:
         return 0.005, 0.95
@@ -168,7 +166,7 @@ def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
 
 @cache
 def matrix() -> tuple[Case, ...]:
-    """Every combination; T alternates. Drafts that are looked up have no logits of their own."""
+    """Every combination; T alternates. Looked-up drafts have no logits, so only one dtype."""
     axes = itertools.product(RULES, (1, 3, 5), Q, FILTERS, (False, True), DTYPES)
     return tuple(
         Case(rule, k, q, filters, fp64, dtype, (0.7, 1.0)[i // 3 % 2], None if k == 1 else 1)
@@ -178,7 +176,7 @@ def matrix() -> tuple[Case, ...]:
 
 
 def extra_cases() -> list[Case]:
-    """What the matrix leaves out: several rounds of longer blocks, other draft vocabularies."""
+    """Cases beyond the matrix: several rounds of longer blocks, other draft vocabularies."""
     cases = [
         Case(rule, 3, q, filters, False, rounds=None)
         for rule in RULES
@@ -196,7 +194,7 @@ def extra_cases() -> list[Case]:
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """A small selection in which each pair of values of two axes occurs; greedy, fixed."""
+    """A small selection in which each pair of values of two axes occurs; greedy, deterministic."""
     axes = ("rule", "num_drafts", "q", "filters", "fp64_noise", "dtype", "temperature")
 
     def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
@@ -223,10 +221,10 @@ def several_rounds(
     rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
 ) -> list[Finding]:
-    """Uniforms of positions that a round inspects but does not commit must not come again.
+    """Uniforms of positions that a round inspects but does not commit must not be used again.
 
     Args:
-        mutate: wraps the drafter, legitimately or not.
+        mutate: wraps the drafter, in a lossless way or not.
     """
     target, draft = random_chain(FEW_TOKENS, 4, 0.5)
     target_on, draft_on = target.to(device), draft.to(device)

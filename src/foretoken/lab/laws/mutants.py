@@ -1,9 +1,9 @@
-"""Ways to break losslessness, each by one thing replaced, on any backend: a law must notice.
+"""Ways to break losslessness by replacing one thing, on any backend; a law must reject each.
 
-Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend;
-what neither can reach, the decision itself, is a mutant of a rule in `ops/rules.py`, for backends
-that read those. `mutants` and `rule_mutants` list which must be noticed in which case of the joint
-distribution.
+Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend.
+Neither can change the decision itself: its mutants replace a rule in `ops/rules.py`, for backends
+that read those. `mutants` and `rule_mutants` list which mutant must be rejected in which case of
+the joint distribution.
 
 Shapes as in `laws/__init__.py`; R rejected requests.
 """
@@ -38,7 +38,7 @@ from foretoken.ops import (
 )
 
 TRIALS = 20_000  # all but two are rejected at p < 1e-100
-TRIALS_OF_SUBTLE = 200_000  # what differs only once several drafts were accepted
+TRIALS_OF_SUBTLE = 200_000  # for mutants that differ only after several accepted drafts
 READ_RULES = ("torch",)  # backends that take their rules from `ops/rules.py`
 
 
@@ -53,7 +53,7 @@ def replaced(backend: Backend, **functions: Callable[..., Any]) -> Backend:
 
 
 def _of_drafts(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose], Propose]:
-    """A mutant that changes what was proposed."""
+    """Make a mutant of a drafter that changes its proposal."""
 
     @wraps(change)
     def mutant(propose: Propose) -> Propose:
@@ -64,7 +64,7 @@ def _of_drafts(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose]
 
 @_of_drafts
 def hide_token(drafts: DraftBlock) -> DraftBlock:
-    """A sampled draft becomes a placeholder because of what it is."""
+    """A sampled draft becomes a placeholder because of its token."""
     return replace(drafts, token_BK=drafts.token_BK.masked_fill(drafts.token_BK == 2, -1))
 
 
@@ -77,8 +77,8 @@ def cut_before_token(drafts: DraftBlock) -> DraftBlock:
 
 @_of_drafts
 def cut_by_total(drafts: DraftBlock) -> DraftBlock:
-    """Batches of two end before a draft index where together they sampled a token too often: each
-    request's own token is seen in the batch's total alone."""
+    """Pairs of requests end before the draft index at which the pair's total count of a token is
+    too high: each request's own token matters only through the total."""
     of_B = torch.arange(len(drafts.num_B), device=drafts.num_B.device) // 2
     sampled_BK = (drafts.token_BK == 2).long()
     total_BK = torch.zeros_like(sampled_BK).index_add(0, of_B, sampled_BK)[of_B]
@@ -111,7 +111,7 @@ def shared_stream(backend: Backend) -> Backend:
 
 
 def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], Backend]:
-    """A mutant whose `verify` answers another question than it was asked."""
+    """Make a mutant of a backend: its `verify` gets a changed batch."""
 
     @wraps(change)
     def mutant(backend: Backend) -> Backend:
@@ -122,7 +122,7 @@ def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], 
 
 @asking
 def same_noise_every_round(x: VerifyBatch) -> VerifyBatch:
-    """Verification forgets where it is: uniforms and residual noise come again each round."""
+    """Verification ignores positions: each round uses the same uniforms and residual noise."""
     return x._replace(position_B=torch.zeros_like(x.position_B))
 
 
@@ -134,7 +134,7 @@ def unfiltered(x: VerifyBatch) -> VerifyBatch:
 
 @asking
 def edits_of_the_row_before(x: VerifyBatch) -> VerifyBatch:
-    """Off by one inside the draft: each row's edits are those of the row before it."""
+    """Off by one inside the draft: each row has the edits of the row before it."""
     if x.edits is None:
         return x
     row_N = torch.arange(len(x.logits_NV), device=x.logits_NV.device)
@@ -185,7 +185,7 @@ BLOCK_RESIDUALS: dict[str, Weights] = {
 
 
 def residual(masses: Weights) -> Callable[[Backend], Backend]:
-    """Rejected requests draw their token from other masses, with the residual's noise."""
+    """Make a mutant: rejected requests draw from other masses, with the residual's noise."""
 
     def mutant(backend: Backend) -> Backend:
         return replaced(
@@ -227,7 +227,7 @@ def _softmax(backend: Backend, rows: Rows) -> Tensor:
 def _draft_distribution(
     backend: Backend, x: VerifyBatch, b_R: Tensor, i_R: Tensor, x_RV: Tensor
 ) -> Tensor:
-    """q of draft i_R of request b_R; the one-hot of the draft where there is no real q."""
+    """q of draft i_R of request b_R; one-hot at the draft where there is no real q."""
     if x.drafts.cache is None:
         return x_RV
     slot_R = x.slot_B[b_R]
@@ -257,7 +257,7 @@ RuleMutant = Callable[[rules.Decide], rules.Decide]
 
 
 def one_uniform(rule: rules.Decide) -> rules.Decide:
-    """All drafts of a round are decided by the first one's uniform."""
+    """The first draft's uniform decides all drafts of a round."""
     return lambda x: rule(replace(x, log_u_BK=x.log_u_BK[:, :1].expand_as(x.log_u_BK)))
 
 
@@ -265,7 +265,7 @@ def early_stop(rule: rules.Decide) -> rules.Decide:
     """The block rule's h_i, but stopping at the first that fails."""
 
     def reached(x: rules.RuleInputs, i: int) -> Tensor:
-        """Whether u_i < h_i: what the rule says once every later uniform fails."""
+        """Whether u_i < h_i: the rule's decision when every later uniform fails."""
         log_u_BK = x.log_u_BK.clone()
         log_u_BK[:, i + 1 :] = torch.inf
         return rule(replace(x, log_u_BK=log_u_BK))[:, i]
@@ -278,7 +278,7 @@ def early_stop(rule: rules.Decide) -> rules.Decide:
 
 
 def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
-    """h_i is made of S_{i-1} instead of S_i."""
+    """h_i is computed from S_{i-1} instead of S_i."""
 
     def mutant(x: rules.RuleInputs) -> Tensor:
         if x.residual_mass_BK is None:
@@ -290,7 +290,7 @@ def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
 
 @contextmanager
 def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
-    """`ops/rules.py` with one rule changed, for the backends that read it there."""
+    """Replace one rule in `ops/rules.py`, for the backends that read it there."""
     real = rules.RULES[rule]
     rules.RULES[rule] = mutate(real)
     try:
@@ -304,7 +304,7 @@ def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A case with one thing broken: the proposal, a function of the backend, or the rule."""
+    """A case with one thing broken: the proposal, the backend, or the rule."""
 
     what: str
     case: Case
@@ -315,7 +315,6 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """What is broken, and in which case."""
         return f"{self.what}-{self.case.name}"
 
 
@@ -333,7 +332,7 @@ def _real(rule: Rule, filters: str = "no_filter", rounds: int | None = 1) -> Cas
 
 
 def mutants() -> list[Mutant]:
-    """All that any backend can be broken by."""
+    """The mutants that apply to any backend."""
     lossless = (Rule.STANDARD, Rule.BLOCK)
     found = []
     for rule in lossless:
@@ -368,7 +367,7 @@ def mutants() -> list[Mutant]:
 
 
 def rule_mutants() -> list[Mutant]:
-    """Of the decision, for the backends in `READ_RULES`."""
+    """Mutants of the decision, for the backends in `READ_RULES`."""
     return [
         Mutant(mutate.__name__, _real(rule), rule=mutate)
         for rule, mutate in (

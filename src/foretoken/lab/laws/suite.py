@@ -1,4 +1,4 @@
-"""The whole suite: every law, every case and every mutant, as tasks that can be shared out."""
+"""The whole suite: every law, case and mutant, as tasks that several processes can share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.ops import Backend, Rule, get_backend
 
 NOISE = {"fp32": Setting(), "fp64": Setting(fp64_noise=True), "flat": Setting(rule=Rule.COUPLED)}
 Law = Callable[[Backend, torch.device, int], list[Finding]]
-"""(backend, device, trials) -> what was found."""
+"""(backend, device, trials) -> findings."""
 
 
 def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
@@ -31,7 +31,7 @@ def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Fi
 
 
 def noise(name: str, backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Nearly uniform rows and tails, with draws by what a device can afford.
+    """Nearly uniform rows and tails, with as many draws as the device can afford.
 
     A CPU takes 0.3 ns per logit, 20 per token of flat noise: fewer draws, smaller vocabularies.
     """
@@ -68,11 +68,11 @@ LAWS: dict[str, Law] = {
     **{f"noise-{name}": partial(noise, name) for name in NOISE},
     "synthetic": synthetic_rates,
 }
-"""By name; `trials` is a wish, which laws with a fixed or a costly number of them do not read."""
+"""name -> law. A law with a fixed or costly number of trials ignores `trials`."""
 
 
 class Task(NamedTuple):
-    """One law, or one case of the joint distribution or one mutant by its number."""
+    """One law; with law "joint" or "mutants", the case or the mutant of that number."""
 
     law: str
     number: int
@@ -84,11 +84,11 @@ class Task(NamedTuple):
 def tasks(
     backend: str, device: torch.device, *, trials: int = TRIALS, quick: bool = False
 ) -> list[Task]:
-    """All there is to check: the longest first, the rest of the full matrix last.
+    """All tasks: the longest first, the rest of the full matrix last.
 
     Args:
         trials: of one case of the joint distribution.
-        quick: the pairwise selection of cases alone.
+        quick: only the pairwise selection of cases.
     """
     on = (backend, device, trials)
     found = [Task(law, 0, *on) for law in reversed(LAWS)]
@@ -100,7 +100,7 @@ def tasks(
 
 
 def find(task: Task) -> list[Finding]:
-    """What one task finds. A task can be sent to another process."""
+    """Run one task. A task can be sent to another process."""
     backend = get_backend(task.backend)
     if task.law == "mutants":
         return [check_mutant(_mutants_of(task.backend)[task.number], backend, task.device)]
@@ -118,11 +118,10 @@ def _few_cases() -> list[Case]:
 
 @cache
 def _joint_cases() -> list[Case]:
-    """Those of a quick run first."""
+    """All cases, those of a quick run first."""
     return [*_few_cases(), *(case for case in matrix() if case not in _few_cases())]
 
 
 @cache
 def _mutants_of(backend: str) -> list[Mutant]:
-    """That a backend can be broken by."""
     return [*mutants(), *(rule_mutants() if backend in READ_RULES else ())]

@@ -1,8 +1,8 @@
-"""What steps of an engine take here, by some hundred of them.
+"""Measure the costs of an engine's steps on this machine, from some hundred steps.
 
-Charter: runs of a few requests, whose steps are sorted by what they did; the mean of each kind; a
-profile. Cases take turns, and each repeat goes through all, so that what disturbs the machine for a
-while disturbs none alone.
+Charter: run a few requests at a time, sort the steps by kind, average each kind, make a profile.
+Runs of different sizes take turns, and each repeat goes through all of them: a disturbance of the
+machine affects all sizes alike.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Clock = Callable[[], float]
 
 
 class Timed(NamedTuple):
-    """A step, and the seconds of it that drafted.
+    """A step, and its seconds of drafting.
 
-    A step takes from when the one before it was known, or the run began, until it is known itself:
-    an engine that runs ahead launches the next one meanwhile.
+    A step's time runs from the result of the previous step (or the start of the run) to its own
+    result: an engine that runs ahead launches the next step meanwhile.
     """
 
     step: Step
@@ -55,17 +55,18 @@ class _Live:
 
 @dataclass
 class Drive:
-    """One run of requests that have all come at the start, so many at a time.
+    """One run of requests that are all there at the start, so many at a time.
 
-    They go through a real engine as `Simulation.run` serves them, with the same records. Prompts
-    are random tokens unless there are others, and each request has noise of its own.
+    A real engine serves them as `Simulation.run` does, with the same records. Each request has its
+    own noise.
 
     Attributes:
-        params: of each; `max_tokens` is the request's.
-        text: token ids to cut prompts from.
-        clock: seconds. That of the process leaves out what others do on its cores, and is a
-            measure of time where one thread computes everything.
-        served, timed: of what has ended so far, and all steps so far.
+        params: of each request, except for `max_tokens`.
+        text: token ids to cut prompts from; without them prompts are random tokens.
+        clock: in seconds. The clock of the process leaves out other processes on its cores; it
+            measures time if one thread computes everything.
+        served: records of the requests that have ended so far.
+        timed: all steps so far.
     """
 
     engine: Engine
@@ -78,10 +79,10 @@ class Drive:
     timed: list[Timed] = field(default_factory=list)
 
     def run(self, asks: Sequence[Ask]) -> list[Served]:
-        """Serve them all.
+        """Serve all requests.
 
         Raises:
-            ForetokenError: one failed.
+            ForetokenError: a request failed.
         """
         chance, engine, clock = random.Random(self.seed), self.engine, self.clock
         waiting, live = list(enumerate(asks))[::-1], list[_Live]()
@@ -96,7 +97,7 @@ class Drive:
                 engine.step()
                 now = clock()
                 for trace in traces:
-                    if trace.num_requests:  # what was launched ahead may have had nothing to do
+                    if trace.num_requests:  # a step that was launched ahead may have none
                         self.timed.append(_timed(trace, now - known))
                         known = now
                 traces.clear()
@@ -138,25 +139,25 @@ def _timed(trace: StepTrace, seconds: float) -> Timed:
 
 
 _STEPS = 20  # of a run, about
-# Behind a prompt a few steps of few rows take up to twice as long: caches and clock rate recover.
-# What a request loses so does not grow with its length.
+# After a prompt a few steps of few rows take up to twice as long: caches and clock rate recover.
+# This loss per request does not grow with its length, so these steps are left out.
 _SETTLING = 4
-_LEAST_STEPS = 4  # that have settled, of a case
-# One repeat alone may fall into a moment when others use the machine.
+_LEAST_STEPS = 4  # settled steps that every setup must have
+# A single repeat may fall into a moment when others use the machine.
 _LEAST_REPEATS = 2
-_SHORT = 48  # tokens of a prompt; fewer where a step cannot compute those of a whole batch
-_LONG = 512  # of one by which the cost of a context is told, if the model takes as many
-_PROMPTS = (4, 32, 240)  # tokens; the longest in several at a time, too
+_SHORT = 48  # tokens of a prompt; fewer if a step cannot compute those of a whole batch
+_LONG = 512  # tokens of a prompt that shows the cost of a context, if the model takes as many
+_PROMPTS = (4, 32, 240)  # tokens; the longest is also timed several at a time
 _SEVERAL = (2, 4, 8)
 _DRAFTS = (1, 2, 4, 8, 16, 32)
-_APART = 1.5  # times the shortest prompt: a longest that tells pairs of tokens from tokens
-# Behind every prompt some steps decode, so that the next one is timed as prompts come: behind
-# replayed graphs a host takes up to twice as long for one as right behind another (8B, H200).
+_APART = 1.5  # least ratio of prompt lengths that separates the cost of pairs from that of tokens
+# After every prompt some steps decode, so that the next prompt is timed in a realistic place: after
+# replayed graphs a host takes up to twice as long for a prompt as right after another (8B, H200).
 _AFTER = 8
 _STALL = 3.0  # times the median: longer steps count as so long
 
 
-class Case(NamedTuple):
+class BatchSetup(NamedTuple):
     """Requests that run together: how many, K, and their lengths."""
 
     batch: int
@@ -166,7 +167,7 @@ class Case(NamedTuple):
 
 
 class PromptStep(NamedTuple):
-    """Steps of one kind: tokens, pairs of a token and one before it, mean seconds, how often."""
+    """Prompt steps of one kind: tokens, pairs (token, earlier token), mean seconds, count."""
 
     tokens: int
     pairs: float
@@ -176,13 +177,13 @@ class PromptStep(NamedTuple):
 
 @dataclass
 class _Found:
-    """Seconds of steps of one case.
+    """Seconds of the steps of one setup.
 
     Attributes:
-        steps: of those in which all decode, settled: seconds, those that drafted, context of each
-            request.
-        first: of the first that decodes, in which a draft model computes the prompts.
-        prompts: of those that compute all prompts and nothing else.
+        steps: settled steps in which all requests decode: seconds, seconds of drafting, context of
+            each request.
+        first: the first decode step of a run, in which a draft model computes the prompts.
+        prompts: steps that compute all prompts and nothing else.
     """
 
     steps: list[tuple[float, float, float]] = field(default_factory=list)
@@ -194,15 +195,15 @@ class Calibration:
     """Measures one engine.
 
     Args:
-        sizes: of batches; 1 is one of them.
-        text: token ids that prompts are cut from, by which acceptance is measured, too.
+        sizes: of batches; 1 is always added.
+        text: token ids to cut prompts from; with them acceptance is measured, too.
         clock: see `Drive`.
         patience: after so many seconds no further repeat begins; two are always made. On a busy
-            machine a repeat takes long, and in each some case or other is disturbed.
+            machine a repeat takes long, and some setup is disturbed in every repeat.
 
     Attributes:
-        num_runs: how many there are, if all repeats are made.
-        num_repeats: how many were made.
+        num_runs: number of runs if all repeats are made.
+        num_repeats: number of repeats made.
     """
 
     def __init__(
@@ -221,22 +222,22 @@ class Calibration:
         most = engine.config.num_drafts
         self._drafts = sorted({0, most, *(k for k in _DRAFTS if k < most)})
         self._sizes = sorted({1, *sizes})
-        # Of requests with such contexts as many as one step computes: it costs little of each.
+        # As many requests with long contexts as one step computes: a context costs each little.
         at_once = engine.config.max_num_batched_tokens // _LONG
         self._middle = max((size for size in self._sizes if size <= at_once), default=1)
-        self._found = defaultdict[Case, _Found](_Found)
+        self._found = defaultdict[BatchSetup, _Found](_Found)
         self._check()
-        self._cases = [*self._decodes(), *self._computes()]
-        self._first = self._warming()
-        self.num_runs = len(self._first) + len(self._cases) * repeats
+        self._setups = [*self._decode_setups(), *self._prompt_setups()]
+        self._warm_up = self._warm_up_setups()
+        self.num_runs = len(self._warm_up) + len(self._setups) * repeats
 
     def _check(self) -> None:
-        """Raise `ConfigError` if the cases do not fit the engine."""
+        """Raise `ConfigError` if the setups do not fit the engine."""
         limits, config = self._engine.limits, self._engine.config
         if self._sizes[-1] > config.max_num_seqs:
             bound = f"at least {self._sizes[-1]}, the largest batch"
             raise ConfigError("max_num_seqs", config.max_num_seqs, bound)
-        output = self._decode(1, self._drafts[-1]).output
+        output = self._decode_setup(1, self._drafts[-1]).output
         least = max(_PROMPTS[-1] + _AFTER, _SHORT + output + 1)
         if limits.max_model_len < least:
             bound = f"at least {least}, to time steps"
@@ -246,49 +247,49 @@ class Calibration:
             remedy = "Raise it, or `max_model_len`."
             raise ConfigError("num_blocks", blocks, "enough to time long contexts", remedy)
 
-    def _decode(self, batch: int, drafts: int, length: int | None = None) -> Case:
-        """All prompts fit into one step: else who is done first decodes, and may end, before the
-        last one is computed."""
+    def _decode_setup(self, batch: int, drafts: int, length: int | None = None) -> BatchSetup:
+        """All prompts fit into one step: otherwise the first requests would decode, and perhaps
+        end, before the last prompt is computed."""
         short = min(_SHORT, self._engine.config.max_num_batched_tokens // batch)
-        return Case(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
+        return BatchSetup(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
 
-    def _decodes(self) -> Iterator[Case]:
+    def _decode_setups(self) -> Iterator[BatchSetup]:
         for batch, drafts in product(self._sizes, self._drafts):
-            yield self._decode(batch, drafts)
+            yield self._decode_setup(batch, drafts)
         for drafts in (0, self._drafts[-1]):
-            yield self._decode(self._middle, drafts, self._long)
+            yield self._decode_setup(self._middle, drafts, self._long)
 
-    def _warming(self) -> list[Case]:
-        """What runs before anything is timed: on a GPU every case, since kernels are compiled and
-        graphs captured for it; a CPU takes as long the first time, once it has met the batch."""
+    def _warm_up_setups(self) -> list[BatchSetup]:
+        """Setups to run before any is timed. On a GPU all of them: kernels are compiled and graphs
+        captured for each. On a CPU short ones: only the batch size matters there."""
         if not self._engine.runner.on_host:
-            return self._cases
-        whole = (self._decode(*of) for of in product(self._sizes, self._drafts))
-        return [case._replace(length=min(case.length, 4), output=_AFTER) for case in whole]
+            return self._setups
+        whole = (self._decode_setup(*of) for of in product(self._sizes, self._drafts))
+        return [setup._replace(length=min(setup.length, 4), output=_AFTER) for setup in whole]
 
     @property
     def _long(self) -> int:
-        """Tokens of a long context: no more than fits."""
+        """Tokens of a long context, as far as the engine has room."""
         pool, most = self._engine.scheduler.pool, self._engine.limits.max_model_len
         room = pool.num_blocks // self._middle * pool.block_size
-        output = self._decode(1, self._drafts[-1]).output
+        output = self._decode_setup(1, self._drafts[-1]).output
         return min(_LONG, most - output, room - output - pool.block_size)
 
-    def _computes(self) -> Iterator[Case]:
+    def _prompt_setups(self) -> Iterator[BatchSetup]:
         config, longest = self._engine.config, _PROMPTS[-1]
         counts = [(1, n) for n in _PROMPTS]
         counts += [(b, longest) for b in _SEVERAL if b <= config.max_num_seqs]
-        # All that a step computes, in short prompts and in long ones: beyond it would be a guess.
+        # As much as a step can compute, in short prompts and in long ones: no need to extrapolate.
         half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
         for length in (max(longest, half + 1), self._engine.limits.max_model_len - _AFTER):
             counts.append(self._whole(length))
         for batch, length in dict.fromkeys(counts):
             if 0 < batch * length <= config.max_num_batched_tokens:
-                yield Case(batch, 0, length, _AFTER)
+                yield BatchSetup(batch, 0, length, _AFTER)
 
     def _whole(self, length: int) -> tuple[int, int]:
-        """As many prompts of this length as a step computes and the cache holds, and the length;
-        where that is none, one that is as long as can be."""
+        """(prompts, length): as many prompts of this length as a step computes and the cache
+        holds; if not even one fits, its length is cut."""
         config, pool = self._engine.config, self._engine.scheduler.pool
         room = pool.num_blocks * pool.block_size
         length = min(length, config.max_num_batched_tokens, room - _AFTER - pool.block_size)
@@ -297,10 +298,10 @@ class Calibration:
         return min(at_once, config.max_num_seqs), length
 
     def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> Profile:
-        """Measure everything; called again, it adds to what was measured before.
+        """Measure everything; a second call adds to the measurements of the first.
 
         Args:
-            report: gets how many runs are done, and what runs next.
+            report: gets the number of runs done, and the name of the next.
 
         Raises:
             ConfigError: the cache does not hold a whole batch for long enough to time its steps.
@@ -311,49 +312,47 @@ class Calibration:
                 start = time.perf_counter()
             if repeat > _LEAST_REPEATS and time.perf_counter() - start > self._patience:
                 break
-            for case in self._cases if repeat else self._first:
-                report(done, f"batches of {case.batch}, K={case.drafts}")
-                timed = self._run(case, done)
+            for setup in self._setups if repeat else self._warm_up:
+                report(done, f"batches of {setup.batch}, K={setup.drafts}")
+                timed = self._run(setup, done)
                 if repeat:
-                    self._sort(case, timed)
+                    self._sort(setup, timed)
                 done += 1
             self.num_repeats = repeat
         report(self.num_runs, "done")
         return self._profile()
 
-    def _run(self, case: Case, seed: int) -> Sequence[Timed]:
-        asked = case.drafts if self._drafts[-1] else None
-        params = replace(self._params, num_speculative_tokens=asked)
-        drive = Drive(
-            self._engine, params, case.batch, seed=seed, text=self._text, clock=self._clock
-        )
-        drive.run([Ask(0.0, case.length, case.output)] * case.batch)
+    def _run(self, setup: BatchSetup, seed: int) -> Sequence[Timed]:
+        drafts = setup.drafts if self._drafts[-1] else None
+        params = replace(self._params, num_speculative_tokens=drafts)
+        drive = Drive(self._engine, params, setup.batch, seed, self._text, self._clock)
+        drive.run([Ask(0.0, setup.length, setup.output)] * setup.batch)
         return drive.timed
 
-    def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
-        found, decoded, context = self._found[case], 0, case.length + 1.0
+    def _sort(self, setup: BatchSetup, timed: Sequence[Timed]) -> None:
+        found, decoded, context = self._found[setup], 0, setup.length + 1.0
         for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
-            if not decoding and tokens == case.batch * case.length:
+            if not decoding and tokens == setup.batch * setup.length:
                 found.prompts.append(seconds)
-            elif decoding == requests == case.batch:
+            elif decoding == requests == setup.batch:
                 if decoded > _SETTLING:
-                    found.steps.append((seconds, drafting if case.drafts else 0.0, context))
+                    found.steps.append((seconds, drafting if setup.drafts else 0.0, context))
                 elif not decoded:
                     found.first.append(seconds)
                 decoded += 1
             if decoding:
                 context += 1 + accepted / requests
 
-    def _step(self, case: Case) -> tuple[float, float, float]:
-        """Means of its steps: seconds, those that drafted, context.
+    def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
+        """Means of its steps: seconds, seconds of drafting, context.
 
         Raises:
-            ConfigError: too few, since the cache does not hold all of its requests.
+            ConfigError: too few steps, because the cache does not hold all of its requests.
         """
-        steps = self._found[case].steps
+        steps = self._found[setup].steps
         if len(steps) < _LEAST_STEPS:
-            blocks, tokens = self._engine.scheduler.pool.num_blocks, case.length + case.output
-            bound = f"enough for {case.batch} requests of {tokens} tokens at a time"
+            blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output
+            bound = f"enough for {setup.batch} requests of {tokens} tokens at a time"
             raise ConfigError("num_blocks", blocks, bound, "Raise it, or lower `batch_size`.")
         seconds, drafting, context = (_mean(x) for x in zip(*steps, strict=True))
         return seconds, drafting, context
@@ -363,15 +362,15 @@ class Calibration:
         context = self._of_context()
         rest, draft, missed = list[list[float]](), list[list[float]](), [0.0]
         for batch in self._sizes:
-            cases = [self._decode(batch, drafts) for drafts in self._drafts]
-            whole, parts, lengths = zip(*map(self._step, cases), strict=True)
+            setups = [self._decode_setup(batch, drafts) for drafts in self._drafts]
+            whole, parts, lengths = zip(*map(self._step, setups), strict=True)
             draft.append(rising(parts))
             of_contexts = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
             left = zip(rising(whole), draft[-1], of_contexts, strict=True)
             rest.append([max(seconds - drafting - of, 0.0) for seconds, drafting, of in left])
-            for case, seconds in zip(cases[1:], whole[1:], strict=True):
-                more = _mean(self._found[case].first) - seconds
-                missed.append(max(more, 0.0) / batch / case.length)
+            for setup, seconds in zip(setups[1:], whole[1:], strict=True):
+                more = _mean(self._found[setup].first) - seconds
+                missed.append(max(more, 0.0) / batch / setup.length)
         config, pool, on_host = engine.config, engine.scheduler.pool, runner.on_host
         speculation = config.speculative_config
         made_of = dict(runner.planned.parts) if runner.planned else {}
@@ -405,25 +404,25 @@ class Calibration:
         )  # fmt: skip
 
     def _of_context(self) -> list[float]:
-        """Seconds per token of context by K, told from short and long ones; on a line between."""
+        """Seconds per token of context for each K: measured at both ends, linear in between."""
         ends = (0, self._drafts[-1])
         slopes = []
         for drafts in ends:
-            short = self._step(self._decode(self._middle, drafts))
-            long = self._step(self._decode(self._middle, drafts, self._long))
+            short = self._step(self._decode_setup(self._middle, drafts))
+            long = self._step(self._decode_setup(self._middle, drafts, self._long))
             more = (long[0] - short[0]) / max(long[2] - short[2], 1.0) / self._middle
             slopes.append(max(more, 0.0))
         found: list[float] = np.interp(self._drafts, ends, slopes).tolist()
         return found if ends[1] else slopes[:1]
 
     def _prompts(self) -> PromptCosts:
-        """Steps of prompts, those of decoding runs, too; the squares of their lengths apart."""
-        taken = defaultdict[tuple[int, int], list[float]](list)
-        for case, found in self._found.items():
-            taken[case.batch, case.length] += found.prompts
+        """Costs of prompt steps, also of those in decoding runs: per token, and per pair."""
+        by_size = defaultdict[tuple[int, int], list[float]](list)
+        for setup, found in self._found.items():
+            by_size[setup.batch, setup.length] += found.prompts
         steps = [
             PromptStep(n * length, n * length**2 / 2, _mean(seconds), len(seconds))
-            for (n, length), seconds in taken.items()
+            for (n, length), seconds in by_size.items()
             if seconds
         ]
         pair = of_pairs(steps)
@@ -431,7 +430,7 @@ class Calibration:
         return PromptCosts([*flat], rising([*flat.values()]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
-        """Chances of the drafts that the engine made; None without any, or under `synthetic`."""
+        """Joint chances of the engine's drafts; None without drafts or text, or for `synthetic`."""
         metrics = self._engine.metrics
         if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
             return None
@@ -440,11 +439,11 @@ class Calibration:
 
 
 def of_pairs(steps: Sequence[PromptStep]) -> float:
-    """Seconds for a token and one before it; 0 if too few steps could tell.
+    """Seconds per pair of a token and an earlier one; 0 if prompt lengths are too similar.
 
-    Of the largest steps, whose tokens take about as long each but for the tokens before them: what
-    one takes, on a line over how many these are. Smaller steps take what a step takes at the least,
-    whatever their tokens: with them the same line was 37 times too steep on a GPU.
+    In the largest steps, the seconds per token are linear in the number of earlier tokens: the
+    result is the slope. Smaller steps take a minimum time whatever their tokens: including them
+    made the slope 37 times too steep on a GPU.
     """
     most = max((step.tokens for step in steps), default=0)
     large = [step for step in steps if step.tokens >= most / 2]
@@ -457,9 +456,9 @@ def of_pairs(steps: Sequence[PromptStep]) -> float:
 
 
 def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
-    """Seconds by tokens, which rise, without `pair` seconds for each pair.
+    """tokens -> mean seconds without `pair` seconds for each pair, sorted by tokens.
 
-    Steps of as many tokens in prompts of other lengths are averaged, each as often as it was timed.
+    Steps of equally many tokens in prompts of different lengths are averaged, weighted by count.
     """
     found = defaultdict[int, list[tuple[float, int]]](list)
     for step in steps:
@@ -471,15 +470,15 @@ def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """What they take on average, a stall of the machine aside: on a busy one a median is some 10 %
-    less than what a run of them takes."""
+    """Mean without stalls of the machine. A median would be too small: on a busy machine by some
+    10 % of the time of a run."""
     return float(np.minimum(seconds, _STALL * median(seconds)).mean())
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The nearest numbers of which none is below the one before (pool adjacent violators).
+    """The nearest non-decreasing numbers (pool adjacent violators).
 
-    More drafts, or tokens, take no less time, whatever disturbed the steps that were timed.
+    More drafts or tokens never take less time; measurements that say so were disturbed.
     """
     pools = list[tuple[float, int]]()
     for value in values:

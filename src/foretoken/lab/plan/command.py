@@ -1,7 +1,7 @@
-"""`foretoken plan`: finds costs and acceptance, predicts, and shows it as a benchmark would.
+"""`foretoken plan`: find costs and acceptance, predict, and show the results like a benchmark's.
 
-Charter: which questions are asked of outlook, simulation and fleet, under what names their answers
-stand in a row, and how rows are shown.
+Charter: which questions outlook, simulation and fleet answer, the names of the answers in a row,
+and how rows are shown.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation,
 from foretoken.lab.results import Label, Row, collect, stem
 from foretoken.sampling.params import SamplingParams
 
-_EVERY = 8  # the largest K up to which all are simulated
-_LONGER = (1, 4, 16)  # contexts of the outlook, times the mean one of the requests
-_RATES, _ENGINES, _REQUESTS = 8, 12, 400  # by which the capacity of an engine is found
-_SETTLED = 0.03  # so much lower may it be later on
-_MET = 0.95  # of the requests
-_SHOWN = 16  # numbers of replicas
+_EVERY = 8  # if the largest K is no larger, every K is simulated
+_LONGER = (1, 4, 16)  # contexts of the outlook, in units of the requests' mean context
+_RATES, _ENGINES, _REQUESTS = 8, 12, 400  # of the runs that find an engine's capacity
+_SETTLED = 0.03  # the capacity has settled if later requests lower it by no more than this share
+_MET = 0.95  # share of the requests that must meet the bounds
+_SHOWN = 16  # largest number of replicas of which all smaller ones are shown, too
 
 
-class Case(NamedTuple):
+class LoadPoint(NamedTuple):
     """Requests under way at once, and K; None: `auto`."""
 
     batch: int
@@ -44,14 +44,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For a row."""
         how = "auto" if self.drafts is None else f"K={self.drafts}" if self.drafts else "plain"
         return f"concurrency {self.batch}, {how}"
 
 
 @dataclass
 class Planner:
-    """Predicts; `rows` holds what is done if it is interrupted."""
+    """Predicts; `rows` holds all finished predictions, also after an interruption."""
 
     profile: Profile
     acceptance: Acceptance
@@ -75,11 +74,11 @@ class Planner:
         every, known = self.outlook.most <= _EVERY, range(self.outlook.most + 1)
         self.drafts = drafts = [k for k in known if every or k in profile.drafts]
         kinds = [*drafts, *([None] if self.outlook.most else [])]
-        self.cases = [Case(batch, k) for batch in options.batch_sizes for k in kinds]
-        self.num_runs = len(self.cases) + (len(drafts) + 1 if options.rate else 0)
+        self.points = [LoadPoint(batch, k) for batch in options.batch_sizes for k in kinds]
+        self.num_runs = len(self.points) + (len(drafts) + 1 if options.rate else 0)
 
     def joint(self, drafts: int | None) -> tuple[float, ...]:
-        """What `Simulation` and `Fleet` take: `auto` takes nothing that is not known to count."""
+        """Chances for `Simulation` and `Fleet`; for `auto`, drafts of unknown chance have 0."""
         if drafts is not None:
             return self.acceptance.joint(drafts)
         known = self.acceptance.joint(self.outlook.most)
@@ -89,29 +88,27 @@ class Planner:
         """Fill `rows`.
 
         Args:
-            report: gets how many simulations are done, and what comes next.
+            report: gets the number of simulations done, and the name of the next.
         """
         self._outlooks()
         plain = dict[int, float]()
-        for done, case in enumerate(self.cases):
-            report(done, case.name)
-            values = self._simulated(case)
-            if case.drafts == 0:
-                plain[case.batch] = values["output_tokens_per_second"]
+        for done, point in enumerate(self.points):
+            report(done, point.name)
+            batch, drafts = point
+            values = self._simulated(batch, drafts)
+            if drafts == 0:
+                plain[batch] = values["output_tokens_per_second"]
             else:
-                values["speedup"] = values["output_tokens_per_second"] / plain[case.batch]
-            self._add("simulated", case.name, values, concurrency=case.batch, k=case.drafts)
+                values["speedup"] = values["output_tokens_per_second"] / plain[batch]
+            self._add("simulated", point.name, values, concurrency=batch, k=drafts)
         if self.options.rate is not None:
             self._fleet(self.options.rate, report)
         report(self.num_runs, "done")
 
-    def _simulated(self, case: Case) -> dict[str, float]:
-        options, steps = self.options, list[Step]()
-        simulation = Simulation(
-            self.profile, self.joint(case.drafts), case.drafts, case.batch, options.seed,
-            steps.append,
-        )  # fmt: skip
-        count = options.requests or max(4 * case.batch, 20)
+    def _simulated(self, batch: int, drafts: int | None) -> dict[str, float]:
+        options, joint, steps = self.options, self.joint(drafts), list[Step]()
+        simulation = Simulation(self.profile, joint, drafts, batch, options.seed, steps.append)
+        count = options.requests or max(4 * batch, 20)
         served = simulation.run([Ask(0.0, options.input_len, options.output_len)] * count)
         return self._figures(served, steps, {})
 
@@ -151,7 +148,7 @@ class Planner:
             self._add("break-even", name, {"last_batch": last}, context=context, up_to=most)
 
     def _fleet(self, rate: float, report: Callable[[int, str], None]) -> None:
-        options, done = self.options, len(self.cases)
+        options, done = self.options, len(self.points)
         found = dict[int, float]()
         for i, k in enumerate(self.drafts):
             report(done + i, f"capacity, K={k}")
@@ -180,7 +177,7 @@ class Planner:
         self._add("fleet", name, values, k=best, requests_per_second=rate)
 
     def _drafts_of(self, replicas: Replicas, best: int, found: Mapping[int, float]) -> int:
-        """K of a file's engines, if it is one of those whose capacity was found."""
+        """K of a file's engines, if their capacity was found; `ConfigError` otherwise."""
         if replicas.drafts is None:
             return best
         if replicas.drafts not in found:
@@ -190,7 +187,7 @@ class Planner:
         return replicas.drafts
 
     def _replicas(self, replicas: Replicas, one: float, drafts: int, rate: float) -> None:
-        """What 1, 2, .. replicas serve: as many as are needed, or as the file may have."""
+        """Rows for 1, 2, .. replicas, for as many as are needed, and for as many as allowed."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
         needed = replicas.needed(one, steps, rate)
         counts = {*range(1, min(replicas.most, _SHOWN) + 1), replicas.most, needed or 1}
@@ -202,17 +199,17 @@ class Planner:
         self.said.append(replicas.sentence(needed, self.options, most))
 
     def capacity(self, drafts: int) -> float:
-        """Most requests per second at which one engine keeps to the bounds for good; 0: none does.
+        """The highest rate in requests/s at which one engine keeps the bounds for good, or 0.
 
-        Engines at several rates run side by side, first over all that one can serve, then near the
-        highest that keeps. Queues take the longer to settle the fuller they are: requests are
-        doubled until the second quarter of them and the last one agree.
+        Engines are simulated in parallel at several rates, first over the whole range, then near
+        the highest rate that keeps the bounds. Fuller queues take longer to settle: the number of
+        requests is doubled until their second and their last quarter agree.
         """
         options, joint = self.options, self.joint(drafts)
         fleet = Fleet(self.profile, joint, options.input_len, options.output_len)
 
         def highest(rates: Array, count: int) -> list[float]:
-            """By the requests of each quarter; every rate has the same ones, nearer together."""
+            """The highest rate by each quarter of the requests, which are the same at all rates."""
             gaps = np.random.default_rng(options.seed).exponential(size=(1, _ENGINES, count))
             arrival = np.cumsum(gaps / rates[:, None, None], axis=2).reshape(-1, count)
             times = fleet.run(arrival, options.seed)
@@ -224,7 +221,7 @@ class Planner:
 
         few = 4 * fleet.slots
         ends = np.sort(fleet.run(np.zeros((1, 2 * few))).end_EN[0])  # never idle
-        # In lockstep, which serves fewer than come at random.
+        # Requests in lockstep: random arrivals can be served at a higher rate.
         most = 1.3 * few / float(ends[3 * few // 2] - ends[few // 2])
         found = highest(most * np.geomspace(0.05, 1, 2 * _RATES), max(few, 48))[3]
         kept = 0.0
@@ -238,14 +235,14 @@ class Planner:
         return kept
 
     def memory(self) -> dict[str, int]:
-        """Bytes of all that an engine allocates, by name."""
+        """Bytes that an engine allocates, by name."""
         limits = self.profile.limits
         cache = {"cache": limits.num_blocks * self.profile.block_bytes}
         return {**self.profile.memory, **{k: v for k, v in cache.items() if v}}
 
 
 def figures(served: Sequence[Served], bounds: Mapping[str, float]) -> dict[str, float]:
-    """What `foretoken bench` says of as many requests, but ITL."""
+    """The figures of `foretoken bench` for these requests, without ITL."""
     records = [
         Record(one.arrival, [one.first, one.end][: one.tokens], one.end, num_output=one.tokens)
         for one in served
@@ -257,7 +254,7 @@ def figures(served: Sequence[Served], bounds: Mapping[str, float]) -> dict[str, 
 
 
 def _crossing(rates: Array, share: Array) -> float:
-    """The rate at which too few requests keep the bounds, on a line between those that ran."""
+    """The rate above which too few requests keep the bounds, by linear interpolation."""
     kept = int(np.logical_and.accumulate(share >= _MET).sum())
     if not kept or kept == len(rates):
         return float(rates[-1]) if kept else 0.0
@@ -265,7 +262,7 @@ def _crossing(rates: Array, share: Array) -> float:
 
 
 def _per_round(steps: Sequence[Step]) -> float:
-    """Tokens of a request in a step in which it decodes, on average."""
+    """Mean tokens of a request per step in which it decodes."""
     decoding = sum(step.num_decoding for step in steps)
     return 1 + sum(step.num_accepted for step in steps) / max(decoding, 1)
 
@@ -311,7 +308,7 @@ _TITLES = {
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Table]:
-    """By title; columns without a value are left out."""
+    """Tables by title; columns without a value are left out."""
     made = {}
     for kind, (title, columns) in _TITLES.items():
         found = [row for row in rows if row.labels["kind"] == kind]
@@ -323,7 +320,7 @@ def tables(rows: Sequence[Row]) -> dict[str, Table]:
 
 
 def _needs(rows: Sequence[Row]) -> Table:
-    """Of each K; where not even K + 1 would pay, a dash."""
+    """Mean tokens per round that each K needs; a dash if not even K + 1 would pay."""
     drafts = sorted(int(n[12:]) for n in rows[0].values if n.startswith("need_length_"))
     lines = []
     for row in rows:
@@ -334,7 +331,7 @@ def _needs(rows: Sequence[Row]) -> Table:
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
-    """What the break-even rows say."""
+    """The break-even rows as sentences."""
     said = []
     for row in rows:
         if row.labels["kind"] == "break-even":
@@ -350,7 +347,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def charts(rows: Sequence[Row]) -> list[str]:
-    """SVGs of what was simulated: speed-up over the loads, a user's speed against all."""
+    """SVGs of the simulated rows: speed-up by load, a user's speed against the total."""
     return bench.charts([row for row in rows if row.labels["kind"] == "simulated"])
 
 
@@ -360,8 +357,8 @@ _ESTIMATED = {
 }
 _FILES = {"acceptance_file", "output"}
 _PARAMS = SamplingParams(temperature=0.0)
-_REPEATS = 3  # of a calibration; no further one begins after so many seconds:
-_PATIENCE_S = 40.0
+_REPEATS = 3  # of a calibration
+_PATIENCE_S = 40.0  # no further repeat begins after so many seconds
 
 
 class Command:
@@ -371,10 +368,10 @@ class Command:
         self._desk = desk
 
     def run(self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams) -> None:
-        """Predict and report; what was predicted is reported, too, if an exception ends it.
+        """Predict and report; an exception ends it early, after a report of the rows so far.
 
         Args:
-            engine: fields of `EngineConfig`, those that were not given at their defaults.
+            engine: all fields of `EngineConfig`.
         """
         replicas = None
         if options.fleet is not None:
@@ -454,14 +451,14 @@ class Command:
 
 
 def _read_for(options: PlanOptions, engine: dict[str, Any]) -> dict[str, Any]:
-    """Of a file's options those that have a part in where costs come from."""
+    """The engine options of a file that matter to the source of costs."""
     if options.stored is not None:
         return {"model": engine["model"]}
     return engine if options.bandwidth is None else {k: engine[k] for k in _ESTIMATED}
 
 
 def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
-    """Options of the engine with room for the largest batch, where they leave that open."""
+    """Options of the engine with room for the largest batch, unless they set sizes themselves."""
     given = {name: value for name, value in engine.items() if value is not None}
     given["speculative_config"] = SpeculativeConfig.parse(given.get("speculative_config"))
     given = {"max_num_seqs": max(options.batch_sizes), **given, "enable_prefix_caching": False}
@@ -469,7 +466,7 @@ def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
 
 
 def _check_unset(engine: Mapping[str, Any], taken: Set[str], bound: str) -> None:
-    """Raise `ConfigError` for an option of the engine that would be ignored."""
+    """Raise `ConfigError` for an engine option that would be ignored."""
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for name, value in engine.items():
         if name not in taken and value is not None and value != defaults[name]:
@@ -497,7 +494,6 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
 
 
 def _about(planner: Planner) -> list[str]:
-    """Notes: where the figures are from."""
     profile, options = planner.profile, planner.options
     joint = ", ".join(f"{rate:.2f}" for rate in planner.acceptance.joint(planner.outlook.most))
     memory = sum(planner.memory().values()) / 2**30

@@ -1,7 +1,7 @@
-"""How many replicas a rate takes: the engines of a file for `serve deploy`, and what they share.
+"""How many replicas a rate takes: the engines of a file for `serve deploy`, and shared cores.
 
-Charter: from what one engine serves to what several do, on machines of their own or on the cores of
-one. What one engine serves is `command.py`'s; what a file may say is `serve/fleet/config.py`'s.
+Charter: from the capacity of one engine to that of several, on separate machines or on the cores of
+one machine. `command.py` finds the capacity of one; `serve/fleet/config.py` defines the file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class Replicas:
 
     Attributes:
         name: of the model.
-        count: replicas that the file asks for; `most` with scaling.
+        count: replicas that the file asks for.
+        most: replicas that scaling allows.
         drafts: K of its engines; None: `auto`.
         threads: cores that an engine keeps busy.
-        cores: of the one machine that all of them run on, the front and what else a request takes
-            there included; None: each has its own.
-        stream_s: seconds of a core that a step of a streamed answer takes in its replica, where the
+        cores: of the one machine on which all engines, the front and all other work for a request
+            run; None: each engine has its own machine.
+        stream_s: seconds of a core per step of a streamed answer: once in its replica, where the
             engine waits for it (Python runs one thread at a time), and again in the front.
     """
 
@@ -42,49 +43,49 @@ class Replicas:
     stream_s: float
 
     def capacity(self, one: float, steps: float, replicas: int) -> float:
-        """Requests per second within the bounds, of so many.
+        """Requests per second within the bounds, of so many replicas.
 
         Args:
-            one: of one engine that does nothing else.
-            steps: of a request, on average.
+            one: requests per second of one engine without streaming.
+            steps: mean steps per request.
         """
         if self.cores is None or not one:
             return one * replicas
-        beside = steps * self.stream_s
-        each = 1 / one + beside
-        return min(replicas / each, self.cores / (self.threads * each + beside))
+        streaming = steps * self.stream_s
+        each = 1 / one + streaming
+        return min(replicas / each, self.cores / (self.threads * each + streaming))
 
     def needed(self, one: float, steps: float, rate: float) -> int | None:
-        """The fewest that serve a rate; None: however many there are, they do not."""
+        """The fewest replicas that serve a rate; None: no number of them does."""
         alone = self.capacity(one, steps, 1)
         count = math.ceil(rate / alone) if alone else _MOST + 1
-        served = self.capacity(one, steps, count) * (1 + 1e-9)  # of the division's rounding
+        served = self.capacity(one, steps, count) * (1 + 1e-9)  # allows for the division's rounding
         return count if count <= _MOST and served >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:
-        """What a user wanted to know.
+        """The answer: how many replicas are needed, and what the file's can serve.
 
         Args:
-            most: requests per second of as many as the file may have.
+            most: requests per second of the most replicas that the file allows.
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
-        asked = f"{options.rate:g} requests/s within {bounds}"
+        wanted = f"{options.rate:g} requests/s within {bounds}"
         has = f"{self.count}" if self.most == self.count else f"{self.count} to {self.most}"
         if needed is None:
             why = "" if self.cores is None else f" on {self.cores} cores"
-            return f"No number of replicas of {self.name} serves {asked}{why}."
+            return f"No number of replicas of {self.name} serves {wanted}{why}."
         enough = "enough" if needed <= self.most else "too few"
         return (
-            f"{asked} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
+            f"{wanted} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
             f"{has}, which is {enough}: they serve {most:.3g} requests/s."
         )
 
 
 def read_model(options: PlanOptions) -> FleetModel:
-    """The model of the fleet that a plan is asked for: the first, or the one of a name.
+    """The model of the fleet to plan for: the first, or the named one.
 
     Raises:
-        ConfigError: the file is none, or has no such model.
+        ConfigError: the file is not a fleet's, or has no such model.
     """
     fleet = Fleet.read(Path(str(options.fleet)))
     if options.fleet_model is None:
@@ -97,7 +98,7 @@ def read_model(options: PlanOptions) -> FleetModel:
 
 
 def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
-    """What a plan needs to know of a model's replicas."""
+    """The facts about a model's replicas that a plan needs."""
     scale, speculation = model.scale, model.engine.speculative_config
     count = scale.replicas or 1
     drafts = None if speculation is not None and speculation.is_auto else model.engine.num_drafts
@@ -109,7 +110,7 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
 
 
 def sized_for(model: FleetModel, options: PlanOptions) -> PlanOptions:
-    """Batches up to the most that an engine runs at once, where none were asked for."""
+    """Options with batches up to the engine's `max_num_seqs`, unless batches were given."""
     if options.batch_size != BATCH_SIZES:
         return options
     most = model.engine.max_num_seqs
@@ -118,7 +119,7 @@ def sized_for(model: FleetModel, options: PlanOptions) -> PlanOptions:
 
 
 def engine_options(model: FleetModel, threads: int) -> dict[str, Any]:
-    """Options of its engines, as `foretoken plan` takes them: cores as a replica has them."""
+    """Options of its engines as `foretoken plan` takes them, with a replica's number of cores."""
     given = {f.name: getattr(model.engine, f.name) for f in fields(model.engine)}
-    given["max_num_waiting"] = None  # what would be refused is served late here
+    given["max_num_waiting"] = None  # a plan serves requests late instead of refusing them
     return given | {"threads": threads}

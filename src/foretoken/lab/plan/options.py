@@ -19,17 +19,17 @@ class PlanOptions:
     """What `foretoken plan` predicts, from what, and where it writes.
 
     Attributes:
-        profile: a JSON file of what steps take: read if it is there, else written once they are
-            measured; None: they are measured and forgotten.
-        calibrate: measure, even if the profile is there, and write it anew.
+        profile: a JSON file with the costs of steps: read if it exists, else written after they
+            are measured; None: they are measured and not kept.
+        calibrate: measure and write the profile, even if it exists.
         repeats: measured runs of each case of a calibration; None: 3, or 2 where those take
             longer than 40 s.
-        bandwidth: GB/s at which weights are read: with `tflops`, an estimate from config.json
-            takes the place of measuring, and no weights are loaded.
+        bandwidth: GB/s at which weights are read: with `tflops`, costs are estimated from
+            config.json instead of measured, and no weights are loaded.
         tflops: arithmetic of the hardware, in 10^12 operations per second.
-        acceptance_rate: the mean over the drafts of the chance that it and all before it are
-            accepted; the likeliest first, by a decay. None, and none of the next three: measured
-            with the steps, on held-out code.
+        acceptance_rate: the mean over the drafts of the chance that a draft and all before it are
+            accepted; the chances decay from draft to draft. None, and none of the next three:
+            measured with the steps, on held-out code.
         acceptance_rates: that chance of each draft, separated by commas.
         acceptance_length: mean tokens of a round at the largest K, bonus included.
         acceptance_file: any of these in JSON or YAML, a public table of lengths by K, or results of
@@ -39,20 +39,19 @@ class PlanOptions:
             the default goes up to its `max_num_seqs`.
         input_len: tokens of every prompt.
         output_len: tokens that every request generates.
-        requests: simulated at each batch size; None: four times as many as run at once, 20 at
-            least.
+        requests: simulated at each batch size; None: four times the batch size, at least 20.
         rate: requests per second of a fleet: how many engines does it take?
         slo_ttft_ms: of a fleet, the time to the first token that 95 % of the requests must meet.
-        slo_tpot_ms: likewise the time per token behind it.
+        slo_tpot_ms: likewise the time per token after the first.
         fleet: a YAML file for `serve deploy` (docs/scale.md): how many replicas of its model does
             `rate` take? Options of the engine are the file's.
         fleet_model: which of its models; None: the first.
-        cores: of the one machine that all replicas run on, together with the front, and the client
-            if it runs there; None: each has cores of its own.
-        stream_ms: for `cores`, milliseconds of a core that a step of a streamed answer takes in its
-            replica beside the engine, and again in front of it; None: 0.17, which fits what
-            replicas on an EPYC served. Answers that come whole take 0.02.
-        seed: of what is accepted and when requests come.
+        cores: of the one machine on which all replicas run, together with the front, and the client
+            if it runs there; None: each replica has its own cores.
+        stream_ms: for `cores`, milliseconds of a core per step of a streamed answer: once in its
+            replica, in addition to the engine, and again in the front; None: 0.17, fitted to
+            replicas on an EPYC. Answers that come whole take 0.02.
+        seed: of acceptance and arrivals.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """
 
@@ -93,7 +92,7 @@ class PlanOptions:
         self._check_fleet()
         self._check_sources()
         check_outputs(self.output)
-        if self.stored is None:  # what is only read may lie anywhere
+        if self.stored is None:  # a file that is only read may have any name
             check_file("profile", self.profile, ".json")
 
     def _check_fleet(self) -> None:
@@ -133,7 +132,6 @@ class PlanOptions:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """`batch_size` as numbers."""
         sizes = tuple(map(int, numbers("batch_size", self.batch_size, "integers >= 1", int)))
         if len(set(sizes)) < len(sizes):
             raise ConfigError("batch_size", self.batch_size, "sizes that all differ")
@@ -141,7 +139,6 @@ class PlanOptions:
 
     @property
     def rates(self) -> list[float] | None:
-        """`acceptance_rates` as numbers."""
         if self.acceptance_rates is None:
             return None
         try:
@@ -152,6 +149,6 @@ class PlanOptions:
 
     @property
     def stored(self) -> Path | None:
-        """The profile to read; None: there is none yet, or it is to be measured."""
+        """The profile to read; None: it does not exist yet, or is to be measured."""
         path = Path(self.profile) if self.profile is not None else None
         return path if path is not None and path.exists() and not self.calibrate else None

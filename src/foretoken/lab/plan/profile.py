@@ -1,12 +1,12 @@
-"""What steps take, on this machine or another: the file that `foretoken plan` keeps;
-and how many drafts are accepted, however that is stated. No torch.
+"""Costs of steps, on this machine or another: the file that `foretoken plan` keeps; and the
+acceptance of drafts, in any of the forms in which it may be stated. No torch.
 
 A profile is one JSON object; its fields are those of `Profile`, and `schema`. Times are in seconds.
 
 `estimate` makes one from shapes alone: a pass takes as long as reading its weights at the stated
-bandwidth, or as its products at the stated arithmetic rate, whichever is longer; contexts are read
-on top. Kernels reach some 75 to 90 % of either, and hosts add their part: state rates that are
-reached.
+bandwidth, or as its products at the stated arithmetic rate, whichever is longer, plus the time of
+reading contexts. Kernels reach some 75 to 90 % of either, and hosts add their part: state rates
+that are reached in practice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ORIGINS = ("measured", "estimated", "published")
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Options of the engine that its scheduler reads."""
+    """The engine options that its scheduler reads."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,18 +51,19 @@ class Profile:
     Shapes: J batch sizes, D numbers of drafts.
 
     Attributes:
-        model, method: target, and how drafts are made; `plain` without.
+        model: the target.
+        method: how drafts are made; `plain` without drafts.
         origin: `measured` here, `estimated` from shapes and stated hardware, or `published`.
         drafts: K of the columns, rising from 0.
         batches: requests of the rows, rising from 1.
-        rest: [J, D], steps without their drafting, and as if contexts were empty.
+        rest: [J, D], a step without drafting and with empty contexts.
         draft: [J, D], drafting alone.
         context: [D], per token of all contexts together.
-        missed: per token of a prompt that the drafter computes when it is first asked.
-        prompts: None: not known, and prompts are left out of all figures.
+        missed: per token of a prompt, which the drafter computes when it first drafts.
+        prompts: None: unknown; prompts are left out of all figures.
         limits: sizes of the engine.
-        runs_ahead: each step is launched before the one before is read.
-        lockstep: every request of a step is drafted for as often as the one that asks for most.
+        runs_ahead: each step is launched before the previous one is read.
+        lockstep: all requests of a step take as many draft passes as the one with the most drafts.
         block_bytes: of a cache block, the drafter's part included.
         memory: bytes of everything else that the engine allocates, by name.
         acceptance: chances that the first i + 1 drafts are all accepted, measured with the steps.
@@ -88,7 +89,7 @@ class Profile:
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for the first thing that is out of bounds."""
+        """Raise `ConfigError` for the first field that is out of bounds."""
         check_choice("profile.origin", self.origin, ORIGINS)
         for name, first in (("drafts", 0), ("batches", 1)):
             _check_rising(f"profile.{name}", getattr(self, name), first)
@@ -117,31 +118,31 @@ class Profile:
 
     @property
     def most_drafts(self) -> int:
-        """The largest K that it tells of."""
+        """The largest K with known costs."""
         return self.drafts[-1]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers of drafts that captured steps may have; () where none are."""
+        """Numbers of drafts that captured steps may have; () without captured steps."""
         return draft_widths(self.most_drafts, adapts=True) if self.lockstep else ()
 
     @cached_property
     def table(self) -> StepTable:
-        """All numbers of drafts, on smooth curves through those measured."""
+        """Costs of all numbers of drafts, on smooth curves through the measured ones."""
         every = np.arange(self.most_drafts + 1)
         rest, draft = (smooth(self.drafts, np.array(x), every) for x in (self.rest, self.draft))
         context = np.interp(every, self.drafts, self.context)
         return StepTable(np.array(self.batches), rest, np.maximum(draft, 0), context, self.missed)
 
     def write(self, path: Path) -> None:
-        """As JSON, with a line per field."""
-        from foretoken.lab.results import as_text, replace_text  # which loads torch
+        """Write it as JSON, with a line per field."""
+        from foretoken.lab.results import as_text, replace_text  # loads torch
 
         replace_text(path, as_text({"schema": SCHEMA, **asdict(self)}))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and check a file; `ConfigError` names what is wrong with it."""
+        """Read and check a file; `ConfigError` says what is wrong with it."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -160,7 +161,7 @@ class Profile:
 
 
 def _check_rising(name: str, given: Any, first: int | None, least: int = 1) -> None:
-    """Integers in rising order, the first as said, or at least 1."""
+    """Check for integers in rising order that begin with `first`, or with any >= 1 for None."""
     is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) >= least
     if not is_list or (first is not None and given[0] != first):
         begins = "" if first is None else f" from {first} on"
@@ -182,10 +183,11 @@ def _check_seconds(name: str, given: Any, *shape: int) -> None:
 
 
 def smooth(x: Sequence[float], y_NX: Array, wanted: Array) -> Array:
-    """Values [N, W] at `wanted`, on cubic curves through points [N, X] that turn only where those
-    do (Fritsch and Butland 1984, ends as in Moler 2004); outside them the value at the end.
+    """Values [N, W] at `wanted`, on monotone cubic curves through points [N, X].
 
-    A line instead is 3 % off between K=3 and K=7 of a published EAGLE-3 table, this 1.2 %.
+    The curves turn only where the points do (Fritsch and Butland 1984, ends as in Moler 2004).
+    Outside the points they are constant. Between K=3 and K=7 of a published EAGLE-3 table this is
+    1.2 % off, a straight line 3 %.
     """
     x_X, at = np.asarray(x, dtype=float), np.clip(np.asarray(wanted, dtype=float), x[0], x[-1])
     if len(x_X) < 3:
@@ -215,17 +217,17 @@ def smooth(x: Sequence[float], y_NX: Array, wanted: Array) -> Array:
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_PASSES = ("draft_model", "eagle3")  # of which a draft is a pass
+_PASSES = ("draft_model", "eagle3")  # methods with one model pass per draft
 _CHUNKS = tuple(2**i for i in range(15))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a pass of a dense decoder computes with.
+    """Sizes of a dense decoder that decide the cost of a pass.
 
     Attributes:
-        weights: parameters that every token meets; the embedding's few rows are left out.
-        kept: numbers of keys and values of a token, all layers together.
+        weights: parameters that a pass reads; the embedding's few rows are left out.
+        kept: numbers in the keys and values of a token, all layers together.
     """
 
     weights: int
@@ -233,15 +235,14 @@ class Shape:
 
     @classmethod
     def read(cls, folder: Path, *, is_head: bool = False) -> Shape:
-        """Of a folder's config.json.
+        """Read it from a folder's config.json.
 
         Args:
-            is_head: it is an EAGLE-3 head's, whose features of the target are made once a step, and
-                are left out.
+            is_head: it is an EAGLE-3 head. Its features, which are made once a step, are left out.
 
         Raises:
-            CheckpointError: there is none, or it lacks what is needed.
-            UnsupportedModelError: a mixture of experts, of which each token meets a part.
+            CheckpointError: there is no such file, or it lacks a needed field.
+            UnsupportedModelError: a mixture of experts, of which each token reads only a part.
         """
         given = config_of(folder)
         if any(given.get(name) for name in _EXPERTS):
@@ -255,13 +256,13 @@ class Shape:
             raise CheckpointError(f"{folder}/config.json lacks {error}.") from None
         size = given.get("head_dim") or width // heads
         kept = 2 * (given.get("num_key_value_heads") or heads) * size
-        taken = 2 * width if is_head else width  # a head's layer reads embedding and state
-        layer = taken * (heads * size + kept) + heads * size * width + 3 * width * middle
+        inputs = 2 * width if is_head else width  # a head's layer reads embedding and state
+        layer = inputs * (heads * size + kept) + heads * size * width + 3 * width * middle
         return cls(layers * layer + vocab * width, layers * kept)
 
 
 def config_of(folder: Path) -> Mapping[str, Any]:
-    """The text model's part of config.json, or what a GGUF file says in its place."""
+    """The text model's part of config.json, or the same from a GGUF file."""
     from foretoken.models.checkpoint import read_config
 
     if folder.is_file():
@@ -274,7 +275,7 @@ def config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _bytes_of_a_weight(path: Path) -> float:
-    """Of a GGUF file, all its formats together."""
+    """Mean bytes per weight of a GGUF file."""
     from foretoken.models.gguf.reader import read_gguf
 
     file = read_gguf(path)
@@ -282,7 +283,7 @@ def _bytes_of_a_weight(path: Path) -> float:
 
 
 def _limits(config: EngineConfig, folder: Path, block: int, kept: int, length: int) -> EngineLimits:
-    """What a scheduler has: as many blocks as `max_num_seqs` requests take, unless it is said."""
+    """Limits with blocks for `max_num_seqs` requests, unless the options set the cache's size."""
     limit = config.max_model_len or config_of(folder).get("max_position_embeddings", 4096)
     check_int("max_model_len", limit, 1)
     blocks = config.num_blocks or config.max_num_seqs * (-(-length // block) + 1)
@@ -301,7 +302,7 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     Args:
         bandwidth: bytes per second.
         flops: products and sums per second.
-        length: of requests that the cache holds `max_num_seqs` of, where its size is left open.
+        length: tokens of a request; unless its size is set, the cache holds `max_num_seqs` of them.
     """
     from foretoken.models.locate import resolve_checkpoint
 
@@ -319,7 +320,7 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
 
     dtype = config_of(folder).get("dtype") if config.dtype == "auto" else config.dtype
     size = kv_size = float(_BYTES.get(str(dtype), 2))
-    if folder.is_file():  # GGUF, as it is on a CPU
+    if folder.is_file():  # GGUF, as on a CPU
         size, kv_size = _bytes_of_a_weight(folder), float(_BYTES["float32"])
 
     def seconds(shape: Shape, rows: int) -> float:
@@ -353,11 +354,11 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     )
 
 
-# How many drafts are accepted ---------------------------------------------------------------------
-# One of: a rate or a length at the largest K, from which others follow by the decay that synthetic
-# acceptance has; a rate for each position; or a file. A file is JSON or YAML: `foretoken bench`'s
-# results, `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or mean lengths by K, as public tables
-# of acceptance lengths have them, maybe under names: `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
+# Acceptance ---------------------------------------------------------------------------------------
+# It is stated as a rate or a length at the largest K, with the decay of synthetic acceptance; as a
+# rate for each position; or in a file. A file is JSON or YAML: results of `foretoken bench`,
+# `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or mean lengths by K, as in public tables of
+# acceptance lengths, possibly under names: `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
 
 
 _KINDS = ("rate", "rates", "length")
@@ -368,9 +369,9 @@ class Acceptance:
     """Chances that the first 1, 2, .. drafts are all accepted, by K.
 
     Attributes:
-        rates: the chances, of as many drafts as they are known for.
-        lengths: K -> mean tokens of a round, bonus included; in the place of rates.
-        source: where it is from, for a report.
+        rates: the chances, for as many drafts as they are known.
+        lengths: K -> mean tokens of a round, bonus included; instead of rates.
+        source: where they come from, for a report.
     """
 
     rates: Sequence[float] = ()
@@ -379,11 +380,11 @@ class Acceptance:
 
     @property
     def most(self) -> int:
-        """The largest K that it tells of."""
+        """The largest K with known acceptance."""
         return max(self.lengths, default=len(self.rates))
 
     def joint(self, drafts: int) -> tuple[float, ...]:
-        """Of K drafts. Between two K whose lengths are known, the length is on a line.
+        """Chances for K drafts. Between two K of known lengths, the length is interpolated.
 
         Raises:
             ConfigError: K is larger than `most`.
@@ -399,7 +400,7 @@ class Acceptance:
 
     @classmethod
     def stated(cls, drafts: int, **given: Any) -> Self:
-        """From exactly one of `rate`, `rates` and `length`, of K = `drafts` or as many as rates."""
+        """From exactly one of `rate`, `rates` and `length`; K is `drafts`, or that of `rates`."""
         names = [name for name in _KINDS if given.get(name) is not None]
         if len(names) != 1:
             bound = f"one of {', '.join(_KINDS)}, and no other beside it"
@@ -418,11 +419,11 @@ class Acceptance:
 
     @classmethod
     def read(cls, path: Path, drafts: int, name: str | None = None) -> Self:
-        """From a file.
+        """Read it from a file.
 
         Args:
-            drafts: K of a rate or length without one.
-            name: which of the file's tables, its names joined by `/`; None: it has one.
+            drafts: K of a rate or length.
+            name: which of the file's tables, its names joined by `/`; None: the only one.
         """
         data = _parsed(path)
         source = f"{path.name}{f', {name}' if name else ''}"
@@ -445,7 +446,8 @@ class Acceptance:
 
 
 def _decayed(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """A length as the rate with the same mean: real drafts decay, and are not all or none."""
+    """Replace a length by the rate with the same mean: its chances decay, as those of real drafts
+    do."""
     length = options.get("synthetic_acceptance_length")
     if length is None:
         return options
@@ -464,7 +466,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _of_results(path: Path, rows: Any) -> tuple[float, ...]:
-    """Of the last row with the largest K: batch sizes do not matter to acceptance."""
+    """Rates of the last row with the largest K: acceptance does not depend on batch sizes."""
     found = list[list[Any]]()
     for row in rows if isinstance(rows, list) else ():
         values = row.get("values") if isinstance(row, Mapping) else None
@@ -484,7 +486,7 @@ def _of_results(path: Path, rows: Any) -> tuple[float, ...]:
 
 
 def _tables(data: Any, name: str) -> Iterator[tuple[str, dict[int, Any]]]:
-    """Mappings of numbers to numbers anywhere in nested ones, by their names."""
+    """Mappings of numbers to numbers anywhere in nested mappings, by their names."""
     if not isinstance(data, Mapping) or not data:
         return
     keys = [int(k) if str(k).isdecimal() else None for k in data]

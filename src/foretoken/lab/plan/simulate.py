@@ -1,9 +1,9 @@
-"""The engine's own scheduler, with a clock in the place of the model. No torch.
+"""The engine's own scheduler, with a clock instead of a model. No torch.
 
-Charter: requests come, `Scheduler` says who computes what, a profile says how long that takes, and
-chance how many drafts are accepted. Who runs when is decided by the engine's code alone; all else
-that is done here is what `Engine.step` and `Engine.commit` do with requests. `Outlook` needs no
-requests: it is what follows from costs and acceptance for a batch that decodes and never changes.
+Charter: requests arrive, `Scheduler` decides which request computes what, a profile gives the
+times, random numbers the accepted drafts. Only the engine's code decides which requests run when.
+The rest of `Simulation` does what `Engine.step` and `Engine.commit` do with requests. `Outlook`
+needs no requests: it has the rates of a decoding batch that never changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foretoken.sampling.params import SamplingParams
 
 
 class Ask(NamedTuple):
-    """A request: seconds after the start at which it comes, tokens of its prompt, and to make."""
+    """A request: its arrival in seconds after the start, its tokens of prompt and of output."""
 
     arrival: float
     input_len: int
@@ -34,7 +34,7 @@ class Ask(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What became of one, in seconds after the start."""
+    """The record of a served request; times in seconds after the start."""
 
     arrival: float
     first: float
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Of the engine's `Outcome` what the control of K reads."""
+    """The fields of the engine's `Outcome` that the control of K reads."""
 
     token_ids: Sequence[int]
     num_drafts: int
@@ -66,10 +66,10 @@ class Simulation:
     """One engine, simulated.
 
     Attributes:
-        joint_K: chances that a draft and all before it are accepted, as many as K may be.
+        joint_K: chances that a draft and all before it are accepted, up to the largest K.
         num_drafts: K of every request; None: chosen step by step, as `auto` does.
-        concurrency: requests under way at most: others come when there is room for them.
-        seed: of what is accepted.
+        concurrency: most requests under way; others arrive when there is room for them.
+        seed: of the random acceptance.
         on_step: gets every step.
         now: seconds after the start.
     """
@@ -103,17 +103,17 @@ class Simulation:
         self._first: dict[Request, float] = {}
 
     def run(self, asks: Iterable[Ask]) -> list[Served]:
-        """Serve them all; returns what became of each, in the order in which they ended.
+        """Serve all requests; returns their records in the order in which they ended.
 
         Raises:
-            CapacityError: one is longer than the engine takes.
+            CapacityError: a request is longer than the engine takes.
         """
         waiting = sorted(asks, key=lambda ask: ask.arrival)[::-1]
         most = self.concurrency or len(waiting)
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
             if not under_way and waiting[-1].arrival > self.now:
-                self.step()  # what was launched ahead ends although no request waits
+                self.step()  # a step that was launched ahead ends although no request waits
                 self.now = max(self.now, waiting[-1].arrival)
             while waiting and under_way < most and waiting[-1].arrival <= self.now:
                 self._add(waiting.pop())
@@ -122,7 +122,7 @@ class Simulation:
         return self.served
 
     def step(self) -> None:
-        """As `Engine.step`: who runs ahead launches a step before the last one is committed."""
+        """Like `Engine.step`; running ahead means to launch a step before the last is committed."""
         plan = self.scheduler.schedule()
         for slot in plan.left_slots:
             self._release(slot)
@@ -131,12 +131,13 @@ class Simulation:
         done: Sequence[Share] = plan.shares
         if self.profile.runs_ahead:
             done, self._unread = self._unread, done
-        # Of what was launched ahead, requests that had all their tokens by then do not run: on a
-        # host; a GPU, which drafts in lockstep, has begun, and takes as long as with them.
-        live, over = list[Share](), list[Share]()
+        # A step launched ahead may contain requests that have ended meanwhile. On a host they do
+        # not run. A GPU, which drafts in lockstep, has already begun, and takes as long as if they
+        # ran.
+        live, ended = list[Share](), list[Share]()
         for share in done:
-            (over if share.request.status is Status.FINISHED else live).append(share)
-        self._commit(live, over if self.profile.lockstep else ())
+            (ended if share.request.status is Status.FINISHED else live).append(share)
+        self._commit(live, ended if self.profile.lockstep else ())
 
     def _add(self, ask: Ask) -> None:
         limits = self.profile.limits
@@ -155,8 +156,8 @@ class Simulation:
         group.samples.append(request)
         self.scheduler.add(request)
 
-    def _commit(self, shares: Sequence[Share], over: Sequence[Share]) -> None:
-        seconds = self._clock.seconds(shares, over)
+    def _commit(self, shares: Sequence[Share], ended: Sequence[Share]) -> None:
+        seconds = self._clock.seconds(shares, ended)
         self.now += seconds
         uniforms = self._chance.random(len(shares)).tolist()
         drawn = {s.slot: self._draw(s, u) for s, u in zip(shares, uniforms, strict=True)}
@@ -203,7 +204,7 @@ class Simulation:
 
 
 def _pace(profile: Profile) -> Pace | None:
-    """That of the engine; None: it has none, or the profile knows no prompts."""
+    """The engine's pace; None: it has none, or the profile has no prompt costs."""
     bound, prompts = profile.limits.max_step_seconds, profile.prompts
     if bound is None or prompts is None:
         return None
@@ -211,29 +212,29 @@ def _pace(profile: Profile) -> Pace | None:
 
 
 def _decodes(share: Share) -> bool:
-    """Whether it computes one known token, and decides."""
+    """Whether it computes one known token and draws the next."""
     return share.decides and share.num_tokens == 1
 
 
 class StepClock:
-    """How long steps take, by a profile."""
+    """The time of steps, according to a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self.decoding = DecodeCosts(profile.table, lockstep=profile.lockstep).seconds
         self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
 
-    def seconds(self, shares: Sequence[Share], over: Sequence[Share] = ()) -> float:
-        """Of a step of these shares, and of `over`, requests that have ended; 0 of none."""
+    def seconds(self, shares: Sequence[Share], ended: Sequence[Share] = ()) -> float:
+        """Seconds of a step of these shares and of those of ended requests; 0 without any."""
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
-        asked = [share.max_drafts for share in (*decoding, *over)]
-        context = sum(share.start + 1 for share in (*decoding, *over))
-        seconds = self.decoding(asked, context)
+        drafts = [share.max_drafts for share in (*decoding, *ended)]
+        context = sum(share.start + 1 for share in (*decoding, *ended))
+        seconds = self.decoding(drafts, context)
         parts = [(s.start, s.num_tokens) for s in shares if not _decodes(s)]
         if parts and prompts is not None:
             pairs = sum(count * (start + count / 2) for start, count in parts)
-            rows, tokens = len(asked) + sum(asked), sum(count for _, count in parts)
+            rows, tokens = len(drafts) + sum(drafts), sum(count for _, count in parts)
             seconds = float(prompts.mixed_step(seconds, rows, tokens, pairs))
         for share in decoding:
             if share.max_drafts:
@@ -243,12 +244,12 @@ class StepClock:
         return seconds
 
     def release(self, slot: int) -> None:
-        """Its request ended, or gave way."""
+        """Forget a slot when its request ends or is preempted."""
         self._known.pop(slot, None)
 
 
 class Outlook:
-    """Rates by batch, K, and tokens of context of each request."""
+    """Rates by batch size, K, and tokens of context of each request."""
 
     def __init__(self, profile: Profile, acceptance: Acceptance) -> None:
         self.most = min(profile.most_drafts, acceptance.most)
@@ -256,7 +257,6 @@ class Outlook:
         self.profile, self.acceptance, self._clock = profile, acceptance, StepClock(profile)
 
     def seconds(self, batch: int, drafts: int, context: int) -> float:
-        """Of a step."""
         return self._clock.decoding([drafts] * batch, batch * context)
 
     def rate(self, batch: int, drafts: int, context: int) -> float:
@@ -264,12 +264,12 @@ class Outlook:
         return batch * self._lengths[drafts] / self.seconds(batch, drafts, context)
 
     def best(self, batch: int, context: int) -> int:
-        """K of the highest rate; the smaller one of equals."""
+        """K with the highest rate; the smaller one of equals."""
         return max(range(self.most + 1), key=lambda k: (self.rate(batch, k, context), -k))
 
     def need(self, batch: int, drafts: int, context: int) -> float:
-        """Mean tokens of a round, bonus included, from which on so many drafts pay; above K + 1
-        not even accepting every one would."""
+        """Mean tokens of a round, bonus included, from which this K pays; above K + 1 it never
+        does."""
         return self.seconds(batch, drafts, context) / self.seconds(batch, 0, context)
 
     def last_that_pays(self, context: int) -> int:
@@ -279,10 +279,10 @@ class Outlook:
 
 
 # Many engines at once -----------------------------------------------------------------------------
-# The scheduler's policy on arrays, for capacities and fleets: first come, first served, prompts
-# beside decoding, as `Scheduler` has it. Left out is preemption: a request gets its slot when the
-# cache holds it whole. Prompts are of one length, so that the oldest also end soonest, and are
-# computed one after another. `tests/lab/test_plan.py` holds it against the simulation.
+# The scheduler's policy on arrays, for capacities and fleets: first come, first served, prompts in
+# the same steps as decoding. Preemption is left out: a request gets its slot once the cache can
+# hold all of it. All prompts have one length, so the oldest end first, and they are computed one
+# after another. `tests/lab/test_plan.py` compares it with the simulation.
 
 
 class FleetTimes(NamedTuple):
@@ -293,22 +293,21 @@ class FleetTimes(NamedTuple):
     end_EN: Array
 
     def ttft(self) -> Array:
-        """Seconds to first tokens."""
         return self.first_EN - self.arrival_EN
 
     def tpot(self, output_len: int) -> Array:
-        """Seconds per token behind the first."""
+        """Seconds per token after the first."""
         return (self.end_EN - self.first_EN) / max(output_len - 1, 1)
 
 
 @dataclass
 class Fleet:
-    """Engines of one kind whose requests have one length.
+    """Engines of one kind, with requests of one length.
 
     Shapes: E engines, each with N requests; A requests under way; T sizes of batches.
 
     Attributes:
-        joint_K: chances of K drafts; () decodes plainly.
+        joint_K: chances that a draft and all before it are accepted; () decodes plainly.
     """
 
     profile: Profile
@@ -324,8 +323,8 @@ class Fleet:
             bound = f"at most {limits.num_blocks * limits.block_size} tokens of cache"
             raise ConfigError("input_len + output_len", self.input_len + self.output_len, bound)
         drafts, profile = len(self.joint_K), self.profile
-        # Whether a step that was launched for who is over by then is computed to its end; without
-        # drafts nobody is over unforeseen.
+        # Whether a step launched ahead is computed to its end also for requests that have ended
+        # meanwhile. Without drafts no request ends unexpectedly.
         self.outlives = profile.runs_ahead and profile.lockstep and drafts > 0
         sizes = range(self.slots + 1)
         self.seconds_T = np.array([clock.decoding([drafts] * b, 0) for b in sizes])
@@ -333,14 +332,14 @@ class Fleet:
         self.context_T = np.divide(more - self.seconds_T, np.maximum(sizes, 1))
 
     def run(self, arrival_EN: Array, seed: int = 0) -> FleetTimes:
-        """Serve requests that come at these times, rising along N."""
+        """Serve requests with these arrival times, rising along N."""
         return _Run(self, arrival_EN, seed).run()
 
 
 class _Run:
-    """State of all engines; each takes a step of its own length per turn.
+    """State of all engines; in each turn every engine takes one step, each of its own duration.
 
-    A requests have a slot, listed in the order in which they got it.
+    A requests have a slot, in the order in which they got it.
     """
 
     def __init__(self, fleet: Fleet, arrival_EN: Array, seed: int) -> None:
@@ -349,13 +348,13 @@ class _Run:
         self._now_E = np.zeros(self._engines)
         self._taken_E = np.zeros(self._engines, dtype=np.int64)  # requests that got a slot
         self._active_E = np.zeros(self._engines, dtype=np.int64)
-        # Where steps are launched ahead: until when those that came take part in the coming step,
-        # and how many ended in the last one, for whom it was launched, too.
+        # If steps are launched ahead: requests that arrive until `_seen_E` take part in the next
+        # step, which was also launched for the `_ended_E` requests that ended in the last step.
         self._seen_E = np.zeros(self._engines)
         self._ended_E = np.zeros(self._engines, dtype=np.int64)
-        self._comes_E = arrival_EN[:, 0].copy()  # the next that gets one
+        self._comes_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
-        self._prompt_A = self._left_A = self._engine_A  # tokens to compute, and to make
+        self._prompt_A = self._left_A = self._engine_A  # tokens left to compute, and to emit
         self._fresh_A = np.zeros(0, dtype=bool)  # whether the drafter has not seen the prompt
         unknown = np.full(arrival_EN.shape, np.nan)
         self._times = FleetTimes(arrival_EN, unknown, unknown.copy())
@@ -366,7 +365,7 @@ class _Run:
         return self._times
 
     def _admit(self) -> bool:
-        """Give free slots to requests that have come; False when all are served."""
+        """Give free slots to requests that have arrived; False when all are served."""
         idle_E = (self._active_E == 0) & np.isfinite(self._comes_E)
         self._now_E = np.where(idle_E, np.maximum(self._now_E, self._comes_E), self._now_E)
         self._seen_E = np.where(idle_E, self._now_E, self._seen_E)
@@ -390,39 +389,36 @@ class _Run:
             comes = self._times.arrival_EN[e, next_]
             self._comes_E[e] = np.where(self._taken_E[e] < self._count, comes, np.inf)
 
-    def _sum(self, what_A: Array) -> Array:
-        """By engine."""
-        return np.bincount(self._engine_A, what_A, self._engines)
+    def _sum(self, value_A: Array) -> Array:
+        return np.bincount(self._engine_A, value_A, self._engines)
 
     def _step(self) -> None:
         fleet, drafts = self._fleet, len(self._fleet.joint_K)
         decodes_A = self._prompt_A == 0
-        asked_A = np.clip(self._left_A - 1, 0, drafts) * decodes_A
-        over_E = self._ended_E * fleet.outlives
-        count_E = self._sum(decodes_A).astype(np.int64) + over_E
+        drafts_A = np.clip(self._left_A - 1, 0, drafts) * decodes_A
+        outlived_E = self._ended_E * fleet.outlives
+        count_E = self._sum(decodes_A).astype(np.int64) + outlived_E
         context_A = (fleet.input_len + fleet.output_len - self._left_A) * decodes_A
         seconds_E = fleet.seconds_T[count_E] + fleet.context_T[count_E] * self._sum(context_A)
-        chunk_A = np.zeros_like(asked_A)
+        chunk_A = np.zeros_like(drafts_A)
         if not decodes_A.all():
-            rows_E = count_E + self._sum(asked_A) + drafts * over_E
+            rows_E = count_E + self._sum(drafts_A) + drafts * outlived_E
             chunk_A = self._chunks(rows_E, seconds_E)
             if (prompts := fleet.profile.prompts) is not None:
                 pairs_A = chunk_A * (fleet.input_len - self._prompt_A + chunk_A / 2)
-                tokens_E = self._sum(chunk_A)
-                pairs_E = self._sum(pairs_A)
+                tokens_E, pairs_E = self._sum(chunk_A), self._sum(pairs_A)
                 seconds_E = prompts.mixed_step(seconds_E, rows_E, tokens_E, pairs_E)
-        seen_A = self._fresh_A & (asked_A > 0)
+        seen_A = self._fresh_A & (drafts_A > 0)
         if seen_A.any():
             seconds_E += fleet.profile.missed * fleet.input_len * self._sum(seen_A)
             self._fresh_A &= ~seen_A
         ahead = fleet.profile.runs_ahead
         self._seen_E = self._now_E if ahead else self._now_E + seconds_E
         self._now_E = self._now_E + seconds_E
-        self._advance(decodes_A, asked_A, chunk_A)
+        self._advance(decodes_A, drafts_A, chunk_A)
 
     def _chunks(self, rows_E: Array, decoding_E: Array) -> Array:
-        """Tokens of prompts in this step, as `Scheduler` shares them: prompts are of one length, so
-        that the oldest end soonest."""
+        """Prompt tokens of each request in this step, as `Scheduler` shares them out."""
         limits, prompts = self._fleet.profile.limits, self._fleet.profile.prompts
         needs = np.flatnonzero(self._prompt_A)
         needs = needs[np.argsort(self._engine_A[needs], kind="stable")]
@@ -447,11 +443,11 @@ class _Run:
         chunk_A[needs] = chunk
         return chunk_A
 
-    def _advance(self, decodes_A: Array, asked_A: Array, chunk_A: Array) -> None:
+    def _advance(self, decodes_A: Array, drafts_A: Array, chunk_A: Array) -> None:
         fleet = self._fleet
-        u_A, accepted_A = self._chance.random(len(asked_A)), np.zeros_like(asked_A)
+        u_A, accepted_A = self._chance.random(len(drafts_A)), np.zeros_like(drafts_A)
         for k, rate in enumerate(fleet.joint_K):
-            accepted_A += (u_A < rate) & (k < asked_A)
+            accepted_A += (u_A < rate) & (k < drafts_A)
         self._prompt_A = self._prompt_A - chunk_A
         first_A = (chunk_A > 0) & (self._prompt_A == 0)
         self._left_A = self._left_A - (accepted_A + 1) * decodes_A - first_A

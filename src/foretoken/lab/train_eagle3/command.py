@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,14 +36,15 @@ from foretoken.models.eagle3_config import (
 from foretoken.ops.stack import plain
 
 SAMPLING = ((1.0, 0.35), (0.8, 0.4), (0.0, 0.25))
-"""Temperatures of the target's texts, with their shares. Greedy ones soon repeat themselves."""
+"""Temperatures of the target's texts, with their shares. Greedy texts soon repeat themselves."""
 
 
 class Documents(NamedTuple):
-    """What a data file holds.
+    """The contents of a data file.
 
-    texts: to be learnt as they are, and to be continued
-    prompts: only to be continued
+    Attributes:
+        texts: to be learnt as they are, and to be continued.
+        prompts: only to be continued.
     """
 
     texts: list[str]
@@ -50,11 +52,11 @@ class Documents(NamedTuple):
 
 
 def read_documents(path: Path) -> Documents:
-    """Read a text, or JSON lines of which each has a `text` or a `prompt`.
+    """Read a text, or JSON lines with a `text` or a `prompt` each.
 
     Raises:
         CheckpointError: the file cannot be read, or is not UTF-8.
-        ConfigError: a line is no such object, or nothing is in the file.
+        ConfigError: a line is no such object, or the file has no text.
     """
     with reading(path):
         content = path.read_text(encoding="utf-8")
@@ -87,8 +89,9 @@ class Batches:
     """Batches of rows, each epoch in another order; batch i is the same in every run.
 
     Args:
-        own_NL, real_NL: the target's rows and real ones; one of them may have none.
-        real_share: of each batch, real ones.
+        own_NL: rows written by the target; may be empty if `real_NL` is not.
+        real_NL: rows of the data; may be empty.
+        real_share: share of real rows in each batch.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Batches:
         return torch.cat(picked)
 
 
-@lru_cache(maxsize=4)  # of each part the last two epochs: a batch may lie in both
+@lru_cache(maxsize=4)  # the last two epochs of each part: a batch may span both
 def _order(seed: int, epoch: int, size: int) -> list[int]:
     generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
     order: list[int] = torch.randperm(size, generator=generator).tolist()
@@ -117,13 +120,13 @@ def _order(seed: int, epoch: int, size: int) -> list[int]:
 
 
 def cut(tokens: Sequence[int] | Tensor, length: int) -> Tensor:
-    """Consecutive rows [N, length] of one run of ids, int32; what is left over is dropped."""
+    """Consecutive rows [N, length] of one run of ids, int32; the remainder is dropped."""
     whole = len(tokens) // length * length
     return torch.as_tensor(tokens[:whole], dtype=torch.int32).view(-1, length)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[int]:
-    """All texts as one run of ids, an end of text behind each, if the tokenizer has one."""
+    """All texts as one run of ids, with an end of text after each, if the tokenizer has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [i for text in texts for i in (*tokenizer.encode(text), *end)]
 
@@ -131,8 +134,8 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[int]:
 def pick_prompts(
     tokenizer: Any, documents: Documents, stream: Sequence[int], length: int, count: int, seed: int
 ) -> Iterator[list[int]]:
-    """`count` prompts of at most `length` tokens: those of the file in turn, ends of long ones;
-    and windows of its texts, at random."""
+    """`count` prompts of at most `length` tokens: the file's prompts (the ends of long ones) in
+    turn with random windows of its texts."""
     generator = torch.Generator().manual_seed(seed)
     given = [tokenizer.encode(prompt)[-length:] for prompt in documents.prompts]
     given = [prompt for prompt in given if prompt]
@@ -152,7 +155,7 @@ def describe_head(
     fc_norm: bool = False,
     norm_output: bool = False,
 ) -> dict[str, Any]:
-    """`config.json` of a head for a target: one Llama layer of the target's own sizes.
+    """`config.json` of a head for a target: one Llama layer of the target's sizes.
 
     Args:
         target: its Transformers configuration.
@@ -173,20 +176,20 @@ def describe_head(
         raise ConfigError("draft_vocab_size", draft_vocab_size, bound)
 
     width, heads = text.hidden_size, text.num_attention_heads
-    rope = _told(text, "rope_parameters", {})
+    rope = _get(text, "rope_parameters", {})
     if rope.get("rope_type") not in ROPE_TYPES:
         rope = {"rope_type": "default", "rope_theta": 10000.0}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": intermediate_size or _told(text, "intermediate_size", 4 * width),
+        "intermediate_size": intermediate_size or _get(text, "intermediate_size", 4 * width),
         "num_attention_heads": heads,
-        "num_key_value_heads": _told(text, "num_key_value_heads", heads),
-        "head_dim": _told(text, "head_dim", width // heads),
-        "max_position_embeddings": _told(text, "max_position_embeddings", 2048),
-        "rms_norm_eps": _told(text, "rms_norm_eps", 1e-6),
-        # Turned whole: that is what fused heads know.
+        "num_key_value_heads": _get(text, "num_key_value_heads", heads),
+        "head_dim": _get(text, "head_dim", width // heads),
+        "max_position_embeddings": _get(text, "max_position_embeddings", 2048),
+        "rms_norm_eps": _get(text, "rms_norm_eps", 1e-6),
+        # Without a partial factor: fused heads can only rotate all dimensions.
         "rope_parameters": {k: v for k, v in rope.items() if k != "partial_rotary_factor"},
         "vocab_size": text.vocab_size,
         "hidden_act": "silu",
@@ -203,7 +206,7 @@ def describe_head(
     }
 
 
-def _told(config: Any, name: str, default: Any) -> Any:
+def _get(config: Any, name: str, default: Any) -> Any:
     value = getattr(config, name, None)
     return default if value is None else value
 
@@ -228,11 +231,11 @@ def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | 
         stored["t2d"] = torch.zeros(known, dtype=torch.bool).index_fill_(0, ids, True)
     path = folder / "model.safetensors"
     save_file(stored, path, {"format": "pt"})
-    path.chmod(0o644)  # as the files next to it: it was written for its owner alone
+    path.chmod(0o644)  # like the files next to it: `save_file` lets only the owner read it
 
 
 def write_card(folder: Path, facts: dict[str, Any], history: list[dict[str, float]]) -> None:
-    """Write `README.md`: what the head is for, how it was trained, what came of it."""
+    """Write `README.md`: the head's target, the options of its training, the results."""
     rows = "\n".join(f"| `{name}` | {value} |" for name, value in facts.items())
     losses = "\n".join(f"| {int(row['step'])} | {row['loss']:.4f} |" for row in history)
     (folder / "README.md").write_text(
@@ -253,7 +256,7 @@ Trained by `foretoken train-eagle3` {__version__}.
     )
 
 
-_REPORTS = 20  # of a run
+_REPORTS = 20  # per run
 _HELD_SHARE = 1 / 32  # of the texts: the head is measured on them, not trained
 
 
@@ -261,8 +264,8 @@ class Training:
     """One call of the command.
 
     Args:
-        say: gets a line now and then.
-        note: gets what has been done so far, which Ctrl-C reports.
+        say: gets lines of progress.
+        note: gets a line about the work done so far, which Ctrl-C reports.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class Training:
         self.options = options
 
     def run(self) -> None:
-        """Train, or go on; writes the folder, also when Ctrl-C or SIGTERM ends it early.
+        """Train, or resume; writes the folder, also when Ctrl-C or SIGTERM ends it early.
 
         Raises:
             ConfigError, CheckpointError, UnsupportedModelError.
@@ -306,7 +309,7 @@ class Training:
         interrupt.deliver([])
 
     def _describe(self) -> Eagle3Config:
-        """Write the head's `config.json`; what cannot be trained is refused before any work."""
+        """Write the head's `config.json`; refuses targets that cannot have one before any work."""
         options = self.options
         folder = resolve_checkpoint(options.model)
         with quiet_transformers():
@@ -319,7 +322,7 @@ class Training:
         return read_eagle3_config(self.folder)
 
     def _make_texts(self) -> tuple[Tensor, Tensor]:
-        """The target's rows [N, length] and real ones, int32; kept for `resume`."""
+        """The target's rows and real rows [N, length], int32; kept for `resume`."""
         from safetensors.torch import save_file
 
         from foretoken import LLM, SamplingParams
@@ -332,14 +335,10 @@ class Training:
         chosen = (length // 2, options.num_texts, options.seed)
         given = list(pick_prompts(tokenizer, documents, stream, *chosen))
         temperatures = [t for t, share in SAMPLING for _ in range(round(share * 20))]
-        params = [
-            SamplingParams(
-                temperature=temperatures[i % len(temperatures)],
-                max_tokens=length - len(prompt),
-                ignore_eos=True,
-            )
-            for i, prompt in enumerate(given)
-        ]
+        params = []
+        for prompt, temperature in zip(given, cycle(temperatures), strict=False):
+            most = length - len(prompt)
+            params.append(SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True))
         self._say(f"The target writes {len(given)} texts of {length} tokens.")
         engine: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
         with LLM(options.model, **engine, max_model_len=length, seed=options.seed) as llm:
@@ -402,7 +401,7 @@ class Training:
         self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left:.0f} s left")
 
     def _save(self, trainer: Trainer, held_NL: Tensor) -> None:
-        """A checkpoint, the head, and how many drafts are accepted on texts not trained on."""
+        """Write a checkpoint, the head, and its acceptance on texts that it was not trained on."""
         options = self.options
         trainer.save(self._state)
         save_weights(self.folder, trainer.weights, trainer.target_ids)

@@ -26,7 +26,7 @@ from foretoken.ops.stack import Dense, Stack
 
 
 def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only (norm gains and biases have one dimension)."""
+    """AdamW with weight decay on matrices only (norm gains and biases have one dimension)."""
     weights = list(weights)
     groups = [
         {"params": [w for w in weights if w.ndim >= 2], "weight_decay": weight_decay},
@@ -39,8 +39,9 @@ class HeadOptimizer:
     """Muon (Jordan 2024) for the matrices inside the layer, AdamW for the rest.
 
     Args:
-        weights: by name; the matrix `apart` is AdamW's: its rows are tokens.
-        muon_share: Muon's learning rate in units of AdamW's; 0 is AdamW for all.
+        weights: by name.
+        apart: the matrix that is left to AdamW, because its rows are tokens.
+        muon_share: Muon's learning rate in units of AdamW's; 0: AdamW for all.
     """
 
     def __init__(
@@ -58,14 +59,13 @@ class HeadOptimizer:
             self._parts.append((muon, muon_share))
 
     def step(self, lr: float) -> None:
-        """One step at this rate; gradients are gone then."""
+        """One step at this learning rate; clears the gradients."""
         for optimizer, share in self._parts:
             set_learning_rate(optimizer, lr * share)
             optimizer.step()
             optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """All that it remembers."""
         return {
             f"{part}.{i}.{name}": value
             for part, (optimizer, _) in enumerate(self._parts)
@@ -74,7 +74,7 @@ class HeadOptimizer:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Restore a result of `state`."""
         for part, (optimizer, _) in enumerate(self._parts):
             kept: dict[int, dict[str, Tensor]] = {}
             for name, value in state.items():
@@ -93,19 +93,19 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Write `lr` to every group."""
+    """Set the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 TEMPERATURES = (1.0, 0.8, 0.5, 0.8)  # of p and q, in turn; low ones stand for greedy decoding
 _WARMUP_SHARE = 0.05
-_KL_WEIGHT = 0.05  # next to `tv` and `length`: their slope is flat where q is next to nothing
+_KL_WEIGHT = 0.05  # added to `tv` and `length`: their gradient vanishes where q is nearly 0
 _WEIGHT_DECAY, _CLIP = 0.01, 1.0
 
 
 class Recipe(NamedTuple):
-    """What decides a run, apart from the texts; as in `TrainOptions`."""
+    """The options that decide a run, apart from the texts; see `TrainOptions`."""
 
     steps: int
     unroll: int
@@ -117,13 +117,16 @@ class Recipe(NamedTuple):
 
 
 class Target:
-    """A Transformers module as training sees it: hidden states and logits of whole texts.
+    """A Transformers module as a function from texts to hidden states and logits.
 
     Args:
         module: frozen; its attention takes [B, T].
-        embedding, head: its tensors [V, hidden] of tokens and of the output layer; `norm` is what
-            is in front of that, where the module calls it so, as most do.
+        embedding: [V, hidden], of tokens.
+        head: [V, hidden], the output layer.
         aux_layers: hidden states that the head reads, numbered as in `ForwardOutput.aux`.
+
+    Attributes:
+        norm: the weight of the norm before the output layer, if the module names it `norm`.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Target:
 
     @torch.no_grad()
     def __call__(self, token_BT: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Hidden states [B, T, hidden] of `aux_layers`, and logits."""
+        """Hidden states [B, T, hidden] of `aux_layers`, and logits [B, T, V]."""
         output = self.module(input_ids=token_BT, use_cache=False, output_hidden_states=True)
         return [output.hidden_states[i] for i in self.aux_layers], output.logits
 
@@ -146,9 +149,10 @@ class Trainer:
 
     Args:
         config: of the head.
-        sample_BT: some text, for the size of hidden states.
+        sample_BT: some text, for the magnitude of hidden states.
         target_ids: int64 [draft_vocab_size], ascending; None: all of the target's.
-        tied: the target's output layer is the head's, too.
+        tied: the head uses the target's output layer.
+        fuse: see `Unroll`.
     """
 
     def __init__(
@@ -174,7 +178,7 @@ class Trainer:
 
     @torch.no_grad()
     def begin(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
-        """Begin, or begin again, by a recipe, from these weights or the present ones."""
+        """Begin, or begin again, with a recipe, from these weights or the present ones."""
         self.recipe, self.step, self.history = recipe, 0, list[dict[str, float]]()
         for name, weight in weights.items():
             self.weights[name].copy_(weight)
@@ -182,14 +186,14 @@ class Trainer:
         self._optimizer = HeadOptimizer(self.weights, OUTPUT_LAYER, *shares)
 
     def head(self) -> Stack:
-        """What drafts by the present weights, in the target's dtype; gradients flow to them."""
+        """The head with the present weights, in the target's dtype; gradients flow to them."""
         embedding = self.target.embedding
         tensors = {n: w.to(embedding.dtype) for n, w in (self.weights | self._frozen).items()}
-        # By its own ids: p is gathered instead of q spread over all of the target's.
+        # Its logits are for its own ids: p is gathered, which is cheaper than scattering q.
         return stack_of(tensors, self._config, Dense(embedding), None)
 
     def train(self, token_BT: Tensor) -> Tensor:
-        """One step on texts [B, T], int64. Returns its loss without waiting for it."""
+        """One step on texts [B, T], int64. Returns its loss without waiting for the device."""
         recipe = self.recipe
         rate = learning_rate(
             self.step, recipe.steps, recipe.learning_rate, max(1, int(_WARMUP_SHARE * recipe.steps))
@@ -209,7 +213,7 @@ class Trainer:
     def _measure(
         self, token_BT: Tensor, temperature: float
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """`agreement` of each step, [B, S] each."""
+        """`agreement` of each draft step, [B, S] each."""
         aux, logits_BTV = self.target(token_BT)
         p_BTV = (logits_BTV.float() / temperature).softmax(-1)
         if self.target_ids is not None:
@@ -225,8 +229,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, rows_NL: Tensor, batch_size: int, temperature: float) -> list[float]:
-        """Mean chance that draft j is accepted where all before it were, of texts not trained on,
-        by position."""
+        """For each draft position: mean chance that this draft and all before it are accepted."""
         sums, count = torch.zeros(self.recipe.unroll, dtype=torch.float64), 0
         for i in range(0, len(rows_NL), batch_size):
             rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature)
@@ -235,14 +238,14 @@ class Trainer:
         return (sums / count).tolist()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; what was there stays until it is whole."""
+        """Write a checkpoint; a former one stays until the new one is complete."""
         from safetensors.torch import save_file
 
         tensors = {name: weight.detach() for name, weight in self.weights.items()}
         tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
-        told = {"recipe": self.recipe._asdict(), "step": self.step, "history": self.history}
+        facts = {"recipe": self.recipe._asdict(), "step": self.step, "history": self.history}
         partial = path.with_suffix(".partial")
-        save_file(tensors, partial, {"training": json.dumps(told)})
+        save_file(tensors, partial, {"training": json.dumps(facts)})
         os.replace(partial, path)
 
     def load(self, path: Path) -> None:
@@ -255,13 +258,12 @@ class Trainer:
 
         with reading(path), safe_open(path, "pt", device=str(self.target.embedding.device)) as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            told = json.loads((file.metadata() or {}).get("training", "{}"))
+            facts = json.loads((file.metadata() or {}).get("training", "{}"))
         shapes = {name: w.shape for name, w in stored.items() if not name.startswith("optimizer.")}
-        if told.get("recipe") != self.recipe._asdict() or shapes != {
-            name: weight.shape for name, weight in self.weights.items()
-        }:
+        own_shapes = {name: weight.shape for name, weight in self.weights.items()}
+        if facts.get("recipe") != self.recipe._asdict() or shapes != own_shapes:
             raise CheckpointError(
-                f"`{path}` was begun with {told.get('recipe')}, not with {self.recipe._asdict()}, "
+                f"`{path}` was begun with {facts.get('recipe')}, not with {self.recipe._asdict()}, "
                 "or for a head of another shape: resume with the same options."
             )
         kept = {name: value for name, value in stored.items() if name not in shapes}
@@ -269,14 +271,14 @@ class Trainer:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(stored[name])
-        self.step, self.history = told["step"], told["history"]
+        self.step, self.history = facts["step"], facts["history"]
 
 
 def _first_weights(
     config: Eagle3Config, target: Target, sample_BT: Tensor, target_ids: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
-    """Float32 on the target's device. A feature begins as the last of the hidden states, of size
-    1; what the layer adds to it small; the output layer and its norm as the target's."""
+    """Float32 on the target's device. At first a feature is the last of the hidden states, scaled
+    to size 1; the layer adds little to it; the output layer and its norm are the target's."""
     device, width = target.embedding.device, config.hidden_size
     generator, weights = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, shape in tensor_shapes(config).items():

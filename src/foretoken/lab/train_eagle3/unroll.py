@@ -1,13 +1,13 @@
 """The training forward of an EAGLE-3 head: several draft steps from every position of a text.
 
-Belongs here: attention as drafting has it, for all positions at once, and what training minimises:
-how often drafts will be refused. The rest of a head is the stack in stock operators itself
-(`ops/backends/torch/stack.py`), so that what is trained is what drafts.
+Belongs here: the attention of drafting, for all positions at once, and the losses: how often drafts
+will be rejected. The rest of a head runs through the stack in stock operators itself
+(`ops/backends/torch/stack.py`), so that training and drafting compute the same.
 
-Step j of position s stands for the pass that a drafter runs for its draft j after the text up to
-s + 1: it reads the token at s + j + 1, and what it puts out predicts the token at s + j + 2. Step 0
-reads the target's feature of s, step j what step j - 1 of s put out ("training-time test", Li et
-al. 2025). So step j of s sees step 0 of all positions up to s, and of s alone the steps in between.
+Step j of position s stands for a drafter's pass for its draft j after the text up to s + 1. It
+reads the token at s + j + 1, and its output predicts the token at s + j + 2. Step 0 reads the
+target's feature of s, step j the output of step j - 1 of s ("training-time test", Li et al. 2025).
+So step j of s sees step 0 of all positions up to s, and the steps in between of s only.
 
 Shape suffixes: B texts, T tokens of a text, S positions drafted from, J steps, H heads, D head
 size, C the head's hidden size, V ids that the head drafts, X positions in all (B S).
@@ -26,17 +26,16 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.torch.stack import begin, cos_sin, feature, finish, norm, project
 from foretoken.ops.stack import FeatureRule, Stack
 
-# Numbers of a piece of logits: its copies in float32 shall fit a CPU's cache, or be few on a GPU.
+# Numbers in a piece of logits: its float32 copies should fit a CPU's cache, or be few on a GPU.
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
 Fuse = Callable[[Any], Any]
 
 
 class Unroll:
-    """The steps, on a device.
+    """The draft steps, on a device.
 
     Args:
-        fuse: what is done to each function that runs over all positions: `torch.compile`, or
-            nothing.
+        fuse: applied to each function over all positions: `torch.compile`, or the identity.
     """
 
     def __init__(self, device: torch.device, fuse: Fuse = lambda function: function) -> None:
@@ -47,7 +46,7 @@ class Unroll:
     def __call__(
         self, head: Stack, aux: Sequence[Tensor], token_BT: Tensor, steps: int
     ) -> Iterator[Tensor]:
-        """What each step puts out, [X, C] in turn; S = T - `steps`: all have tokens to read.
+        """Yields the output of each step, [X, C]; S = T - `steps`, so that all have tokens to read.
 
         Args:
             aux: hidden states of the target, [B, T, target_hidden_size] each, in the order of
@@ -83,22 +82,22 @@ def rule_of(head: Stack) -> FeatureRule:
 def _project(
     head: Stack, token_X: Tensor, position_X: Tensor, feature_XC: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """What a pass does before its attention: the residual [X, C], and what that takes."""
+    """The part of a pass before attention: the residual [X, C], and query, key and value."""
     hidden_XC, read_XW = begin(head, token_X, feature_XC)
     mixer = head.layers[0].mixer
     return hidden_XC, project(head, mixer, read_XW, cos_sin(mixer.rope, position_X, head.dtype))
 
 
 def _finish(head: Stack, hidden_XC: Tensor, attended_XD: Tensor) -> Tensor:
-    """What a pass does after its attention, [X, C]."""
+    """The part of a pass after attention, [X, C]."""
     hidden_XC = finish(head, head.layers[0], hidden_XC, attended_XD)
     is_normed = rule_of(head).norm_output
     return norm(hidden_XC, head.norm_C, head.eps) if is_normed else hidden_XC
 
 
 def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to all positions up to one's own, and the logarithm of its scores' exponentials'
-    sum [B, H, S], float32. Scores take B H S S numbers."""
+    """Causal attention, and the log-sum-exp of its scores [B, H, S], float32. Keeps all scores:
+    B H S S numbers."""
     size, shared = query_BHSD.shape[2], query_BHSD.shape[1] // key_BHSD.shape[1]
     key_BHSD, value_BHSD = (x.repeat_interleave(shared, 1) for x in (key_BHSD, value_BHSD))
     score_BHSS = (query_BHSD * query_BHSD.shape[-1] ** -0.5) @ key_BHSD.transpose(-1, -2)
@@ -110,7 +109,7 @@ def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[T
 
 
 class _Flex:
-    """`_causal` by PyTorch's fused kernels, which keep no scores; on a GPU only."""
+    """`_causal` by PyTorch's fused kernels, which keep no scores; only on a GPU."""
 
     def __init__(self) -> None:
         from torch.nn.attention import flex_attention as flex
@@ -133,7 +132,7 @@ class _Flex:
 def _merge(
     out_BHSD: Tensor, lse_BHS: Tensor, query_BHSD: Tensor, key_JBHSD: Tensor, value_JBHSD: Tensor
 ) -> Tensor:
-    """Attention with one key more of each step in between, which only their own position sees."""
+    """Add to the attention one key per step in between, which only its own position sees."""
     shared = query_BHSD.shape[1] // key_JBHSD.shape[2]
     key_JBHSD, value_JBHSD = (x.repeat_interleave(shared, 2) for x in (key_JBHSD, value_JBHSD))
     score_JBHS = (query_BHSD.float() * key_JBHSD.float()).sum(-1) * query_BHSD.shape[-1] ** -0.5
@@ -145,10 +144,10 @@ def _merge(
 
 
 def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Tensor]) -> Tensor:
-    """A scalar, of each step's `agreement`.
+    """A scalar loss from each step's `agreement`.
 
-    `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of refusals.
-    `length`: 1 - accepted drafts per step; draft j counts where all before it were accepted, too.
+    `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of rejections.
+    `length`: 1 - accepted drafts per step; a draft counts if all before it are accepted as well.
     """
     if kind == "kl":
         return torch.stack(list(cross_entropies)).mean()
@@ -159,12 +158,12 @@ def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Ten
 def agreement(
     logits_BSV: Tensor, p_BSV: Tensor, temperature: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How well q suits p at each position, float32: sum(min(p, q)), the chance that a draft is
-    accepted, [B, S]; and the cross-entropy -sum(p log q) in nats, [B, S], which is KL(p, q) except
-    for what no head can change.
+    """How well q fits p at each position, float32, [B, S] each: sum(min(p, q)), which is the chance
+    that a draft is accepted, and the cross-entropy -sum(p log q) in nats, which is KL(p, q) plus a
+    term that does not depend on q.
 
-    q is the softmax of `logits_BSV / temperature`. p has what the target gives to these ids; only
-    its last dimension need be dense.
+    q is the softmax of `logits_BSV / temperature`. p has the target's probabilities of these ids;
+    only its last dimension must be dense.
     """
     scale = torch.full((), 1 / temperature, device=logits_BSV.device)  # a number is compiled in
     overlap_BS, entropy_BS = _Agreement.apply(  # type: ignore[no-untyped-call]
@@ -174,16 +173,16 @@ def agreement(
 
 
 class _Agreement(Function):
-    """Both numbers of each row with their slopes from the same pass, in the logits' dtype.
+    """Both numbers of each position and their gradients in one pass, in the logits' dtype.
 
-    So nothing as large as the logits is kept but these: PyTorch's own would keep ten.
+    Only the two gradients are as large as the logits; PyTorch's autograd would keep ten such
+    tensors.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor, rows: Rows
     ) -> tuple[Tensor, ...]:
-        """[B, S] twice"""
         size = max(1, _PIECE[logits_BSV.device.type] // logits_BSV[0].numel())
         pieces = torch.split(logits_BSV, size), torch.split(p_BSV, size)
         found = [rows.measure(*both, scale) for both in zip(*pieces, strict=True)]
@@ -197,14 +196,13 @@ class _Agreement(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Of the logits alone: the target is frozen."""
         return ctx.rows.weigh(*ctx.saved_tensors, *gradients), None, None, None
 
 
 def _measure(
     logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overlap and cross-entropy [B, S], and their slopes [B, S, V] by the logits."""
+    """Overlap and cross-entropy [B, S], and their gradients [B, S, V] by the logits."""
     log_q_BSV = (logits_BSV.float() * scale).log_softmax(-1)
     q_BSV = log_q_BSV.exp()
     counted_BSV = q_BSV * (q_BSV < p_BSV)  # where q is the smaller, more of it helps
@@ -216,13 +214,13 @@ def _measure(
 
 
 def _weigh(one_BSV: Tensor, other_BSV: Tensor, by_one_BS: Tensor, by_other_BS: Tensor) -> Tensor:
-    """The slope of what is made of both numbers, by the slopes of that."""
+    """The gradient of a loss by the logits, from its gradients by both numbers."""
     found_BSV = one_BSV * by_one_BS[..., None] + other_BSV * by_other_BS[..., None]
     return found_BSV.to(one_BSV.dtype)
 
 
 class Rows(NamedTuple):
-    """What runs over all logits; their operators may be fused."""
+    """The functions that run over all logits; they may be fused."""
 
     measure: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = _measure
     weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _weigh

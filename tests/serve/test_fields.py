@@ -42,7 +42,7 @@ from foretoken.serve.protocol.common import (
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked, Served, read_chat, read_completion
+from foretoken.serve.requests import GenerationRequest, Served, read_chat, read_completion
 from foretoken.serve.running import News
 from tests.project.source import ROOT
 from tests.serve.running import post
@@ -133,7 +133,7 @@ VLLM: dict[type[Fields], str] = {
 }
 
 
-def read(kind: type[Fields], **given: Any) -> Asked:
+def read(kind: type[Fields], **given: Any) -> GenerationRequest:
     ((function, least),) = [(f, least) for body, f, least in BODIES if body is kind]
     return function(kind.model_validate({**least, **given}), SERVED)  # type: ignore[no-any-return]
 

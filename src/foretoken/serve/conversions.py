@@ -42,7 +42,7 @@ from foretoken.serve.protocol.responses import (
     ResponsesBody,
     TextFormat,
 )
-from foretoken.serve.requests import Asked, Served, read_chat
+from foretoken.serve.requests import GenerationRequest, Served, read_chat
 
 _IN_RESPONSES = {
     "messages": "input",
@@ -60,7 +60,7 @@ _IN_MESSAGES = {
 }
 
 
-def read_responses(body: ResponsesBody, served: Served) -> Asked:
+def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
     """What `/v1/responses` is asked for; raises `RequestError`."""
     choice: Any = body.tool_choice
     if isinstance(choice, AllowedFunctions):
@@ -85,7 +85,7 @@ def read_responses(body: ResponsesBody, served: Served) -> Asked:
     return _read(chat, served, _IN_RESPONSES)
 
 
-def read_messages(body: CountBody, served: Served) -> Asked:
+def read_messages(body: CountBody, served: Served) -> GenerationRequest:
     """What `/v1/messages` is asked for, or to count; raises `RequestError`."""
     choice, parallel = _choice(body.tool_choice)
     system, answer = body.system, {}
@@ -134,14 +134,14 @@ def _output(body: MessagesBody) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=schema) if schema else None
 
 
-def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
+def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> GenerationRequest:
     with written_as(names):
-        asked = read_chat(chat, served)
+        generation = read_chat(chat, served)
     chained = {
         name: ", ".join(names.get(one, one) for one in written.split(", "))
-        for name, written in asked.written.items()
+        for name, written in generation.written.items()
     }
-    return replace(asked, written={**names, **chained})
+    return replace(generation, written={**names, **chained})
 
 
 def _shared(body: SamplingFields) -> dict[str, Any]:

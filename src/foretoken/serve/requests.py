@@ -1,7 +1,7 @@
 """A request's body as the engine takes it.
 
-Charter: every honoured field of a body is read here, and nowhere else; what a field may hold is
-checked by `SamplingParams` and by the engine, what type it has by `protocol/`.
+Charter: every honoured field of a body is read here, and nowhere else. `SamplingParams` and the
+engine check its value, `protocol/` its type.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from foretoken.serve.protocol.chat import (
 )
 from foretoken.serve.protocol.common import GenerationFields, Speculative
 
-_PARAMS = {field.name for field in fields(SamplingParams)}
-# Of the same name in both, they are not of the same type.
-_SAME = _PARAMS & set(GenerationFields.model_fields) - {"logit_bias", "prediction"}
+# `logit_bias` and `prediction` have one name in both, and two types.
+_SAME = {field.name for field in fields(SamplingParams)} & set(GenerationFields.model_fields)
+_SAME -= {"logit_bias", "prediction"}
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _MOST_WORDS = {"stop": 64, "bad_words": 1024}
-"""Texts that each step, or each request's admission, looks at."""
+"""The most texts of each: every step, or the admission of the request, looks at all of them."""
 _STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 _SPECULATIVE = {
@@ -55,12 +55,13 @@ class Served:
     """What is served, fixed at start.
 
     Attributes:
-        names: of the model; answers call it by the first.
+        names: names of the model; answers use the first.
         root: the model as the engine was given it.
-        max_model_len: longest prompt and output, in tokens.
-        num_drafts: K of the engine, the most of it where it is `auto`; 0: it drafts nothing.
-        defaults: what a field that a request leaves out means.
-        predictors: drafters that read `prediction`; `drafter`: that of requests that name none.
+        max_model_len: longest prompt and output together, in tokens.
+        num_drafts: K of the engine, or its maximum where K is `auto`; 0: it drafts nothing.
+        defaults: the values of fields that a request leaves out.
+        predictors: drafters that read `prediction`.
+        drafter: the drafter of requests that name none.
         format: how the model writes messages.
     """
 
@@ -76,7 +77,7 @@ class Served:
 
     @classmethod
     def of(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
-        """What this engine serves; `ConfigError` for what it must not."""
+        """What this engine serves; `ConfigError` for options that it must not be served with."""
         options.check_engine(engine.config)
         limits, root = engine.engine.limits, engine.config.model
         return cls(
@@ -97,30 +98,32 @@ class Served:
         )
 
     def check_name(self, name: str | None) -> None:
-        """Raise `UnknownModelError` for a model that is not served; None is the one there is."""
+        """Raise `UnknownModelError` for a model that is not served; None stands for any."""
         if name is not None and name not in self.names:
             raise UnknownModelError("model", name, f"one of {', '.join(self.names)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request over HTTP.
+class GenerationRequest:
+    """One request over HTTP, whichever API it came by.
 
     Attributes:
-        prompts: to complete; () in a chat.
-        messages, template: a conversation (None where there are prompts), and its options.
-        params: of each prompt.
+        params: the parameters of every prompt.
+        prompts: prompts to complete; () in a chat.
+        messages: a conversation to answer; None where there are prompts.
+        template: options of the chat template.
         echo: put the prompt before its completion.
-        num_top: how many likely tokens an answer shows next to each of its own; None: neither.
-        num_drafts: K of the request, the most of it where it changes.
+        num_top: how many likely tokens an answer shows next to each of its own; None: it shows no
+            log-probabilities.
+        num_drafts: K of the request, or its maximum where K changes.
         stream, include_usage, continuous_usage, split_tokens: how the answer comes.
         parsing: what to look for in the answer; None: all of it is text.
         include_reasoning: whether the answer shows the model's reasoning.
-        return_token_ids: whether it shows its token ids, and those of the prompt.
-        tokens_as_ids: whether log-probabilities call tokens `token_id:` and their number.
-        add_special_tokens: whether texts get those that a prompt begins with; None: yes.
-        name: of the request, as the client gave it; None: a new one.
-        written: names of parameters as the client wrote them, where they are others.
+        return_token_ids: whether the answer shows its token ids and those of the prompt.
+        tokens_as_ids: whether log-probabilities call a token `token_id:` and its number.
+        add_special_tokens: whether a prompt's text gets special tokens at its start; None: yes.
+        name: the client's name for the request; None: a new one is made.
+        written: by our name of a parameter the client's name, where it is another.
     """
 
     params: SamplingParams
@@ -143,12 +146,12 @@ class Asked:
     written: Mapping[str, str] = field(default_factory=dict)
 
     def answer_id(self, prefix: str) -> str:
-        """What its answer is called."""
+        """The `id` of its answer."""
         name = self.name or uuid.uuid4().hex
         return name if name.startswith(prefix) else prefix + name
 
 
-def read_completion(body: CompletionBody, served: Served) -> Asked:
+def read_completion(body: CompletionBody, served: Served) -> GenerationRequest:
     """What `/v1/completions` is asked for; raises `RequestError`."""
     prompt: Any = body.prompt
     is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
@@ -160,11 +163,11 @@ def read_completion(body: CompletionBody, served: Served) -> Asked:
         given["logprobs"] = body.logprobs
         if body.echo:
             given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    asked = _read(body, served, given)
-    return replace(asked, prompts=prompts, echo=bool(body.echo), num_top=body.logprobs)
+    generation = _read(body, served, given)
+    return replace(generation, prompts=prompts, echo=bool(body.echo), num_top=body.logprobs)
 
 
-def read_chat(body: ChatBody, served: Served) -> Asked:
+def read_chat(body: ChatBody, served: Served) -> GenerationRequest:
     """What `/v1/chat/completions` is asked for; raises `RequestError`."""
     given: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.max_completion_tokens is not None:
@@ -181,19 +184,23 @@ def read_chat(body: ChatBody, served: Served) -> Asked:
     tools = read_tools(_chosen_tools(body), served.format)
     if tools.shown is not None:
         template["tools"] = tools.shown
-    asked = _read(body, served, given)
+    generation = _read(body, served, given)
     shows = body.include_reasoning is not False
-    asked = replace(
-        asked, messages=body.messages, template=template, num_top=num_top, include_reasoning=shows
+    generation = replace(
+        generation,
+        messages=body.messages,
+        template=template,
+        num_top=num_top,
+        include_reasoning=shows,
     )
-    return _with_message(asked, tools, served.format)
+    return _with_message(generation, tools, served.format)
 
 
 def _chosen_tools(body: ChatBody) -> ChatBody:
-    """The same with those tools alone that `allowed_tools` names; without tools there is no choice.
+    """The body with only the tools that `allowed_tools` names; without tools also without a choice.
 
     Raises:
-        RequestError: it names one that is not there.
+        RequestError: `allowed_tools` names a tool that is not there.
     """
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
@@ -213,17 +220,19 @@ def _chosen_tools(body: ChatBody) -> ChatBody:
     return body
 
 
-def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
+def _with_message(
+    generation: GenerationRequest, tools: ToolUse, form: MessageFormat
+) -> GenerationRequest:
     """The same, its answer read as a message: the model's reasoning, its calls, and its text.
 
     A grammar holds from the first token on, so that such an answer has no reasoning.
     """
-    params, written = asked.params, asked.written
+    params, written = generation.params, generation.written
     if not params.detokenize:
         if tools.names:
             bound = "true beside `tools`: calls are read from the text"
             raise RequestError("detokenize", False, bound)
-        return asked
+        return generation
     with written_as(written):
         grammar = tools.grammar(form, params.structured_outputs)
     if grammar is not None:
@@ -235,7 +244,7 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
     reasons = form.reasons and params.structured_outputs is None
     parsing = Parsing.of(form, tools.names, reasons=reasons, parallel=tools.parallel)
     if not parsing.is_needed:
-        return asked
+        return generation
     if not params.skip_special_tokens:
         parsing = replace(parsing, hidden=())
     elif parsing.hidden:
@@ -244,25 +253,28 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
     is_forced = bool(tools.forced)
     is_either = grammar is not None and not is_forced
     parsing = replace(parsing, is_forced=is_forced, is_either=is_either, decode=decode)
-    return replace(asked, params=params, parsing=parsing, written=written)
+    return replace(generation, params=params, parsing=parsing, written=written)
 
 
-def check_size(asked: Asked, served: Served) -> None:
-    """Raise `RequestError` for what would take the engine's thread too long, if it all fitted."""
-    num_samples, most = max(len(asked.prompts), 1) * asked.params.n, served.options.max_samples
+def check_size(generation: GenerationRequest, served: Served) -> None:
+    """Raise `RequestError` for what would keep the engine's thread too long, even if it fitted."""
+    num_samples, most = (
+        max(len(generation.prompts), 1) * generation.params.n,
+        served.options.max_samples,
+    )
     if num_samples > most:
         bound = f"at most {most}: every prompt gets `n` of them"
         raise RequestError("n", f"{num_samples} samples", bound, "Send several requests.")
-    name = "prompt" if asked.messages is None else "messages"
-    for text in asked.prompts if asked.messages is None else (asked.messages,):
+    name = "prompt" if generation.messages is None else "messages"
+    for text in generation.prompts if generation.messages is None else (generation.messages,):
         check_text(name, text, served)
-    for name in ("prediction", "bad_words", "stop"):  # all of them are encoded or looked for
-        check_text(name, getattr(asked.params, name), served)
-    for name, given in asked.template.items():
-        if name != "chat_template":  # which is the server's, unless it trusts its clients
+    for name in ("prediction", "bad_words", "stop"):  # the engine encodes or searches all of them
+        check_text(name, getattr(generation.params, name), served)
+    for name, given in generation.template.items():
+        if name != "chat_template":  # the server's own, unless it trusts its clients
             check_text(name, given, served)
     for name, most in _MOST_WORDS.items():
-        if (count := len(getattr(asked.params, name))) > most:
+        if (count := len(getattr(generation.params, name))) > most:
             raise RequestError(name, f"{count} texts", f"at most {most}", "Leave some out.")
 
 
@@ -279,13 +291,13 @@ def _size(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(_size(key) + _size(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        is_ids = set(map(type, value)) == {int}  # quick: lists may be long
+        is_ids = set(map(type, value)) == {int}  # fast, since lists may be long
         return len(value) if is_ids else sum(map(_size, value))
     return len(value) if isinstance(value, str) else 1
 
 
 def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
-    """What the template of a conversation is given besides the messages."""
+    """Options of the chat template: all it gets except the messages."""
     options: ChatOptions = {"chat_template": served.options.chat_template}
     if body.chat_template is not None:
         if not served.options.trust_request_chat_template:
@@ -312,7 +324,7 @@ def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
     return options
 
 
-def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Asked:
+def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> GenerationRequest:
     """The part that all APIs share."""
     served.check_name(body.model)
     if body.priority and not served.options.allow_priority:
@@ -336,13 +348,13 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Aske
         raise RequestError("stream_options", shown, "left out without `stream`: true")
     split = bool(options and options.split_tokens)
     if split and "logprobs" not in given:
-        given["logprobs"] = 0  # which come with each token's text
+        given["logprobs"] = 0  # log-probabilities bring each token's text
     with written_as(written):
         params = _params(body, served, given)
-    asked_drafts = params.num_speculative_tokens
-    return Asked(
+    num_drafts = params.num_speculative_tokens
+    return GenerationRequest(
         params,
-        num_drafts=asked_drafts if isinstance(asked_drafts, int) else served.num_drafts,
+        num_drafts=num_drafts if isinstance(num_drafts, int) else served.num_drafts,
         stream=stream,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -356,9 +368,9 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Aske
 
 
 def _params(body: GenerationFields, served: Served, given: dict[str, Any]) -> SamplingParams:
-    """What is given here, and what the body has by the same name."""
-    sent = {name: getattr(body, name) for name in _SAME}
-    given = {**{name: value for name, value in sent.items() if value is not None}, **given}
+    """`given`, then the body's fields that `SamplingParams` has by the same name."""
+    same = {name: getattr(body, name) for name in _SAME}
+    given = {**{name: value for name, value in same.items() if value is not None}, **given}
     if body.logit_bias is not None:
         given["logit_bias"] = _token_keys(body.logit_bias)
     given |= _speculation(body.speculative, served)
@@ -367,7 +379,7 @@ def _params(body: GenerationFields, served: Served, given: dict[str, Any]) -> Sa
         if given.get("num_speculative_tokens") == 0:
             raise RequestError("prediction", "a text", "left out where K is 0: nothing reads it")
         if served.drafter not in served.predictors:
-            # Admission refuses it where none of them is loaded, and says which would read it.
+            # If no predictor is loaded, admission refuses the request and says which would read it.
             given.setdefault("drafter", next(iter(served.predictors), None))
         if served.predictors and given.get("drafter", served.drafter) not in served.predictors:
             bound = f"one that reads `prediction`: {', '.join(served.predictors)}"
@@ -376,7 +388,7 @@ def _params(body: GenerationFields, served: Served, given: dict[str, Any]) -> Sa
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
-    """JSON's keys are texts; those that Python would read as numbers, too, are not all ids."""
+    """Token ids from JSON's keys; Python would read more texts as numbers than are ids."""
     found = {int(token): value for token, value in bias.items() if _TOKEN_ID.fullmatch(token)}
     if len(found) < len(bias):
         raise RequestError("logit_bias", dict(bias), 'keyed by token ids in decimal, as in "42"')
@@ -408,19 +420,20 @@ def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
 
 
 def read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
-    """`SamplingParams.structured_outputs` of a body, and the names by which it was asked for."""
+    """`SamplingParams.structured_outputs` of a body, and the client's names for its fields."""
     given = {name: getattr(body, name) for name in _STRUCTURES}
-    asked = [name for name, value in given.items() if value is not None]
-    if not asked:
+    sent = [name for name, value in given.items() if value is not None]
+    if not sent:
         return None, {}
     spaces: dict[str, Any] = {}
-    if len(asked) > 1 and {*(body.structured_outputs or ("",))} <= {*WHITE_SPACE}:
-        asked.remove("structured_outputs")
+    if len(sent) > 1 and {*(body.structured_outputs or ("",))} <= {*WHITE_SPACE}:
+        sent.remove("structured_outputs")
         spaces = dict(body.structured_outputs or {})
-    name = asked[0]
+    name = sent[0]
     value: Any = given[name]
-    if len(asked) > 1:
-        raise RequestError(asked[1], given[asked[1]], f"left out beside `{name}`")
+    if len(sent) > 1:
+        second = sent[1]
+        raise RequestError(second, given[second], f"left out beside `{name}`")
     if name == "structured_outputs":
         return dict(value), {}
     kind, place = name.removeprefix("guided_"), name
@@ -443,10 +456,10 @@ class ToolUse:
     """What a request says of tools.
 
     Attributes:
-        shown: to the template; None: none.
-        names: of the functions with calls to look for; () where none may be called.
-        forced: those of them of which one must be called; () where the model decides.
-        parallel: whether there may be several.
+        shown: tools that the template gets; None: none.
+        names: functions that the answer may call; () where it may call none.
+        forced: tools of which the answer must call one; () where the model decides.
+        parallel: whether the answer may hold several calls.
     """
 
     shown: Sequence[Mapping[str, Any]] | None = None
@@ -454,21 +467,21 @@ class ToolUse:
     forced: Sequence[Mapping[str, Any]] = ()
     parallel: bool = True
 
-    def grammar(self, form: MessageFormat, asked: Any) -> str | None:
-        """What an answer must be, in Lark: calls that are forced, or else calls or a text.
+    def grammar(self, form: MessageFormat, structure: Any) -> str | None:
+        """A grammar of the answer, in Lark: forced calls, or else calls or a text.
 
         Args:
-            asked: `SamplingParams.structured_outputs`: what a text must be; None: anything, so that
-                only calls that are forced need a grammar.
+            structure: `SamplingParams.structured_outputs`, which a text must satisfy; None: any
+                text will do, so only forced calls need a grammar.
 
         Raises:
-            RequestError: a text must be other than JSON.
+            RequestError: `structure` asks for something other than JSON.
         """
-        if form.calls is None or not (self.forced or (self.names and asked)):
+        if form.calls is None or not (self.forced or (self.names and structure)):
             return None
         answer = None
-        if not self.forced and asked is not None:
-            [(kind, value)] = asked.items()
+        if not self.forced and structure is not None:
+            [(kind, value)] = structure.items()
             answer = {"json": value, "json_object": as_text(kind, ANY_OBJECT)}.get(kind)
             if answer is None:
                 bound = "a JSON schema: next to `tools` an answer is a call or JSON"
@@ -481,7 +494,7 @@ def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
     """`tools`, `tool_choice` and `parallel_tool_calls`; with `none` the model sees no tools.
 
     Raises:
-        RequestError: they do not fit each other, or the format of the model's calls is not known.
+        RequestError: they contradict each other, or the format of the model's calls is not known.
     """
     choice = body.tool_choice
     if not body.tools:

@@ -23,7 +23,7 @@ from foretoken.outputs import RequestDelta
 from foretoken.sampling.params import SamplingParams
 from foretoken.serve.errors import UnavailableError, written_as
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.requests import Asked
+from foretoken.serve.requests import GenerationRequest
 
 _GRACE = 5.0
 """Seconds that a client has to receive and read an answer that was cut off."""
@@ -168,7 +168,7 @@ class News(NamedTuple):
 
 
 async def run(
-    engine: AsyncEngine, asked: Asked, flight: Flight, most_logprobs: int
+    engine: AsyncEngine, generation: GenerationRequest, flight: Flight, most_logprobs: int
 ) -> AsyncGenerator[News, None]:
     """What is new, in order for each prompt; closing it ends all of them, as `flight` may.
 
@@ -177,24 +177,26 @@ async def run(
         ForetokenError: as `AsyncEngine.generate` does, what ended a request by a fault, and what
             `Flight` raises.
     """
-    with written_as(asked.written), flight:
-        params, template = asked.params, asked.template
-        likely = (asked.num_top, params.prompt_logprobs)
+    with written_as(generation.written), flight:
+        params, template = generation.params, generation.template
+        likely = (generation.num_top, params.prompt_logprobs)
         is_counted = params.trace or any(value is not None for value in likely)
-        if asked.messages is not None:
+        if generation.messages is not None:
             if is_counted:
-                ids = await engine.encode_chat(asked.messages, **template)
+                ids = await engine.encode_chat(generation.messages, **template)
                 size = len(last_tokens(ids, params, engine.engine.limits))
-                (params,) = _bounded(engine, asked, [size], most_logprobs)
+                (params,) = _bounded(engine, generation, [size], most_logprobs)
             name = flight.new_name()
-            streams = [engine.chat(asked.messages, params, name, deltas=True, **template)]
+            streams = [engine.chat(generation.messages, params, name, deltas=True, **template)]
         else:
-            shown = (_shown(engine, prompt, asked, is_counted) for prompt in asked.prompts)
+            shown = (
+                _shown(engine, prompt, generation, is_counted) for prompt in generation.prompts
+            )
             prompts = await asyncio.gather(*shown)
             each = [params] * len(prompts)
             if is_counted:
                 sizes = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-                each = _bounded(engine, asked, sizes, most_logprobs)
+                each = _bounded(engine, generation, sizes, most_logprobs)
             streams = [
                 engine.generate(prompt, its_params, flight.new_name(), deltas=True)
                 for prompt, its_params in zip(prompts, each, strict=True)
@@ -209,10 +211,12 @@ async def run(
                 yield News(number, flight.read(delta))
 
 
-async def _shown(engine: AsyncEngine, prompt: Any, asked: Asked, is_counted: bool) -> Any:
+async def _shown(
+    engine: AsyncEngine, prompt: Any, generation: GenerationRequest, is_counted: bool
+) -> Any:
     """A prompt whose output names its text, if the answer begins with it; or one with its ids."""
-    params, is_text = asked.params, isinstance(prompt, str)
-    is_cut, adds_special = params.truncate_prompt_tokens is not None, asked.add_special_tokens
+    params, is_text = generation.params, isinstance(prompt, str)
+    is_cut, adds_special = params.truncate_prompt_tokens is not None, generation.add_special_tokens
     if is_text and not (is_counted or is_cut or adds_special is False):
         return prompt
     ids, text = prompt, None
@@ -220,24 +224,24 @@ async def _shown(engine: AsyncEngine, prompt: Any, asked: Asked, is_counted: boo
         ids = await engine.encode(prompt, add_special_tokens=adds_special is not False)
         text = prompt
     kept = last_tokens(ids, params, engine.engine.limits)
-    if asked.echo and (not is_text or len(kept) < len(ids)):
+    if generation.echo and (not is_text or len(kept) < len(ids)):
         text = await engine.decode(kept)
     return {"prompt_token_ids": kept, "prompt": text}
 
 
 def _bounded(
-    engine: AsyncEngine, asked: Asked, sizes: Sequence[int], most: int
+    engine: AsyncEngine, generation: GenerationRequest, sizes: Sequence[int], most: int
 ) -> list[SamplingParams]:
     """The parameters for prompts of these lengths; a `max_tokens` left out is what `most` lets.
 
     Raises:
         RequestError: what is asked for is more.
     """
-    params, limits = asked.params, engine.engine.limits
+    params, limits = generation.params, engine.engine.limits
     of_prompt = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
-    of_prompt *= params.n if asked.echo else 1
-    of_token = 0 if asked.num_top is None else asked.num_top + 1
-    of_token += asked.num_drafts + 1 if params.trace else 0
+    of_prompt *= params.n if generation.echo else 1
+    of_token = 0 if generation.num_top is None else generation.num_top + 1
+    of_token += generation.num_drafts + 1 if params.trace else 0
     rooms = [min(limits.max_model_len, limits.cache_tokens) - size for size in sizes]
     count, longest = of_prompt * sum(sizes), params.max_tokens
     if longest is None:
@@ -245,8 +249,8 @@ def _bounded(
         longest = max(1, (most - count) // each if each else max(rooms))
     count += of_token * params.n * sum(min(longest, max(room, 0)) for room in rooms)
     if count > most:
-        name = "logprobs" if asked.num_top is not None else "prompt_logprobs"
-        name = "trace" if params.trace and of_prompt == 0 and asked.num_top is None else name
+        name = "logprobs" if generation.num_top is not None else "prompt_logprobs"
+        name = "trace" if params.trace and of_prompt == 0 and generation.num_top is None else name
         bound = f"at most {most} in one answer (--max-answer-logprobs)"
         remedy = "Ask for fewer tokens, samples or likeliest tokens."
         raise RequestError(name, f"{count} log-probabilities", bound, remedy)

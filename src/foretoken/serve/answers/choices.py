@@ -13,7 +13,7 @@ from foretoken.outputs import Logprob, TokenTrace
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall, call_fields
-from foretoken.serve.requests import Asked
+from foretoken.serve.requests import GenerationRequest
 from foretoken.serve.sse import DONE, Choices, Rows, dumps, pieces
 
 IMPOSSIBLE = -9999.0
@@ -100,13 +100,15 @@ class ChunkWriter:
     chunk_object: ClassVar[str]
     body_object: ClassVar[str]
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        self._asked, self._num_top = asked, asked.num_top
-        self._shows_ids, self._as_id = asked.return_token_ids, asked.tokens_as_ids
-        self._is_long = asked.num_top is not None or asked.params.trace  # else there are no `Rows`
+    def __init__(self, generation: GenerationRequest, model: str) -> None:
+        self._generation, self._num_top = generation, generation.num_top
+        self._shows_ids, self._as_id = generation.return_token_ids, generation.tokens_as_ids
+        self._is_long = (
+            generation.num_top is not None or generation.params.trace
+        )  # else there are no `Rows`
         head = {
-            "id": asked.answer_id(self.id_prefix),
-            "object": self.chunk_object if asked.stream else self.body_object,
+            "id": generation.answer_id(self.id_prefix),
+            "object": self.chunk_object if generation.stream else self.body_object,
             "created": int(time.time()),
             "model": model,
         }
@@ -135,9 +137,9 @@ class ChunkWriter:
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
         tail = b"]}\n\n"
-        if self._asked.continuous_usage:
+        if self._generation.continuous_usage:
             tail = b'],"usage":' + dumps(usage.body()) + b"}\n\n"
-        elif self._asked.include_usage:
+        elif self._generation.include_usage:
             tail = b'],"usage":null}\n\n'
         for event in events:
             root = self.root([event])
@@ -150,7 +152,7 @@ class ChunkWriter:
 
     def last(self, usage: Usage) -> Iterator[bytes]:
         """The chunk of usage, where it was asked for, and the end."""
-        if self._asked.include_usage:
+        if self._generation.include_usage:
             yield self._head + b"]," + dumps(_counts(usage))[1:] + b"\n\n"
         yield DONE
 
@@ -173,8 +175,8 @@ class CompletionWriter(ChunkWriter):
     id_prefix = "cmpl-"
     chunk_object = body_object = "text_completion"
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        super().__init__(asked, model)
+    def __init__(self, generation: GenerationRequest, model: str) -> None:
+        super().__init__(generation, model)
         self._offsets: dict[int, int] = {}
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
@@ -250,8 +252,8 @@ class ChatWriter(ChunkWriter):
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        super().__init__(asked, model)
+    def __init__(self, generation: GenerationRequest, model: str) -> None:
+        super().__init__(generation, model)
         self._begun: set[int] = set()
         self._called: dict[int, bool] = {}  # whether the last call of a choice is whole
 
@@ -284,7 +286,7 @@ class ChatWriter(ChunkWriter):
         return {} if ids is None or events[0].choice else {"prompt_token_ids": ids}
 
     def _shown(self, event: Event) -> Sequence[Part]:
-        if self._asked.include_reasoning:
+        if self._generation.include_reasoning:
             return event.parts
         return [part for part in event.parts if not isinstance(part, Reasoning)]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from foretoken.serve.parsers.message import MessageParser, Part, Plain
-from foretoken.serve.requests import Asked
+from foretoken.serve.requests import GenerationRequest
 from foretoken.serve.running import News
 
 
@@ -46,8 +46,8 @@ class Usage:
         num_reasoning: tokens of reasoning, which the output's include.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, generation: GenerationRequest) -> None:
+        self._generation = generation
         self._num_prompt = self._num_output = self._num_accepted = 0
         self.metrics: list[RequestMetrics] = []
         self.num_reasoning = 0
@@ -58,7 +58,7 @@ class Usage:
             self._num_prompt += len(delta.prompt_token_ids)
         for sample in delta.outputs:
             self._num_output += len(sample.token_ids)
-            if self._asked.params.prediction is not None:
+            if self._generation.params.prediction is not None:
                 self._num_accepted += sample.origins.count("accepted")
         if delta.metrics is not None:
             self.metrics.append(delta.metrics)
@@ -86,9 +86,13 @@ class Usage:
 
     def speculation(self) -> dict[str, Any]:
         """`metrics` of an answer, as load generators read them; null for several samples."""
-        if len(self.metrics) != 1 or self._asked.params.n > 1 or not self._asked.num_drafts:
+        if (
+            len(self.metrics) != 1
+            or self._generation.params.n > 1
+            or not self._generation.num_drafts
+        ):
             return {"speculative_decoding": None}
-        metrics, num_drafts = self.metrics[0], self._asked.num_drafts
+        metrics, num_drafts = self.metrics[0], self._generation.num_drafts
         at_least = [metrics.num_drafts, *metrics.accepted_per_position]
         at_least += [0] * (num_drafts + 2 - len(at_least))
         return {
@@ -108,9 +112,9 @@ class Usage:
 class EventReader:
     """Deltas of one request as events, and what they count."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.usage = Usage(asked)
-        self._asked = asked
+    def __init__(self, generation: GenerationRequest) -> None:
+        self.usage = Usage(generation)
+        self._generation = generation
         self._parsers: dict[int, MessageParser | Plain] = {}
         self._prompts: dict[int, RequestDelta] = {}
         self._rows: dict[int, Any] = {}  # of prompts, until the first choice has told them
@@ -124,28 +128,28 @@ class EventReader:
         if delta.prompt_logprobs is not None:
             self._rows[number] = delta.prompt_logprobs
         for sample in delta.outputs:
-            index = number * self._asked.params.n + sample.index
+            index = number * self._generation.params.n + sample.index
             parser = self._parsers.get(index)
             echo = rows = ids = None
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
-                echo = self._prompts[number] if self._asked.echo else None
-                shows_ids = self._asked.return_token_ids
+                echo = self._prompts[number] if self._generation.echo else None
+                shows_ids = self._generation.return_token_ids
                 ids = self._prompts[number].prompt_token_ids if shows_ids else None
             if sample.index == 0:
                 rows = self._rows.pop(number, None)
-            for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
+            for piece in split_tokens(sample) if self._generation.split_tokens else (sample,):
                 events.append(Event(index, parser.feed(piece), piece, echo, rows, ids))
                 echo = rows = ids = None
-        if self._asked.parsing is not None:
+        if self._generation.parsing is not None:
             counts = (parser.num_reasoning for parser in self._parsers.values())
             self.usage.num_reasoning = sum(counts)
         return events
 
     def _new_parser(self, number: int) -> MessageParser | Plain:
-        if self._asked.parsing is None:
+        if self._generation.parsing is None:
             return Plain()
-        return self._asked.parsing.new(self._prompts[number].prompt or "")
+        return self._generation.parsing.new(self._prompts[number].prompt or "")
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:

@@ -21,7 +21,7 @@ from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall
 from foretoken.serve.protocol.common import Fields
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked
+from foretoken.serve.requests import GenerationRequest
 from foretoken.serve.sse import Choices, Rows, pieces
 
 
@@ -105,14 +105,14 @@ def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
 class ResponsesWriter(NamedEvents):
     """Items, and the events that build them."""
 
-    def __init__(self, asked: Asked, body: ResponsesBody, model: str) -> None:
+    def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
         self._number = 0
         self._item: dict[str, Any] = {}  # that is open; {} if none is
         self._reason: str | None = None
         self._cut_by: str | int | None = None
-        params = asked.params
+        params = generation.params
         answer: dict[str, Any] = {
-            "id": asked.answer_id("resp_"),
+            "id": generation.answer_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -258,11 +258,11 @@ _ENDS = {"length": "max_tokens", "stop": "end_turn"}
 class MessagesWriter(NamedEvents):
     """Blocks, and the events that build them."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, generation: GenerationRequest, model: str) -> None:
         self._is_open = False
-        self._shows_reasoning = asked.include_reasoning
+        self._shows_reasoning = generation.include_reasoning
         answer: dict[str, Any] = {
-            "id": asked.answer_id("msg_"),
+            "id": generation.answer_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,

@@ -24,7 +24,13 @@ from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked, Served, check_size, read_chat, read_completion
+from foretoken.serve.requests import (
+    GenerationRequest,
+    Served,
+    check_size,
+    read_chat,
+    read_completion,
+)
 from foretoken.serve.running import Flight, News, run
 from foretoken.serve.sse import (
     AnswerWriter,
@@ -44,69 +50,73 @@ def router(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
     served, model = context.served, context.served.names[0]
 
-    async def read(work: Callable[[Body, Served], Asked], body: Body, request: Request) -> Asked:
+    async def read(
+        work: Callable[[Body, Served], GenerationRequest], body: Body, request: Request
+    ) -> GenerationRequest:
         """What a body asks for; of a long one others do not wait for that."""
         return await aside(len(await request.body()), _checked, work, body, served)
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
-        asked = await read(read_completion, body, request)
-        writer = CompletionWriter(asked, model)
-        return await answer(context, request, asked, writer)
+        generation = await read(read_completion, body, request)
+        writer = CompletionWriter(generation, model)
+        return await answer(context, request, generation, writer)
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        asked = await read(read_chat, body, request)
-        writer = ChatWriter(asked, model)
-        return await answer(context, request, asked, writer)
+        generation = await read(read_chat, body, request)
+        writer = ChatWriter(generation, model)
+        return await answer(context, request, generation, writer)
 
     @routes.post("/responses", response_model=None)
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer an input, of which nothing is kept."""
-        asked = await read(read_responses, body, request)
-        return await answer(context, request, asked, ResponsesWriter(asked, body, model))
+        generation = await read(read_responses, body, request)
+        return await answer(context, request, generation, ResponsesWriter(generation, body, model))
 
     in_theirs = documented(Refusal(400, "", "").anthropic)
 
     @routes.post("/messages", response_model=None, responses=in_theirs)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation as Anthropic's API does."""
-        asked = await read(read_messages, body, request)
-        return await answer(context, request, asked, MessagesWriter(asked, model))
+        generation = await read(read_messages, body, request)
+        return await answer(context, request, generation, MessagesWriter(generation, model))
 
     @routes.post("/messages/count_tokens", response_model=None, responses=in_theirs)
     async def count(body: CountBody, request: Request) -> Response:
         """How many tokens a conversation has, as its answer would count them."""
-        asked = await read(read_messages, body, request)
-        ids = await context.engine.encode_chat(asked.messages or (), **asked.template)
+        generation = await read(read_messages, body, request)
+        ids = await context.engine.encode_chat(generation.messages or (), **generation.template)
         return WholeAnswer([dumps({"input_tokens": len(ids)})])
 
     return routes
 
 
-def _checked(read: Callable[[Body, Served], Asked], body: Body, served: Served) -> Asked:
-    asked = read(body, served)
-    with written_as(asked.written):
-        check_size(asked, served)
-    return asked
+def _checked(
+    read: Callable[[Body, Served], GenerationRequest], body: Body, served: Served
+) -> GenerationRequest:
+    generation = read(body, served)
+    with written_as(generation.written):
+        check_size(generation, served)
+    return generation
 
 
 async def answer(
-    context: Context, request: Request, asked: Asked, writer: AnswerWriter
+    context: Context, request: Request, generation: GenerationRequest, writer: AnswerWriter
 ) -> Response:
     """Have the engine do what is asked, and write what comes of it.
 
     A stream begins when the first tokens are there, so that what is refused has its status. A
     client that leaves ends its request, before that and after it.
     """
-    record, reader = Record(context.counts), EventReader(asked)
-    request.state.usage, request.state.answer_id = reader.usage, asked.name  # for the log
+    record, reader = Record(context.counts), EventReader(generation)
+    request.state.usage, request.state.answer_id = reader.usage, generation.name  # for the log
     flight = Flight(context.lifetime, context.engine, uuid.uuid4().hex)
-    news = run(context.engine, asked, flight, context.served.options.max_answer_logprobs)
+    news = run(context.engine, generation, flight, context.served.options.max_answer_logprobs)
     try:
-        if not asked.stream:
+        if not generation.stream:
             work = whole(news, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
         first = await while_connected(request.receive, _first(news))

@@ -43,7 +43,7 @@ from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import GenerationRequest, Served, read_chat, read_completion
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 from tests.project.source import ROOT
 from tests.serve.running import post
 
@@ -484,7 +484,7 @@ def test_the_first_sample_of_a_prompt_has_its_logprobs_whenever_they_come() -> N
         deltas += [RequestDelta("1", samples[:2]), RequestDelta("1", samples)]
         deltas[at] = replace(deltas[at], prompt_logprobs=rows)
         reader, form = EventReader(asked), CompletionWriter(asked, "m")
-        events = [event for delta in deltas for event in reader.read(News(0, delta))]
+        events = [event for delta in deltas for event in reader.read(PromptDelta(0, delta))]
         by_choice = [[event for event in events if event.choice == i] for i in range(3)]
         told = [form.whole(some).get("prompt_logprobs") for some in by_choice]
         assert [rows and [*rows] for rows in told] == [

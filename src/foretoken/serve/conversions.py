@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` and `/v1/messages` as chats: the same request by other names."""
+"""Bodies of `/v1/responses` and `/v1/messages` as chats: the same request under other names."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def read_messages(body: CountBody, served: Served) -> GenerationRequest:
 
 
 def _reasoning(body: CountBody, served: Served) -> dict[str, Any]:
-    """What a chat says of reasoning; a budget changes nothing for a model that does not reason."""
+    """A chat's fields about reasoning; a budget changes nothing if the model does not reason."""
     thinking, variables = body.thinking, body.chat_template_kwargs
     if thinking and thinking.budget_tokens is not None and served.format.reasons:
         bound = "left out: this model reasons as long as it likes"
@@ -124,7 +124,7 @@ def _reasoning(body: CountBody, served: Served) -> dict[str, Any]:
 
 
 def _output(body: MessagesBody) -> ResponseFormat | None:
-    """The schema of the answer, by its present name or by the one that it had before."""
+    """The schema of the answer, under its present name or its earlier one."""
     given = [body.output_format, body.output_config.format if body.output_config else None]
     named = [one.schema_ for one in given if one]
     if len(named) == 2 and named[0] != named[1]:
@@ -167,7 +167,7 @@ def _with_system(text: str | None, messages: list[dict[str, Any]]) -> list[dict[
 
 
 def _conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: reasoning and calls belong to one message of the assistant."""
+    """Items as messages; reasoning and the calls after it become one message of the assistant."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
@@ -210,7 +210,7 @@ def _choice(given: MessageToolChoice | None) -> tuple[Any, bool | None]:
 
 
 def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
-    """A message as the template reads it; each result of a tool is one of its own."""
+    """A message as the template reads it; each tool result becomes a message of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     kinds = {"assistant": ASSISTANT_BLOCKS, "user": USER_BLOCKS}.get(turn.role, TEXT_BLOCKS)
@@ -242,10 +242,12 @@ T = TypeVar("T", bound=Fields)
 
 
 def read_item(kinds: Mapping[str, type[T]], where: str, item: Any, default: str | None = None) -> T:
-    """An item as its kind; null stands for a field that is left out, as clients echo them.
+    """Read an item as the kind that its `type` names.
+
+    A null counts as a field left out: clients send answers back with their nulls.
 
     Args:
-        where: the item, as errors name it.
+        where: the item's name in errors.
         default: its kind if it names none.
     """
     if not isinstance(item, dict):

@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: plain counts, made into its families when it asks.
+"""Metrics for Prometheus: plain counts, made into its families when it scrapes.
 
-Charter: names that dashboards of this ecosystem read begin with `vllm:`, ours with `foretoken:`.
-A delta costs additions and one search in a list of bounds; all else is done at the scrape.
+Charter: names that existing dashboards read begin with `vllm:`, ours with `foretoken:`. A delta
+costs additions and one search in a list of bounds; everything else is done at the scrape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.outputs import RequestMetrics
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(m * 10**n for n in range(6) for m in (1, 2, 5))
@@ -55,7 +55,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Bounds and how many values are at most so large."""
+        """Upper bounds, and how many values are at most each."""
         bounds = [*map(str, self._bounds), "+Inf"]
         return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
@@ -73,12 +73,12 @@ class Counts:
         }
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add a value, or several that are equal, to a histogram."""
+        """Add a value to a histogram, `times` times."""
         self.histograms[name].observe(value, times)
 
 
 class Record:
-    """What one request over HTTP adds to the counts, delta by delta."""
+    """Adds one request over HTTP to the counts, delta by delta."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -86,9 +86,9 @@ class Record:
         self._last: dict[int, float] = {}
         self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
-    def observe(self, news: News) -> None:
-        """Count a delta; a step's tokens came at equal distances, as far as a client can tell."""
-        number, delta = news
+    def observe(self, item: PromptDelta) -> None:
+        """Count a delta. The tokens of a step count as spread evenly over the time since the last."""
+        number, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
@@ -112,12 +112,12 @@ class Record:
             self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
 
     def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
-        """What the engine's own clock says of a prompt whose samples have so many tokens."""
+        """Phases of a prompt by the engine's clock; `sizes`: tokens of each of its samples."""
         counts, queued, first = self._counts, metrics.queue_time, metrics.time_to_first_token
         for size in sizes:
             counts.observe("request_generation_tokens", size)
         if queued is None:
-            return  # it left before it had a slot
+            return  # it ended before it had a slot
         counts.observe("request_queue_time_seconds", queued)
         if first is None or not metrics.tokens_per_second:
             return
@@ -138,7 +138,7 @@ class EngineCollector(Collector):
         pool, config = engine.engine.scheduler.pool, engine.config
         self._cache = {
             "block_size": pool.block_size,
-            "num_gpu_blocks": pool.num_blocks,  # on a CPU, too
+            "num_gpu_blocks": pool.num_blocks,  # vLLM's name, also on a CPU
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.memory_fraction,
             "cache_dtype": "auto",
@@ -169,7 +169,7 @@ class EngineCollector(Collector):
         yield from self._speculation()
 
     def _cache_config(self) -> Metric:
-        """A gauge that is 1, whose labels say what there is, as vLLM's names have it."""
+        """A gauge of 1 with the cache's options as labels, under vLLM's names."""
         labels = ["model_name", *self._cache]
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "How the cache is made.", labels=labels
@@ -211,7 +211,7 @@ class EngineCollector(Collector):
         return family
 
     def _counter(self, name: str, text: str, values: dict[str, int], label: str = "") -> Metric:
-        """A counter, or one for each value of a label."""
+        """A counter with one value, or with one for each value of a label."""
         labels = ["model_name", label] if label else ["model_name"]
         family = CounterMetricFamily(name, text, labels=labels)
         for key, value in values.items():

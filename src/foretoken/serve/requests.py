@@ -223,9 +223,9 @@ def _chosen_tools(body: ChatBody) -> ChatBody:
 def _with_message(
     generation: GenerationRequest, tools: ToolUse, form: MessageFormat
 ) -> GenerationRequest:
-    """The same, its answer read as a message: the model's reasoning, its calls, and its text.
+    """The request with its answer read as a message: reasoning, calls of tools, and text.
 
-    A grammar holds from the first token on, so that such an answer has no reasoning.
+    A grammar holds from the first token on, so an answer under a grammar has no reasoning.
     """
     params, written = generation.params, generation.written
     if not params.detokenize:
@@ -325,7 +325,7 @@ def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
 
 
 def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> GenerationRequest:
-    """The part that all APIs share."""
+    """The fields that completions and chats share, as a request."""
     served.check_name(body.model)
     if body.priority and not served.options.allow_priority:
         bound = "0, or left out: this server serves requests in the order in which they come"

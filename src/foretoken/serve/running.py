@@ -1,10 +1,10 @@
-"""The engine's deltas of everything that a request asked for, and how long that may take.
+"""The engine's deltas for one request over HTTP, and how long they may take.
 
-Charter: how many requests of the engine one of HTTP makes, that none of them outlives it, how many
-log-probabilities they may have together, and who ends a request that neither its client nor the
-model ends. A `Flight` is one request over HTTP while the engine works for it; `Lifetime` knows all
-of them. Routes ask it, signals tell it; how a process notices is `server.py`'s. In front of
-replicas there is a `Lifetime`, too, of other flights: see `fleet/front.py`.
+Charter: one request over HTTP becomes one or several requests to the engine. None of them outlives
+it, and their log-probabilities are bounded together. A `Flight` is a request over HTTP while the
+engine works for it; timers end it if neither its client nor the model does. `Lifetime` holds all
+flights. Routes ask it whether to take a request, signals tell it to drain, `server.py` polls it.
+The front of a fleet has a `Lifetime`, too, with flights of its own (`fleet/front.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import GenerationRequest
 
 _GRACE = 5.0
-"""Seconds that a client has to receive and read an answer that was cut off."""
+"""Seconds for a client to receive and read an answer that was cut off."""
 NO_MORE = "The server ends and takes no more requests."
 TOLD = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
     "shutdown": "The server ends, and its engine did not let go of this request.",
 }
-"""What a client is told whose request is refused after it was taken, by what `cut` was given."""
+"""Messages for requests that are refused after they were accepted, by the reason given to `cut`."""
 
 
 class UnderWay(Protocol):
@@ -44,13 +44,13 @@ class UnderWay(Protocol):
 
 
 class Lifetime:
-    """What is under way, and whether more is taken.
+    """The requests under way, and whether more are accepted.
 
     Args:
-        failed: what made it impossible to serve, if anything did.
+        failed: returns the error that made serving impossible, or None.
 
     Attributes:
-        num_cut: requests that the end came before.
+        num_cut: requests that the server's end cut off.
     """
 
     def __init__(self, options: ServeOptions, failed: Callable[[], ForetokenError | None]) -> None:
@@ -61,20 +61,20 @@ class Lifetime:
 
     @property
     def is_draining(self) -> bool:
-        """Whether only what has begun is still answered."""
+        """Whether the server only finishes the requests that it has."""
         return self._end is not None
 
     def drain(self) -> None:
-        """Take no more, and let what is under way end in time. Safe in a signal handler."""
+        """Take no more requests; those under way get `drain_timeout`. Safe in a signal handler."""
         self._end = self._end or time.monotonic() + self.options.drain_timeout
 
     def seconds_left(self) -> float:
-        """How long a client may still take to read the end of its answer."""
+        """Seconds that a client may still take to read the end of its answer."""
         left = _GRACE if self._end is None else self._end + _GRACE - time.monotonic()
         return min(max(left, 1.0), _GRACE)
 
     def is_over(self) -> bool:
-        """Whether all has been answered, or has had its time; to be asked again and again."""
+        """Whether the drain is over; cuts off what is late. Call it repeatedly."""
         if self._end is None:
             return False
         late = time.monotonic() - self._end
@@ -86,18 +86,18 @@ class Lifetime:
 
 
 class Flight:
-    """One request over HTTP, from the engine's queue to its last delta; a context.
+    """One request over HTTP, from the engine's queue to its last delta; a context manager.
 
-    What is cut off is aborted, and its last delta brings what there is. Before its first token it
-    is refused, whatever the engine is doing: the task that entered is cancelled, and learns of it
-    as `UnavailableError`. The end of the server refuses nothing that it has accepted: if the engine
-    had not begun with it, its answer is empty, and says why.
+    `cut` aborts it in the engine, and its last delta brings the tokens so far. A timeout before the
+    first token refuses it at once, whatever the engine is doing: the task that entered is cancelled
+    and leaves with `UnavailableError`. At the server's end an accepted request is not refused: if
+    the engine had not begun with it, its answer is empty and says why.
 
     Args:
-        name: of its requests to the engine, a number added.
+        name: prefix of its names in the engine; a number follows.
 
     Raises, when it is entered:
-        UnavailableError: the server takes no more.
+        UnavailableError: the server takes no more requests.
     """
 
     def __init__(self, lifetime: Lifetime, engine: AsyncEngine, name: str) -> None:
@@ -128,12 +128,16 @@ class Flight:
             raise UnavailableError(TOLD[self._why])
 
     def new_name(self) -> str:
-        """The name of a further request to the engine."""
+        """A name for one more request to the engine."""
         self._num_names += 1
         return f"{self._name}-{self._num_names}"
 
     def cut(self, why: str, *, refuses: bool = True) -> None:
-        """End it where it is: `queue`, `timeout` or `shutdown`; if that `refuses`, at once."""
+        """Abort it, because of `queue`, `timeout` or `shutdown`.
+
+        Args:
+            refuses: without a token so far, cancel its task at once instead of waiting.
+        """
         if refuses and not (self._has_begun or self._is_refused) and self._task:
             self._is_refused = self._task.cancel()
         self._why = self._why or why
@@ -143,14 +147,14 @@ class Flight:
             task.add_done_callback(self._aborts.discard)
 
     def read(self, delta: RequestDelta) -> RequestDelta:
-        """A delta as clients understand it: one that was cut off ends by `length`."""
+        """A delta for the client: a sample that was cut off ends by `length`, not `abort`."""
         if not self._has_begun and any(sample.token_ids for sample in delta.outputs):
             self._has_begun = True
             self._timers[0].cancel()
         if not self._why:
             return delta
         if not delta.finished:
-            self.cut(self._why, refuses=False)  # it was not queued yet when its time was up
+            self.cut(self._why, refuses=False)  # the first abort came before it was queued
         outputs = [
             replace(sample, finish_reason="length", stop_reason=self._why)
             if sample.finish_reason == "abort"
@@ -160,8 +164,8 @@ class Flight:
         return replace(delta, outputs=outputs)
 
 
-class News(NamedTuple):
-    """A delta, and the number of its prompt."""
+class PromptDelta(NamedTuple):
+    """A delta, and the index of its prompt in the request."""
 
     prompt: int
     delta: RequestDelta
@@ -169,13 +173,13 @@ class News(NamedTuple):
 
 async def run(
     engine: AsyncEngine, generation: GenerationRequest, flight: Flight, most_logprobs: int
-) -> AsyncGenerator[News, None]:
-    """What is new, in order for each prompt; closing it ends all of them, as `flight` may.
+) -> AsyncGenerator[PromptDelta, None]:
+    """Deltas of all prompts, in order for each; closing it ends their requests, as `flight` may.
 
     Raises:
         RequestError: the answer would have more than `most_logprobs` log-probabilities.
-        ForetokenError: as `AsyncEngine.generate` does, what ended a request by a fault, and what
-            `Flight` raises.
+        ForetokenError: as `AsyncEngine.generate` and `Flight` raise, and the fault that ended a
+            request.
     """
     with written_as(generation.written), flight:
         params, template = generation.params, generation.template
@@ -189,10 +193,10 @@ async def run(
             name = flight.new_name()
             streams = [engine.chat(generation.messages, params, name, deltas=True, **template)]
         else:
-            shown = (
-                _shown(engine, prompt, generation, is_counted) for prompt in generation.prompts
+            prepared = (
+                _prepare(engine, each, generation, is_counted) for each in generation.prompts
             )
-            prompts = await asyncio.gather(*shown)
+            prompts = await asyncio.gather(*prepared)
             each = [params] * len(prompts)
             if is_counted:
                 sizes = [len(prompt["prompt_token_ids"]) for prompt in prompts]
@@ -208,13 +212,13 @@ async def run(
                 number, delta = (0, item) if is_one else item
                 if delta.error is not None:
                     raise delta.error
-                yield News(number, flight.read(delta))
+                yield PromptDelta(number, flight.read(delta))
 
 
-async def _shown(
+async def _prepare(
     engine: AsyncEngine, prompt: Any, generation: GenerationRequest, is_counted: bool
 ) -> Any:
-    """A prompt whose output names its text, if the answer begins with it; or one with its ids."""
+    """A prompt for the engine: as it came, or with its ids, and its text if the answer echoes it."""
     params, is_text = generation.params, isinstance(prompt, str)
     is_cut, adds_special = params.truncate_prompt_tokens is not None, generation.add_special_tokens
     if is_text and not (is_counted or is_cut or adds_special is False):
@@ -232,10 +236,12 @@ async def _shown(
 def _bounded(
     engine: AsyncEngine, generation: GenerationRequest, sizes: Sequence[int], most: int
 ) -> list[SamplingParams]:
-    """The parameters for prompts of these lengths; a `max_tokens` left out is what `most` lets.
+    """Parameters for prompts of these lengths, with at most `most` log-probabilities in all.
+
+    Where `max_tokens` is left out, it becomes what `most` leaves room for.
 
     Raises:
-        RequestError: what is asked for is more.
+        RequestError: the request asks for more.
     """
     params, limits = generation.params, engine.engine.limits
     of_prompt = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
@@ -258,15 +264,17 @@ def _bounded(
     return [cut if longest < room else params for room in rooms]
 
 
-async def _merge(streams: list[AsyncGenerator[RequestDelta, None]]) -> AsyncGenerator[News, None]:
-    """One task for each prompt, none for a delta."""
-    queue: asyncio.Queue[News | Exception] = asyncio.Queue()
+async def _merge(
+    streams: list[AsyncGenerator[RequestDelta, None]],
+) -> AsyncGenerator[PromptDelta, None]:
+    """Deltas of several streams as they come, with one task per stream."""
+    queue: asyncio.Queue[PromptDelta | Exception] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put_nowait(News(number, delta))
+                    queue.put_nowait(PromptDelta(number, delta))
         except Exception as error:
             queue.put_nowait(error)
 
@@ -274,14 +282,14 @@ async def _merge(streams: list[AsyncGenerator[RequestDelta, None]]) -> AsyncGene
     try:
         for i, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(i, stream)))
-            await asyncio.sleep(0)  # each checks its parameters, which may be long lists
+            await asyncio.sleep(0)  # each stream first checks its parameters, maybe long lists
         num_left = len(tasks)
         while num_left:
-            news = await queue.get()
-            if isinstance(news, Exception):
-                raise news
-            yield news
-            num_left -= news.delta.finished
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            num_left -= item.delta.finished
     finally:
         for task in tasks:
             task.cancel()

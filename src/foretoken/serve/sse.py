@@ -1,9 +1,9 @@
-"""An answer as it is sent: whole, or as server-sent events, and what keeps that from blocking.
+"""Sending an answer, whole or as server-sent events, without blocking the event loop.
 
-Charter: the stream of one answer, from its first delta to its end, and what takes time on the event
-loop in proportion to an answer or a body. An answer is made piece by piece, and after some
-milliseconds of work the loop rests for as long; what a step brings is one write, unless making it
-takes long. A long body is read in a thread, where Python lets others have the interpreter.
+Charter: the stream of one answer, from its first delta to its end, and all work on the event loop
+that grows with an answer or a body. An answer is made piece by piece: after `SLICE` seconds of work
+the task sleeps as long. A step's tokens are one write, unless making it takes longer. A long body
+is read in a thread, so that Python can switch to others meanwhile.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.serve.answers.events import Event, EventReader, Usage
 from foretoken.serve.errors import Refusal, refusal
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 
 SLICE = 0.002
-"""Seconds of work on an answer, then of rest. The engine's thread takes the interpreter many times
-in a step, and waits for what is left of a slice each time; the rests are its own."""
+"""Seconds of work on an answer, then of sleep. The engine's thread takes the interpreter many times
+in a step, and each time waits for the rest of a slice; while the task sleeps it need not wait."""
 LONG_BODY = 2**15
-"""Bytes: a body of so many takes a millisecond or two, a thread 0.1 ms."""
+"""Bytes. Reading a body of this size takes a millisecond or two, starting a thread 0.1 ms."""
 DONE = b"data: [DONE]\n\n"
 Choices = dict[int, list[Event]]
-"""All events of an answer, by choice. It is emptied as it is written: to free it at once would
-stall the loop."""
+"""All events of an answer, by choice. Writers empty it as they go: freeing all of it at once would
+stall the event loop."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class Rows:
-    """A long list in an answer: its items are made when they are written, once."""
+    """A long list in an answer; its items are made as they are written, and only once."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -51,31 +51,31 @@ def dumps(value: Any) -> bytes:
     """JSON of a value without `Rows`."""
     try:
         return to_json(value, inf_nan_mode="null")
-    except ValueError:  # half a surrogate pair, which a tool's description may have
+    except ValueError:  # half a surrogate pair, for example in a tool's description
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value: of dicts each value, and of `Rows` each item, is a piece."""
+    """JSON of a value, in pieces: one for each value of a dict and each item of `Rows`."""
     if isinstance(value, dict):
-        before = b"{"
+        prefix = b"{"
         for name, item in value.items():
-            yield before + dumps(name) + b":"
+            yield prefix + dumps(name) + b":"
             yield from pieces(item)
-            before = b","
+            prefix = b","
         yield b"}" if value else b"{}"
     elif isinstance(value, Rows):
-        before = b"["
+        prefix = b"["
         for item in value:
-            yield before + dumps(item)
-            before = b","
-        yield b"[]" if before == b"[" else b"]"
+            yield prefix + dumps(item)
+            prefix = b","
+        yield b"[]" if prefix == b"[" else b"]"
     else:
         yield dumps(value)
 
 
 async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The parts, joined to what was made in one slice."""
+    """The parts, joined into one chunk per slice of work, with a sleep after each slice."""
     made: list[bytes] = []
     start = perf_counter()
     for part in parts:
@@ -89,30 +89,30 @@ async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns: done here, or in a thread if it is for a body of many bytes."""
+    """The result of `work` on a body of `size` bytes; a long one is done in a thread."""
     if size < LONG_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 class AnswerWriter(Protocol):
-    """How an API writes one answer: in pieces, in order, each of which is made quickly."""
+    """How an API writes one answer: in order, in pieces that are each made quickly."""
 
     def body(self, choices: Choices, usage: Usage) -> Iterable[bytes]:
         """The whole answer."""
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterable[bytes]:
-        """What is new; nothing if a client would learn nothing."""
+        """Chunks of the stream for these events; none if they hold no news for the client."""
 
     def last(self, usage: Usage) -> Iterable[bytes]:
-        """What closes the stream."""
+        """The end of the stream."""
 
     def failed(self, refused: Refusal) -> Iterable[bytes]:
         """An error that ends the stream."""
 
 
 class WholeAnswer(Response):
-    """JSON that is complete when its first byte is sent, and goes out by parts."""
+    """JSON that is complete before its first byte is sent; it is sent in parts."""
 
     media_type = "application/json"
 
@@ -121,7 +121,7 @@ class WholeAnswer(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; the next part when the client has read most of those before it."""
+        """Send it; each part waits until the client has read most of those before it."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         *most, last = self._parts
         for part in most:
@@ -130,28 +130,28 @@ class WholeAnswer(Response):
 
 
 class EventStream(StreamingResponse):
-    """An answer that has begun with `first`; it ends with its client: nothing is made for nobody.
+    """A streamed answer that begins with `first`; when its client disconnects, it ends.
 
-    Of Starlette's response it has the head alone: one task takes a step's news from the engine to
-    the socket.
+    It uses only the head of Starlette's response: one task takes each delta from the engine to the
+    socket.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: News,
-        rest: AsyncGenerator[News, None],
+        first: PromptDelta,
+        rest: AsyncGenerator[PromptDelta, None],
         reader: EventReader,
         writer: AnswerWriter,
-        observe: Callable[[News], None],
+        observe: Callable[[PromptDelta], None],
     ) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first, self._rest = first, rest
         self._reader, self._writer, self._observe = reader, writer, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; however that ends, and if it never began, nothing is left open."""
+        """Send all of it; `rest` is closed however this ends, even before it began."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._rest):
             with suppress(ClientDisconnect):
@@ -159,7 +159,7 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        item: News | None = self._first
+        item: PromptDelta | None = self._first
         body: Message = {"type": "http.response.body", "more_body": True}
         try:
             while item is not None:
@@ -169,7 +169,7 @@ class EventStream(StreamingResponse):
                     if part:
                         await send({**body, "body": part})
                 item = await anext(self._rest, None)
-        except Exception as error:  # the status has been sent: the client reads it here
+        except Exception as error:  # the status is sent already, so the stream tells of it
             last = self._writer.failed(refusal(error))
         else:
             last = self._writer.last(self._reader.usage)
@@ -179,9 +179,9 @@ class EventStream(StreamingResponse):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of this work; ends it and raises `ClientDisconnect` when the client leaves.
+    """The result of `work`; cancels it and raises `ClientDisconnect` if the client disconnects.
 
-    It is done in the task that asks for it, which is cancelled as `asyncio.timeout` does that.
+    The work runs in the calling task, which is cancelled in the way of `asyncio.timeout`.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
     before, has_left, is_over = task.cancelling(), False, False

@@ -1,7 +1,7 @@
-"""Deltas as events: what each choice of an answer has that is new, and what it cost.
+"""Deltas as events: what is new in each choice of an answer, and what it cost.
 
-Charter: what an answer says, whatever API it is written for. A parser reads the tokens of one
-choice and says what they mean (`parsers/`).
+Charter: what an answer says, whichever API it is written for. A parser (`parsers/`) reads the text
+of one choice and tells content, reasoning and calls apart.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from foretoken.serve.parsers.message import MessageParser, Part, Plain
 from foretoken.serve.requests import GenerationRequest
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 
 
 class Event(NamedTuple):
-    """What one choice has that is new.
+    """What is new in one choice.
 
     Attributes:
         choice: its index: samples of the first prompt, then those of the second.
         parts: what the new tokens say; may be empty.
-        sample: the tokens, what is known of each, and why it ended, if it has.
-        echo: the delta that has the prompt, in the first event of a choice whose request asked
-            for it, whenever that sample began.
-        prompt_ids: its token ids, likewise.
+        sample: the new tokens with their details, and why the sample ended, if it has.
+        echo: the delta with the prompt, in a choice's first event, if the request has `echo`.
+        prompt_ids: the prompt's token ids, in a choice's first event, if the request wants them.
         prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
     """
 
@@ -39,11 +38,11 @@ class Event(NamedTuple):
 
 
 class Usage:
-    """Counts of one request over HTTP, in OpenAI's shape; those of the cache come at the end.
+    """Counts of one request over HTTP, in OpenAI's shape; cached tokens are known at the end.
 
     Attributes:
-        metrics: of the prompts that have ended.
-        num_reasoning: tokens of reasoning, which the output's include.
+        metrics: one for each prompt that has ended.
+        num_reasoning: tokens of reasoning, also counted as output.
     """
 
     def __init__(self, generation: GenerationRequest) -> None:
@@ -67,7 +66,7 @@ class Usage:
         """`usage` of an answer."""
         drafters = [m.drafters.get("prediction") for m in self.metrics]
         counts = [c for c in drafters if c is not None]
-        # What was accepted behind the token that ended the answer is no part of it.
+        # Drafts accepted after the token that ended the answer are no part of it.
         accepted = min(sum(c.num_accepted_tokens for c in counts), self._num_accepted)
         rejected = sum(c.num_draft_tokens for c in counts) - accepted
         return {
@@ -110,18 +109,18 @@ class Usage:
 
 
 class EventReader:
-    """Deltas of one request as events, and what they count."""
+    """Turns the deltas of one request into events, and counts them."""
 
     def __init__(self, generation: GenerationRequest) -> None:
         self.usage = Usage(generation)
         self._generation = generation
         self._parsers: dict[int, MessageParser | Plain] = {}
         self._prompts: dict[int, RequestDelta] = {}
-        self._rows: dict[int, Any] = {}  # of prompts, until the first choice has told them
+        self._rows: dict[int, Any] = {}  # log-probabilities of prompts, until the first choice
 
-    def read(self, news: News) -> list[Event]:
-        """The events of a delta, one for each choice that has something new."""
-        (number, delta), events = news, []
+    def read(self, item: PromptDelta) -> list[Event]:
+        """The events of a delta, one for each choice in which something is new."""
+        (number, delta), events = item, []
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
             self._prompts[number] = delta
@@ -153,10 +152,11 @@ class EventReader:
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:
-    """A delta of several tokens as one for each.
+    """A delta of several tokens as one delta per token.
 
-    Together they have the text of the whole. A token gets what it alone decodes to where the text
-    goes on with that; where it does not, as within a character or a stop string, a later one does.
+    Together they have the text of the whole. A token gets the text that it alone decodes to, if the
+    delta's text continues with it. If not, as within a character or a stop string, that text goes
+    to a later token.
     """
     left, last = sample.text, len(sample.token_ids) - 1
     if last < 1 or sample.logprobs is None:

@@ -1,4 +1,4 @@
-"""Endpoints that generate: the flow from a body to an answer. Begin reading at `answer`."""
+"""Endpoints that generate: the flow from a body to an answer. Start reading at `answer`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from foretoken.serve.requests import (
     read_chat,
     read_completion,
 )
-from foretoken.serve.running import Flight, News, run
+from foretoken.serve.running import Flight, PromptDelta, run
 from foretoken.serve.sse import (
     AnswerWriter,
     EventStream,
@@ -53,7 +53,7 @@ def router(context: Context) -> APIRouter:
     async def read(
         work: Callable[[Body, Served], GenerationRequest], body: Body, request: Request
     ) -> GenerationRequest:
-        """What a body asks for; of a long one others do not wait for that."""
+        """The request of a body; a long body is read in a thread, so that others need not wait."""
         return await aside(len(await request.body()), _checked, work, body, served)
 
     @routes.post("/completions", response_model=None)
@@ -72,7 +72,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/responses", response_model=None)
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """Answer an input, of which nothing is kept."""
+        """Answer an input; nothing is stored."""
         generation = await read(read_responses, body, request)
         return await answer(context, request, generation, ResponsesWriter(generation, body, model))
 
@@ -86,7 +86,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/messages/count_tokens", response_model=None, responses=in_theirs)
     async def count(body: CountBody, request: Request) -> Response:
-        """How many tokens a conversation has, as its answer would count them."""
+        """Count the tokens of a conversation, as its answer would."""
         generation = await read(read_messages, body, request)
         ids = await context.engine.encode_chat(generation.messages or (), **generation.template)
         return WholeAnswer([dumps({"input_tokens": len(ids)})])
@@ -106,42 +106,45 @@ def _checked(
 async def answer(
     context: Context, request: Request, generation: GenerationRequest, writer: AnswerWriter
 ) -> Response:
-    """Have the engine do what is asked, and write what comes of it.
+    """Have the engine generate, and write the answer.
 
-    A stream begins when the first tokens are there, so that what is refused has its status. A
-    client that leaves ends its request, before that and after it.
+    A stream begins with its first tokens, so that a refusal before them has its own HTTP status. A
+    client that disconnects ends its request, before and after the stream begins.
     """
     record, reader = Record(context.counts), EventReader(generation)
     request.state.usage, request.state.answer_id = reader.usage, generation.name  # for the log
     flight = Flight(context.lifetime, context.engine, uuid.uuid4().hex)
-    news = run(context.engine, generation, flight, context.served.options.max_answer_logprobs)
+    deltas = run(context.engine, generation, flight, context.served.options.max_answer_logprobs)
     try:
         if not generation.stream:
-            work = whole(news, reader, writer, record)
+            work = whole(deltas, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
-        first = await while_connected(request.receive, _first(news))
+        first = await while_connected(request.receive, _first(deltas))
     except BaseException as error:
-        await news.aclose()
+        await deltas.aclose()
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # only the log sees it
         raise
-    return EventStream(first, news, reader, writer, record.observe)
+    return EventStream(first, deltas, reader, writer, record.observe)
 
 
 async def whole(
-    news: AsyncGenerator[News, None], reader: EventReader, writer: AnswerWriter, record: Record
+    deltas: AsyncGenerator[PromptDelta, None],
+    reader: EventReader,
+    writer: AnswerWriter,
+    record: Record,
 ) -> list[bytes]:
-    """An answer that is complete, in parts."""
+    """The bytes of a complete answer, in parts."""
     choices: defaultdict[int, list[Event]] = defaultdict(list)
-    async with aclosing(news):
-        async for item in news:
+    async with aclosing(deltas):
+        async for item in deltas:
             record.observe(item)
             for event in reader.read(item):
                 choices[event.choice].append(event)
     return [part async for part in paced(writer.body(choices, reader.usage))]
 
 
-async def _first(news: AsyncGenerator[News, None]) -> News:
-    async for item in news:
+async def _first(deltas: AsyncGenerator[PromptDelta, None]) -> PromptDelta:
+    async for item in deltas:
         return item
     raise StepError("a request ended before it began")

@@ -1,7 +1,7 @@
-"""Who may call: a key that clients send, compared in constant time, or else a name of this machine.
+"""Access: clients send a key, compared in constant time, or else call this machine by its name.
 
-A page of any site can have its own name resolve to 127.0.0.1, and then calls a server here as its
-own origin (DNS rebinding). The `Host` that its browser sends is still the site's: it is refused.
+Any web site can have its own name resolve to 127.0.0.1; its page then calls a server here as its
+own origin (DNS rebinding). The browser still sends the site's `Host`, which is refused here.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ PAGE = {
     **{f"/page/{name}": name for name in ("page.css", "icon.svg")},
     **{f"/page/{name}.js": f"{name}.js" for name in ("page", "api", "run", "detail", "compare")},
 }
-"""Paths of the page's files, which hold nothing of this server's."""
+"""The page's files by path; they hold no data of this server."""
 OPEN = frozenset(
     {"/health", "/health/ready", "/ping", "/load", "/metrics", "/version", "/docs", "/openapi.json"}
     | PAGE.keys()
 )
-"""Paths that need no key: probes and scrapers have none, the page asks for it, and documents of
-the API hold nothing of this server's."""
-
-
+"""Paths that need no key: probes and scrapers have none, the page asks its user for it, and the
+API's documents hold no data of this server."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Has every path begin with the one that a proxy has this server under, as ASGI wants it.
+    """Has every path begin with the prefix under which a proxy has this server, as ASGI demands.
 
-    A proxy may leave it on or take it off, so a path that begins with it is as the client sent it.
-    The router takes it off once.
+    A proxy may keep the prefix or remove it, so it is added only where it is missing. The router
+    removes it once.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -56,7 +54,7 @@ class RootPath:
 
 
 class KeyCheck:
-    """Answers 401 to who does not send one of the keys."""
+    """Answers 401 to requests without one of the keys."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -78,13 +76,13 @@ class KeyCheck:
 
 
 class HostCheck:
-    """Answers 421 to who calls this machine by a name that is not its own."""
+    """Answers 421 to requests that call this machine by another name than its own."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._allowed = app, {name.lower() for name in options.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what names this machine. HTTP/1.0, which no browser speaks, may name none."""
+        """Pass on requests to this machine's names. HTTP/1.0, which no browser speaks, needs none."""
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])

@@ -1,4 +1,4 @@
-"""The application: an engine and its options as ASGI, and what stands before every application."""
+"""The application: an engine and its options as ASGI, and the middleware of every application."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from foretoken.serve.running import Lifetime
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = True) -> FastAPI:
-    """OpenAI's API over an engine, which it closes when it ends.
+    """OpenAI's API over an engine. At its end the application closes the engine.
 
     Args:
-        guarded: whether it checks who calls, and logs that; False in a replica: the front has.
+        guarded: whether it checks access and logs requests; False in a replica: its front does.
 
     Raises:
         ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
@@ -49,7 +49,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = Tru
     errors.install(app)
     for part in (generate, state, page):
         app.include_router(part.router(context))
-    # The last one added is the first that sees a request: bodies of strangers are not read.
+    # The last middleware added sees a request first: without access its body is not read.
     most = context.served.max_model_len
     app.add_middleware(BodyLimits, options=options, max_model_len=most)
     for kind, given in guards(options) if guarded else ():
@@ -58,8 +58,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = Tru
 
 
 def guards(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
-    """Classes of ASGI that see a request before the application does, the last one first, and
-    what each is given."""
+    """Middleware classes and their arguments; the last one sees a request first."""
     found: list[tuple[Any, dict[str, Any]]] = []
     if options.keys:
         found.append((KeyCheck, {"keys": options.keys}))

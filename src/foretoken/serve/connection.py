@@ -1,12 +1,12 @@
-"""One client's connection: how long it may take, how long a head may be, where a request ends.
+"""One client's connection: its deadlines, the longest head, and where a request ends.
 
-Charter: what HTTP's parser must know, before there is a request that an application could refuse.
-A client that sends slowly, or does not read, holds its connection for `io_timeout` at most. One
-that closes its sending half is taken to have left, since a client that has gone looks the same.
-Requests are not pipelined: while one is answered, what its client sends ahead is read and dropped,
-so that its leaving is seen, and the connection closes after the answer (RFC 9112, 9.3.2: such
-clients ask again on another one). An offer to leave HTTP/1.1 (`Upgrade`) is ignored, as RFC 9110,
-7.8, allows: the parser would skip the body of such a request, and read it as the next request.
+Charter: checks at the HTTP parser, before there is a request that the application could refuse.
+A client that sends slowly, or does not read, holds its connection for at most `io_timeout`. One
+that closes its sending half counts as gone, since a client that has gone looks the same.
+Requests are not pipelined: while one is answered, further bytes are read and dropped, so that a
+disconnect is noticed, and the connection closes after the answer (RFC 9112, 9.3.2: such clients
+retry on another connection). An offer to leave HTTP/1.1 (`Upgrade`) is ignored, as RFC 9110, 7.8,
+allows: the parser would skip the body of such a request, and then read it as the next request.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Connection(HttpToolsProtocol):
         self._leaving: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client that says nothing has a deadline, too."""
+        """Start the deadline, which also holds for a client that sends nothing."""
         super().connection_made(transport)
         self._arriving = self._later(self._is_late)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a head must end before it is too long."""
+        """Parse; refuse a head that grows too long."""
         if self._is_answering:
             self.cycle.keep_alive = False
             return
@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _parse_without_offer(self) -> None:
-        """Have another parser read the head that has come, as if nothing had been offered."""
+        """Parse the head again without the offer, with a new parser."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         for name, value in self.headers:
@@ -85,22 +85,22 @@ class Connection(HttpToolsProtocol):
         self._parse(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
-        """A further request, which may come in one piece with the one before it."""
+        """Begin a request; it may come in one piece with the one before it."""
         if self._is_answering:
             raise ValueError("a request before its turn")  # see `on_headers_complete`
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; after a body they are trailers, which nothing here reads (RFC 9110, 6.5.1)."""
+        """Take a header; those after a body are trailers, which are ignored (RFC 9110, 6.5.1)."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The application begins here, unless the head is refused, or will be read again."""
+        """Start the application, unless the head is refused or will be parsed again."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._options.max_header_bytes:
             self._refused = self._too_long()
-            raise ValueError("a head is too long")  # the parser stops, `send_400_response` follows
+            raise ValueError("a head is too long")  # the parser stops and calls `send_400_response`
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
             self._refused = _NO_HOST  # RFC 9112, 3.2
@@ -109,36 +109,34 @@ class Connection(HttpToolsProtocol):
             self._refused = _NO_TUNNEL
             raise ValueError("a tunnel is asked for")
         if self.parser.should_upgrade():
-            return  # `_parse_without_offer` follows
+            return  # the parser stops, and `_parse_without_offer` is called
         self._in_head = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The request is here: what follows is the next one's."""
+        """End the request; the next bytes belong to another one."""
         if self._in_head:
-            return  # without its body: see `on_headers_complete`
+            return  # its body has not come: see `on_headers_complete`
         super().on_message_complete()
         self._in_head, self._num_head = True, 0
         self._cancel(self._arriving)
         self._arriving = None
 
     def pause_writing(self) -> None:
-        """The client does not read what is ready for it: from here on it has a deadline."""
+        """Start a deadline for a client that does not read."""
         super().pause_writing()
         self._leaving = self._later(self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
         super().resume_writing()
         self._cancel(self._leaving)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No deadline outlives its connection."""
         self._cancel(self._arriving, self._leaving)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server ends, and would refuse what has not wholly come."""
+        """End with the server; a request that has not arrived completely is refused."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(_ENDING)
@@ -146,7 +144,7 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no request is answered in the form of all errors."""
+        """Refuse bytes that are no request, in the form of all errors."""
         if self._is_answering:
             self.cycle.keep_alive = False
         else:
@@ -154,7 +152,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request has come wholly, and its answer has not gone wholly."""
+        """Whether a complete request has arrived, and its answer is not yet complete."""
         cycle = self.cycle
         return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
@@ -177,7 +175,7 @@ class Connection(HttpToolsProtocol):
         return Refusal(431, told, "invalid_request_error")
 
     def _refuse(self, refused: Refusal) -> None:
-        """Say why, unless another answer is being sent, and hang up."""
+        """Send the refusal, unless another answer is being sent, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:

@@ -1,4 +1,4 @@
-"""What every route reads: one record, made with the application."""
+"""The record that every route reads; it is made with the application."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.serve.running import Lifetime
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The engine, what is served of it, what has been counted, and what is under way."""
+    """The engine, how it is served, the counts, the time of the start, and the requests."""
 
     engine: AsyncEngine
     served: Served

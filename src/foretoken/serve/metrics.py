@@ -87,7 +87,7 @@ class Record:
         self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def observe(self, item: PromptDelta) -> None:
-        """Count a delta. The tokens of a step count as spread evenly over the time since the last."""
+        """Count a delta; a step's tokens count as evenly spread over the time since the last."""
         number, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:

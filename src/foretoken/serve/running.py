@@ -218,7 +218,7 @@ async def run(
 async def _prepare(
     engine: AsyncEngine, prompt: Any, generation: GenerationRequest, is_counted: bool
 ) -> Any:
-    """A prompt for the engine: as it came, or with its ids, and its text if the answer echoes it."""
+    """A prompt for the engine: as it came, or its ids, with the text that an answer may echo."""
     params, is_text = generation.params, isinstance(prompt, str)
     is_cut, adds_special = params.truncate_prompt_tokens is not None, generation.add_special_tokens
     if is_text and not (is_counted or is_cut or adds_special is False):

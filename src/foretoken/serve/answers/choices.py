@@ -17,10 +17,10 @@ from foretoken.serve.requests import GenerationRequest
 from foretoken.serve.sse import DONE, Choices, Rows, dumps, pieces
 
 IMPOSSIBLE = -9999.0
-"""In the place of minus infinity, which JSON does not have; OpenAI's number for it."""
+"""OpenAI's number for minus infinity, which JSON does not have."""
 
 Row = Mapping[int, Logprob]
-# `asdict` copies what it finds: of a long answer it took five times as long as all else.
+# `asdict` copies each value: for a long answer it took five times as long as everything else.
 _TRACE = tuple(field.name for field in fields(TokenTrace) if field.name != "dropped")
 _trace_values = attrgetter(*_TRACE)
 
@@ -31,27 +31,27 @@ def number(entry: Logprob) -> float:
 
 
 def text(entry: Logprob) -> str:
-    """A token alone; empty without a tokenizer."""
+    """The text of one token; empty without a tokenizer."""
     return entry.decoded_token or ""
 
 
 def shown(token: int, entry: Logprob, *, as_id: bool) -> str:
-    """What a token is called: its text, or its number, also where there is no tokenizer."""
+    """A token in an answer: its text, or `token_id:` and its number if `as_id` or no tokenizer."""
     return f"token_id:{token}" if as_id or entry.decoded_token is None else text(entry)
 
 
 def own(row: Row) -> tuple[int, Logprob]:
-    """Of a row, the token itself and its entry."""
+    """The token of a row's position, and its entry; it is the first of the row."""
     return next(iter(row.items()))
 
 
 def likeliest(row: Row, num_top: int) -> list[tuple[int, Logprob]]:
-    """So many tokens and entries of a row by rank; its first is the token itself, or not likely."""
+    """The `num_top` likeliest tokens of a row and their entries, by rank."""
     return sorted(row.items(), key=lambda item: item[1].rank)[:num_top]
 
 
 def by_token(rows: Sequence[Row | None]) -> Rows:
-    """`prompt_logprobs`: for each token those of its row by their ids; null for the first."""
+    """`prompt_logprobs`: for each token its row by token ids; null for the first token."""
     return Rows(None if row is None else _by_id(row) for row in rows)
 
 
@@ -67,14 +67,14 @@ def _by_id(row: Row) -> dict[str, Any]:
 
 
 def traced(records: Iterable[TokenTrace]) -> Iterator[dict[str, Any]]:
-    """How tokens came about, field by field; what was dropped dropped nothing itself."""
+    """Traces field by field; those of dropped drafts have no `dropped` of their own."""
     for record in records:
         dropped = [dict(zip(_TRACE, _trace_values(draft), strict=True)) for draft in record.dropped]
         yield dict(zip(_TRACE, _trace_values(record), strict=True)) | {"dropped": dropped}
 
 
 def common_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[str, Any]:
-    """What the choices of every API have beyond OpenAI's keys, where it was asked for."""
+    """Keys beyond OpenAI's that the choices of every API have, where the request wants them."""
     sample = events[-1].sample
     found: dict[str, Any] = {}
     if token_ids:
@@ -90,7 +90,7 @@ def common_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[s
 
 
 class ChunkWriter:
-    """An answer as choices; what those of an API hold is for a subclass to say.
+    """An answer as choices; a subclass makes the choices of its API.
 
     Args:
         model: its name in the answer.
@@ -115,7 +115,7 @@ class ChunkWriter:
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """Choices of a stream: none where a client would learn nothing."""
+        """Choices of a stream's chunks; none where a client would learn nothing."""
         raise NotImplementedError
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -123,16 +123,16 @@ class ChunkWriter:
         raise NotImplementedError
 
     def root(self, events: Sequence[Event]) -> dict[str, Any]:
-        """What stands beside the choices, of events of one of them."""
+        """Keys next to the choices, from the events of one choice."""
         return {}
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
-        between, root = self._head.removeprefix(b"data: "), dict[str, Any]()
+        prefix, root = self._head.removeprefix(b"data: "), dict[str, Any]()
         for index in sorted(choices):
             root |= self.root(choices[index])
-            yield between
+            yield prefix
             yield from pieces(self.whole(choices.pop(index)))
-            between = b","
+            prefix = b","
         yield b"]," + dumps(root | _counts(usage))[1:]
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
@@ -143,15 +143,15 @@ class ChunkWriter:
             tail = b'],"usage":null}\n\n'
         for event in events:
             root = self.root([event])
-            beside = b"]," + dumps(root)[1:-1] + tail[1:] if root else tail
+            suffix = b"]," + dumps(root)[1:-1] + tail[1:] if root else tail
             for choice in self.chunks(event):
                 yield self._head
                 yield from pieces(choice) if self._is_long else (dumps(choice),)
-                yield beside
-                beside = tail
+                yield suffix
+                suffix = tail
 
     def last(self, usage: Usage) -> Iterator[bytes]:
-        """The chunk of usage, where it was asked for, and the end."""
+        """The chunk with `usage`, if the request wants it, and the end."""
         if self._generation.include_usage:
             yield self._head + b"]," + dumps(_counts(usage))[1:] + b"\n\n"
         yield DONE
@@ -160,7 +160,7 @@ class ChunkWriter:
         yield b"data: " + dumps(refused.body) + b"\n\n" + DONE
 
     def _shows_tokens(self, event: Event) -> bool:
-        """Whether a client learns something of tokens without text."""
+        """Whether a client learns of tokens that have no text."""
         has_trace = event.sample.trace is not None
         return self._num_top is not None or has_trace or self._shows_ids
 
@@ -180,7 +180,7 @@ class CompletionWriter(ChunkWriter):
         self._offsets: dict[int, int] = {}
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """One choice, or none where there is neither text nor anything else to tell."""
+        """One choice, or none where a client would learn nothing."""
         sample = event.sample
         if self._shows_tokens(event) or event.echo:
             return [self.whole([event])]
@@ -195,10 +195,8 @@ class CompletionWriter(ChunkWriter):
         return [choice | common_fields([event]) if sample.finish_reason else choice]
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        ids, said = (
-            events[0].prompt_ids,
-            [event.echo.prompt or "" for event in events if event.echo],
-        )
+        ids = events[0].prompt_ids
+        said = [event.echo.prompt or "" for event in events if event.echo]
         said += [part.text for e in events for part in e.parts if isinstance(part, Content)]
         return {
             "index": events[0].choice,
@@ -219,7 +217,7 @@ class CompletionWriter(ChunkWriter):
             if event.echo and event.echo.prompt_logprobs:
                 prompt, ids = event.echo.prompt or "", event.echo.prompt_token_ids or []
                 echoed = [row for row in event.echo.prompt_logprobs if row is not None]
-                # The first token has no row: its text is what the others leave of the prompt's.
+                # The first token has no row: its text is the prompt's without that of the others.
                 others = sum(len(text(own(row)[1])) for row in echoed)
                 first = [prompt[: max(0, len(prompt) - others)]]
                 named = [f"token_id:{ids[0]}"] if self._as_id or not prompt else first
@@ -237,7 +235,7 @@ class CompletionWriter(ChunkWriter):
         }
 
     def _top(self, row: Row) -> dict[str, float]:
-        """The likeliest in a token's place by text, and the token itself."""
+        """The likeliest tokens in a token's place by their texts, and the token itself."""
         entries = [*likeliest(row, self._num_top or 0), own(row)]
         return {shown(*item, as_id=self._as_id): number(item[1]) for item in entries}
 
@@ -258,7 +256,7 @@ class ChatWriter(ChunkWriter):
         self._called: dict[int, bool] = {}  # whether the last call of a choice is whole
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """The role before a choice's first words; none where there is nothing to tell."""
+        """Chunks of an event, with the role before a choice's first."""
         found, sample, index = [], event.sample, event.choice
         if index not in self._begun:
             self._begun.add(index)
@@ -281,7 +279,7 @@ class ChatWriter(ChunkWriter):
         return found
 
     def root(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The prompt's token ids, where they were asked for: in a stream beside the first chunk."""
+        """The prompt's token ids, if the request wants them; in a stream with the first chunk."""
         ids = events[0].prompt_ids
         return {} if ids is None or events[0].choice else {"prompt_token_ids": ids}
 
@@ -321,7 +319,7 @@ class ChatWriter(ChunkWriter):
         return {**self._entry(*own(row)), "top_logprobs": top}
 
     def _entry(self, token: int, entry: Logprob) -> dict[str, Any]:
-        """A token, and the bytes of its text, which are null where it is part of a character."""
+        """A token with the bytes of its text; null where the token is part of a character."""
         said = text(entry)
         return {
             "token": shown(token, entry, as_id=self._as_id),
@@ -331,7 +329,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _deltas(part: Part) -> list[dict[str, Any]]:
-    """What a stream says of it: of a call first its name, then its arguments."""
+    """Deltas of a stream for a part; a call is two: its name, then its arguments."""
     if isinstance(part, Content):
         return [{"content": part.text}]
     if isinstance(part, Reasoning):
@@ -342,7 +340,7 @@ def _deltas(part: Part) -> list[dict[str, Any]]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """DeepSeek's name of it, and vLLM's."""
+    """Reasoning under DeepSeek's key, and under vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -1,6 +1,6 @@
 """Answers as named events: items of `/v1/responses`, blocks of `/v1/messages`.
 
-Charter: a whole answer is what its stream leaves: both are written by the same steps.
+Charter: the same steps write a stream and build the whole answer, so that they agree.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from foretoken.serve.sse import Choices, Rows, pieces
 class NamedEvents:
     """An answer that grows by events, some of which are not sent yet.
 
-    What is said at its root beyond its API is made here. A subclass says how it begins (`_open`),
-    takes a part (`_say`), notes why the model stopped (`_stop`), and is complete (`_end`).
+    A subclass begins it (`_open`), adds a part (`_say`), notes why the model stopped (`_stop`), and
+    completes it (`_end`). Keys at its root that its API does not have are made here.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._answer, self._has_begun = answer, False
         self._events: list[dict[str, Any]] = []
         self._trace: list[TokenTrace] | None = None
-        self._is_cut = False  # a forced call, by the answer's end
+        self._is_cut = False  # the answer ended within a call
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
         for event in choices[0]:
             self._take(event)
-        self._events = []  # which a stream would tell
+        self._events = []  # only a stream sends them
         self._end(usage)
         yield from pieces(self._answer | self._extras(usage))
 
@@ -97,7 +97,7 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
 
 
 def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
-    """The event that ends a stream of the Responses API, after so many others."""
+    """The event that ends a failed stream of the Responses API; `number`: of events before it."""
     told = {"code": refused.code, "message": refused.message, "param": refused.param}
     return named_event("error", {"type": "error", "sequence_number": number, **told})
 
@@ -107,7 +107,7 @@ class ResponsesWriter(NamedEvents):
 
     def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
         self._number = 0
-        self._item: dict[str, Any] = {}  # that is open; {} if none is
+        self._item: dict[str, Any] = {}  # the open item; {} if none is open
         self._reason: str | None = None
         self._cut_by: str | int | None = None
         params = generation.params
@@ -155,7 +155,7 @@ class ResponsesWriter(NamedEvents):
         self._reason, self._cut_by = sample.finish_reason, sample.stop_reason
 
     def _end(self, usage: Usage) -> None:
-        """Close what is open, and count."""
+        """Close the open item, and fill in status and usage."""
         status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
@@ -180,7 +180,7 @@ class ResponsesWriter(NamedEvents):
             made = {"call_id": part.id, "name": part.name, "arguments": ""}
             self._begin("function_call", "fc_", made)
             self._continue("response.function_call_arguments", part.arguments)
-            if part.is_whole:  # else the end of the answer closes it, as incomplete
+            if part.is_whole:  # otherwise `_end` closes it as incomplete
                 self._close()
             return
         kind = "message" if isinstance(part, Content) else "reasoning"
@@ -203,7 +203,7 @@ class ResponsesWriter(NamedEvents):
         self._tell("response.output_item.added", output_index=self._index, item=shown)
 
     def _continue(self, name: str, text: str) -> None:
-        """More of the text or of the arguments that are open."""
+        """Add to the text or the arguments of the open item."""
         if self._item["type"] == "function_call":
             self._item["arguments"] += text
             self._tell(f"{name}.delta", item_id=self._item["id"], output_index=self._index,
@@ -213,7 +213,7 @@ class ResponsesWriter(NamedEvents):
         self._tell_part(f"{name}.delta", delta=text, **self._logprobs)
 
     def _close(self, status: str = "completed") -> None:
-        """Finish what is open, if anything is."""
+        """Finish the open item, if there is one."""
         if not self._item:
             return
         item, self._item["status"] = self._item, status
@@ -342,7 +342,7 @@ class MessagesWriter(NamedEvents):
 
 
 def _object(call: ToolCall) -> dict[str, Any]:
-    """The arguments; what was cut is what Anthropic's client makes of it in a stream."""
+    """The arguments; those of a cut call as Anthropic's client would complete them in a stream."""
     text = call.arguments
     if not call.is_whole:
         try:
@@ -354,7 +354,7 @@ def _object(call: ToolCall) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """A number as a float that JSON can hold: 1e999 is the largest there is."""
+    """A number as a float that JSON can hold: 1e999 becomes the largest one."""
     most = sys.float_info.max
     return max(-most, min(float(text), most))
 

@@ -1,11 +1,11 @@
 """Reasoning and tool calls in an answer's text.
 
-Charter: nothing is said before it is sure, and nothing is taken back, so that events do not depend
-on how tokens were split into deltas. What is no valid call of a known function is text, as it
-stands; therefore a call is told of when its JSON is complete. What the answer's length cut off is a
-call as far as it goes, once the name of a function is there. Where a grammar lets calls through and
-no text around them, what a stop string cut off is one, too; where it lets only calls through, the
-rest is no text.
+Charter: a part is reported only when it is certain, and never taken back, so that events do not
+depend on how tokens were split into deltas. Anything but a valid call of a known function is text,
+unchanged; therefore a call is reported when its JSON is complete. If `max_tokens` ends the answer
+within a call, the call is reported as far as it goes, once its function's name is there. Under a
+grammar that allows no text around calls this also holds for a stop string; under one that allows
+only calls, no remainder is reported as text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HEAD_OF_BODY = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{.*))?',
     re.DOTALL,
 )
-_MOST_HEAD = 256  # characters of a name and an id before the arguments
+_MOST_HEAD = 256  # the most characters of a name and an id before the arguments
 _BETWEEN = re.compile(r"[\s,:]*")
 _NO_CALLS = CallFormat(opener="")
-_NO_CALL = (ValueError, TypeError, KeyError, RecursionError)  # what reading one raises
+_NO_CALL = (ValueError, TypeError, KeyError, RecursionError)  # raised by text that is no call
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 
 
@@ -42,18 +42,18 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text of the reasoning before it."""
+    """Text of the reasoning before the answer."""
 
     text: str
 
 
 class ToolCall(NamedTuple):
-    """A call.
+    """A call of a tool.
 
     Attributes:
-        number: of the calls of its choice, from 0.
+        number: its index among the calls of its choice.
         arguments: the JSON text of an object.
-        is_whole: False: the answer's end cut it, and this is the beginning of that text.
+        is_whole: False if the answer ended within the call: `arguments` is then a beginning.
     """
 
     number: int
@@ -64,7 +64,7 @@ class ToolCall(NamedTuple):
 
 
 def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as messages of a chat have it, in requests and in answers."""
+    """A call in a chat's message, of a request or an answer."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
@@ -77,12 +77,12 @@ class Parsing:
     """What to look for in an answer.
 
     Attributes:
-        names: of the functions that may be called; () looks for no calls.
-        reasons: look for reasoning.
-        parallel: read more than one call.
+        names: the functions that may be called; () looks for no calls.
+        reasons: whether to look for reasoning.
+        parallel: whether to read more than one call.
         hidden: special tokens that are no part of any text.
-        is_forced: a grammar lets nothing but calls through.
-        is_either: it lets calls through, or a text: no call is in what begins as a text.
+        is_forced: a grammar allows calls only.
+        is_either: a grammar allows calls or a text; an answer that begins as text has no calls.
         decode: the text of token ids as the answer has it.
     """
 
@@ -99,7 +99,10 @@ class Parsing:
     def of(
         cls, form: MessageFormat, names: Sequence[str], *, reasons: bool, parallel: bool
     ) -> Parsing:
-        """The same; marks that are special tokens can be read only where none is left out."""
+        """What to look for in a message; `hidden` is set if a mark is a special token.
+
+        Such a mark is read from the text, so no special token may be left out of it before.
+        """
         marks = [THINK, END_THINK] if reasons else []
         if names and form.calls:
             marks += [form.calls.opener, form.calls.closer]
@@ -112,12 +115,12 @@ class Parsing:
         return bool(self.names) or self.reasons
 
     def new(self, prompt: str) -> MessageParser:
-        """A parser of one choice; the prompt's end may have begun the reasoning."""
+        """A parser of one choice; the end of the prompt may have begun the reasoning."""
         return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))
 
 
 class Plain:
-    """A `MessageParser` for which all text is the answer's."""
+    """Has the interface of `MessageParser`, and takes all text as content."""
 
     num_reasoning = 0
 
@@ -126,16 +129,16 @@ class Plain:
 
 
 class MessageParser:
-    """Reads one choice. Its state is the method that reads what comes next.
+    """Reads one choice. Its state is the method that reads the text from here on.
 
-    Such a method is told whether the text ends here, and returns whether to go on at once.
+    Such a method is told whether the text ends here, and returns whether to continue at once.
     """
 
     def __init__(self, parsing: Parsing, *, is_open: bool = False) -> None:
         self._parsing = parsing
         self._calls = (parsing.format.calls if parsing.names else None) or _NO_CALLS
         self._state = MessageParser._read_reasoning if is_open else MessageParser._read_lead
-        self._text = ""  # not decided yet
+        self._text = ""  # not yet reported
         self._parts: list[Part] = []
         self._num_calls = 0
         self._has_reasoned = False
@@ -144,11 +147,11 @@ class MessageParser:
         self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
         self._bare_head = '{"name": "' if parsing.is_either else "{"
         self._reasoning_marks = (END_THINK, *parsing.hidden)
-        self.num_reasoning = 0  # tokens so far, those of the marks included
+        self.num_reasoning = 0  # tokens so far, including those of the marks
         self._count = ReasoningCount(parsing.decode) if parsing.reasons else None
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
+        """The new parts that are certain; after a delta with `finish_reason` no text is left."""
         self._text += sample.text
         num_tokens = self._count.add(sample) if self._count else 0
         is_last = sample.finish_reason is not None
@@ -169,15 +172,14 @@ class MessageParser:
             pass
 
     def _only_calls(self) -> bool:
-        """Whether a grammar lets no text through where this answer is."""
+        """Whether the grammar allows no text at this place of the answer."""
+        if self._parsing.is_forced or self._state is MessageParser._read_text:
+            return self._parsing.is_forced
         begins = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
-        calls = self._num_calls or begins or self._state is not MessageParser._read_lead
-        return self._parsing.is_forced or (
-            bool(calls) and self._state is not MessageParser._read_text
-        )
+        return bool(self._num_calls) or begins or self._state is not MessageParser._read_lead
 
     def _cut(self) -> bool:
-        """Tell of the calls that the answer's end leaves open; False: there are none."""
+        """Report the calls that the answer's end cut off; False if there are none."""
         state = self._json
         if self._state is not MessageParser._read_call or state.start is None or state.is_broken:
             return False
@@ -206,7 +208,7 @@ class MessageParser:
             self._parts.append(kind(text))
 
     def _read_lead(self, is_last: bool) -> bool:
-        """White space at the beginning, after the reasoning or after a call."""
+        """Read white space: at the beginning, after the reasoning or after a call."""
         extra = ";" if self._calls.is_bare and self._num_calls else ""
         rest = self._text.lstrip(string.whitespace + extra)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
@@ -238,7 +240,7 @@ class MessageParser:
         return self._parsing.reasons and not (self._has_reasoned or self._num_calls)
 
     def _begin(self, mark: str) -> None:
-        """Go past a mark: of a call, or one that is no part of the text."""
+        """Skip a mark; that of a call begins to read the call."""
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
@@ -255,7 +257,7 @@ class MessageParser:
         return bool(mark)
 
     def _read_reasoning(self, is_last: bool) -> bool:
-        """White space around it is the template's, no part of it."""
+        """Read reasoning, without the white space that the template puts around it."""
         place, mark = _find(self._text, self._reasoning_marks, is_last)
         said = self._text[:place].rstrip()
         self._say(Reasoning, said if self._has_reasoned else said.lstrip())
@@ -290,12 +292,12 @@ class MessageParser:
         return True
 
     def _give_up(self, place: int) -> None:
-        """What looked like a call up to here is text."""
+        """Report the text up to `place`, which looked like a call, as content."""
         self._say(Content, self._text[:place])
         self._text, self._state = self._text[place:], MessageParser._read_text
 
     def _parse(self, text: str, head: str | None) -> list[tuple[str, str]] | None:
-        """Names and arguments of calls; None for what are none."""
+        """Names and arguments of the calls in a text; None if it is not a call."""
         try:
             json.loads(text, parse_constant=_refuse)
             text.encode()  # a lone surrogate cannot be sent
@@ -309,7 +311,7 @@ class MessageParser:
         return found if found and known else None
 
     def _read_closer(self, is_last: bool) -> bool:
-        """White space and the closer of a call."""
+        """Read white space and the closer of a call."""
         closer, rest = self._calls.closer, self._text.lstrip()
         if closer and rest.startswith(closer):
             self._text = rest[len(closer) :]
@@ -319,7 +321,7 @@ class MessageParser:
         return True
 
     def _drop(self, is_last: bool) -> bool:
-        """After the only call."""
+        """Drop the text after the only call."""
         self._text = ""
         return False
 
@@ -328,9 +330,10 @@ class _JsonEnd:
     """Where a call's JSON begins and ends: by brackets outside strings, each character read once.
 
     Attributes:
-        opener: the mark before it, which the text begins with.
-        name: of the function, where it stands before the JSON.
-        start: None as long as it has not begun.
+        opener: the mark at the beginning of the text.
+        name: the function's, where it stands before the JSON.
+        start: index of the JSON's first character; None until it has come.
+        is_broken: whether the text cannot be a call.
     """
 
     def __init__(self) -> None:
@@ -342,35 +345,33 @@ class _JsonEnd:
         self._is_text = False
 
     def begin(self, text: str, calls: CallFormat, *, is_last: bool) -> bool:
-        """Find the start; False if more text is needed. What cannot be a call is broken."""
+        """Find the start; False if more text is needed."""
         first = len(self.opener)
-        behind = text[first:].lstrip()
-        start = len(text) - len(behind)
-        if calls.has_heads and behind and behind[0] not in "[{":
+        rest = text[first:].lstrip()
+        start = len(text) - len(rest)
+        if calls.has_heads and rest and rest[0] not in "[{":
             start = text.find("{", first, first + _MOST_HEAD)
             is_decided = start >= 0 or is_last or len(text) >= first + _MOST_HEAD
             if not is_decided:
                 return False
             head = _HEAD.fullmatch(text, first, start) if start >= 0 else None
             self.name, self.is_broken = head and head[1], head is None
-        elif behind:
-            self.is_broken = behind[0] not in "[{"
-        elif not is_last:
+        elif not rest and not is_last:
             return False
         else:
-            self.is_broken = True
+            self.is_broken = not rest or rest[0] not in "[{"
         self.start = self._at = first if self.is_broken else start
         return True
 
     def find(self, text: str) -> int | None:
-        """The index after it, or after what shows that it is broken; None if it goes on."""
+        """The index after the JSON, or of the place that breaks it; None if it goes on."""
         if self.is_broken:
             return self._at
         while found := _JSON_MARKS.search(text, self._at):
             mark, self._at = found[0], found.end()
             if mark == "\\" and self._is_text:
                 if self._at == len(text):
-                    self._at -= 1  # what it escapes has not come yet
+                    self._at -= 1  # the escaped character has not come yet
                     return None
                 self._at += 1
             elif mark == '"':
@@ -387,7 +388,7 @@ class _JsonEnd:
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The same with texts of one kind that follow each other as one."""
+    """The parts, with neighbouring texts of one kind joined."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
@@ -401,7 +402,7 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 
 
 def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
-    """Where the first mark begins, and it; or where one may begin that is not complete, and ""."""
+    """The index of the first mark, and the mark; "" for a mark that may still be incomplete."""
     places = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
     if places:
         place, _, mark = min(places)
@@ -419,8 +420,8 @@ def _longest(text: str, marks: Sequence[str]) -> str:
 
 
 def _call(text: str) -> tuple[str, str]:
-    """Name and arguments, which are an object, as they are written: a number may be past what a
-    float holds. Raises what `_parse` catches."""
+    """Name and arguments of a call, an object as the model wrote it: a float may not hold its
+    numbers. Raises `_NO_CALL`."""
     if text[0] != "{":
         raise TypeError
     members = dict(zip(*[iter(_items(text)[0])] * 2, strict=True))
@@ -434,7 +435,7 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _items(text: str) -> tuple[list[str], str]:
-    """The texts of a list's items, or of an object's keys and values in turns, and what is left."""
+    """The texts of a list's items, or of an object's keys and values in turns; and the rest."""
     found, decoder, at = [], json.JSONDecoder(), _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
     with suppress(ValueError, RecursionError):
         while True:
@@ -456,7 +457,7 @@ def _new_id(calls: CallFormat) -> str:
 
 
 class ReasoningCount:
-    """Counts tokens up to the mark that ends the reasoning, that mark included.
+    """Counts tokens up to and including the mark that ends the reasoning.
 
     Args:
         decode: the text of token ids as the answer has it.
@@ -468,18 +469,18 @@ class ReasoningCount:
         self._text = ""
 
     def add(self, sample: CompletionDelta) -> int:
-        """Take in a delta; how many tokens there are so far."""
+        """Take in a delta; returns the number of tokens so far."""
         self._ids.extend(sample.token_ids)
         self._text += sample.text
         return len(self._ids)
 
-    def end(self, num_behind: int) -> int:
-        """The count, where so many characters follow the mark: a delta may go on there.
+    def end(self, num_after: int) -> int:
+        """The count, if `num_after` characters follow the mark: a delta may continue after it.
 
-        White space in front is left aside: a decoder may drop that of its first token.
+        Leading white space is ignored: a decoder may drop that of its first token.
         """
-        size = len(self._text[: len(self._text) - num_behind].lstrip())
-        counts = range(len(self._ids) if num_behind else 0)
+        size = len(self._text[: len(self._text) - num_after].lstrip())
+        counts = range(len(self._ids) if num_after else 0)
         if not counts:
             return len(self._ids)
         return bisect_left(counts, size, key=lambda n: len(self._decode(self._ids[:n]).lstrip()))

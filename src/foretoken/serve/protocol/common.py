@@ -1,8 +1,8 @@
-"""Fields that APIs share, and what can be said of a field besides its type.
+"""Fields that APIs share, and marks of fields that are not honoured.
 
-Charter: types and names. Bounds are `SamplingParams`'s, so that every way in has the same.
+Charter: names and types. `SamplingParams` checks bounds, so that they are the same everywhere.
 A field is honoured, `Inert` (accepted, changes nothing), or in the table `foreign` of its object:
-taken at the values at which it would change nothing, and refused at any other.
+accepted at values that would change nothing, and refused at any other.
 """
 
 from __future__ import annotations
@@ -17,27 +17,25 @@ from foretoken.foreign import Foreign, without_foreign
 from foretoken.serve.protocol.foreign import CACHE, GENERATION
 
 Inert = Annotated[Any, "inert"]
-"""Part of the public API, of no consequence here: any value is accepted."""
-
-
+"""A field of the public API that changes nothing here: any value is accepted."""
 REQUEST_ID = r"^[A-Za-z0-9_.:+/=@-]{1,128}$"
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 Item = TypeVar("Item")
 
 
 class _First(FailFast):
-    """The same, in unions, which hash their members."""
+    """`FailFast` for use in unions, which hash their members."""
 
     __hash__ = object.__hash__
 
 
 Items = Annotated[list[Item], _First()]
-"""A list of which one error is told: a long one may be wrong in each of its items."""
+"""A list that stops at its first error: in a long one each item may be wrong."""
 _MOST_KEYS = 256
 
 
 class Fields(BaseModel):
-    """A JSON object whose keys and types are exact: no text for a number, no further key."""
+    """A JSON object with exact keys and types: no text for a number, no unknown key."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     foreign: ClassVar[Mapping[str, Foreign]] = {}
@@ -45,8 +43,8 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, given: Any) -> Any:
-        """Refuse far more keys than there are fields, before each of them is an error; and what
-        `foreign` does not take."""
+        """Refuse objects of too many keys, before each key is an error, and values that `foreign`
+        does not accept."""
         if not isinstance(given, dict):
             return given
         if len(given) > _MOST_KEYS:
@@ -64,7 +62,7 @@ class StreamOptions(Fields):
 
 
 class Speculative(Fields):
-    """How this request is drafted for and verified, and whether its answer tells."""
+    """How this request drafts and verifies, and whether its answer has a trace."""
 
     enabled: bool | None = None
     num_speculative_tokens: int | Literal["auto"] | None = None
@@ -110,9 +108,9 @@ class ResponseFormat(Fields):
 
 
 class SamplingFields(Fields):
-    """What every API that generates takes; None is the default everywhere.
+    """Fields of every API that generates; None is always the default.
 
-    Names that `SamplingParams` has mean what they mean there.
+    A name of `SamplingParams` has the same meaning as there.
     """
 
     foreign = GENERATION
@@ -144,7 +142,7 @@ class SamplingFields(Fields):
 
 
 class CacheOptions(Fields):
-    """How OpenAI caches prompts; here equal prefixes are always found."""
+    """Options of OpenAI's prompt cache; here equal prefixes are always found."""
 
     foreign = CACHE
     mode: Inert = None
@@ -153,7 +151,7 @@ class CacheOptions(Fields):
 
 
 class InertFields(Fields):
-    """What OpenAI's APIs have for their own accounts and caches."""
+    """Fields for OpenAI's own accounts and caches."""
 
     user: Inert = None
     metadata: Inert = None
@@ -166,7 +164,7 @@ class InertFields(Fields):
 
 
 class TemplateFields(Fields):
-    """What a chat template is given beside a conversation."""
+    """Options of the chat template."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -175,7 +173,7 @@ class TemplateFields(Fields):
 
 
 class GenerationFields(SamplingFields, InertFields):
-    """What completions and chats take beyond it."""
+    """Further fields of completions and chats."""
 
     max_tokens: int | None = None
     n: int | None = None
@@ -196,10 +194,10 @@ class GenerationFields(SamplingFields, InertFields):
 
 
 def by_type(*kinds: type[Fields]) -> dict[str, type[Any]]:
-    """Kinds of objects by the one value that their field `type` may have."""
+    """Kinds of objects by the only value of their field `type`."""
     return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
 
 
 def described(kind: type[Fields], mark: str) -> list[str]:
-    """Names of a schema's fields that are marked so."""
+    """Names of a schema's fields that have this mark."""
     return [name for name, field in kind.model_fields.items() if mark in field.metadata]

@@ -1,6 +1,6 @@
-"""Fields of public schemas that are taken where they change nothing, and refused elsewhere.
+"""Fields of public schemas that are accepted where they change nothing, and refused elsewhere.
 
-Charter: the tables of the bodies, of the kind of `foretoken/foreign.py`. null is always harmless.
+Charter: one table for each body, as in `foretoken/foreign.py`. null is always harmless.
 """
 
 from __future__ import annotations

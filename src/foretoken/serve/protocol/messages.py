@@ -41,7 +41,7 @@ class ToolUseBlock(Fields):
 
 
 class ToolResultBlock(Fields):
-    """What came of it; that it is an error is said by its text."""
+    """The result of a call; only its text tells whether it is an error."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -77,7 +77,7 @@ class MessageTool(Fields):
 
 
 class MessageToolChoice(Fields):
-    """Whether and what must be called."""
+    """Whether a tool must be called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -85,7 +85,7 @@ class MessageToolChoice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model reasons; how long is its own choice."""
+    """Whether the model reasons; the model decides how long."""
 
     type: Literal["disabled", "adaptive", "enabled"]
     display: Literal["summarized", "omitted"] | None = None
@@ -125,7 +125,7 @@ class CountBody(Fields):
 
 
 class MessagesBody(CountBody, SamplingFields):
-    """And how its answer is made."""
+    """A conversation, and how its answer is made."""
 
     foreign = MESSAGES
     max_tokens: int

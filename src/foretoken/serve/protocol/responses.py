@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, which keeps nothing: a conversation comes whole, as items."""
+"""The body of `/v1/responses`. The server stores nothing: a conversation comes whole, as items."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ Included = Annotated[
     | None,
     "inert",
 ]
-"""What there is none of here; log-probabilities, which there are, this API does not show."""
+"""Values of `include` for things that do not exist here. `message.output_text.logprobs` is refused:
+log-probabilities exist, but this API does not show them."""
 
 
 class InputText(Fields):
-    """A text of a message or of a function's output, asked or answered; a refusal is one."""
+    """A text of a message or of a function's output; a refusal is read as one."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str
@@ -48,14 +49,14 @@ class InputText(Fields):
     @model_validator(mode="before")
     @classmethod
     def read_refusal(cls, given: Any) -> Any:
-        """Its text has a name of its own."""
+        """Rename a refusal's `refusal` to `text`."""
         if isinstance(given, dict) and given.get("type") == "refusal":
             given = {"text" if key == "refusal" else key: value for key, value in given.items()}
         return given
 
 
 class MessageItem(Fields):
-    """A message; those of earlier answers come back as they were given."""
+    """A message; messages of earlier answers come back unchanged."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -79,7 +80,7 @@ class CallItem(Fields):
 
 
 class CallOutputItem(Fields):
-    """What came of it."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -92,7 +93,7 @@ class CallOutputItem(Fields):
 
 
 class ReasoningItem(Fields):
-    """Reasoning that stood before the next item of the assistant."""
+    """Reasoning before the assistant's next item."""
 
     type: Literal["reasoning"]
     content: Items[InputText] | None = None
@@ -112,14 +113,14 @@ class FunctionTool(Function):
 
 
 class ChosenFunction(Fields):
-    """The one that must be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedFunctions(Fields):
-    """Those that may be called, and whether one must be."""
+    """The functions that may be called, and whether one must be."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -140,14 +141,14 @@ class TextOptions(Fields):
 
 
 class Reasoning(Fields):
-    """How much of it there shall be; all of it is told, and nothing summarises it."""
+    """How much the model reasons; the answer has all of it, without a summary."""
 
     foreign = REASONING
     effort: Effort | None = None
 
 
 class ResponsesBody(SamplingFields, InertFields):
-    """An input, what its template is given, and what the answer holds."""
+    """An input, options of its template, and what the answer holds."""
 
     foreign = RESPONSES
     input: str | Items[dict[str, Any]]

@@ -1,7 +1,7 @@
-"""A fleet as an application of Ray Serve, for clusters that exist: `serve deploy` takes `build`.
+"""A fleet as an application of Ray Serve, for existing clusters: `serve deploy` calls `build`.
 
-Charter: deployments and their options. What a fleet is, `fleet/config.py` says; the same engines
-behind the server of one command are `fleet/command.py`'s. Needs the extra `ray`.
+Charter: deployments and their options. `fleet/config.py` defines a fleet; `fleet/command.py` puts
+the same engines after the server of one command. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
 
 STARTS = 3
-"""Failed starts after which a deployment is given up."""
+"""Failed starts after which Ray Serve gives a deployment up."""
 ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
-_UNBOUNDED = 100_000  # an engine refuses by `max_num_waiting`, in OpenAI's form
-_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0  # three in a row, and it is replaced
+_UNBOUNDED = 100_000  # the engine refuses instead (`max_num_waiting`), in OpenAI's form
+_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0  # after three failures a replica is replaced
 _log = logging.getLogger(__name__)
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
@@ -39,14 +39,14 @@ _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 def build(args: dict[str, Any]) -> serve.Application:
     """The application of a file for `serve deploy`: engines, and an ingress in front of them.
 
-    Where the file has no key, clients must send the one in FORETOKEN_API_KEY, if the cluster's
-    processes have that in their environment.
+    Where the file has no key, clients must send that of FORETOKEN_API_KEY, if it is in the
+    environment of the cluster's processes.
 
     Args:
         args: see `Fleet` and docs/scale.md.
 
     Raises:
-        ConfigError: an option is unknown or out of bounds, or the cluster has too little for it.
+        ConfigError: an option is unknown or out of bounds, or the cluster lacks resources.
     """
     with told_briefly():
         fleet = Fleet.parse(args)
@@ -60,7 +60,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name=INGRESS,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through it
+        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through the ingress
         logging_config=_QUIET,
     )
     return ingress.bind(fleet, *engines)
@@ -68,10 +68,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 @serve.ingress()
 class Ingress:
-    """The application in front of the engines, behind Ray Serve's proxies.
+    """The application between Ray Serve's proxies and the engines.
 
     Args:
-        engines: handles of the models' deployments, in their order.
+        engines: handles of the models' deployments, in the order of `fleet.models`.
     """
 
     def __init__(self, fleet: Fleet, *engines: DeploymentHandle) -> None:
@@ -85,7 +85,7 @@ class Ingress:
         self._front = Front(fleet, models, Lifetime(fleet.server, lambda: None))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray Serve runs. Its proxies name each request in the answer, too."""
+        """The application that Ray Serve runs, without `x-request-id`: its proxies add their own."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             async def unnamed(message: Message) -> None:
@@ -122,7 +122,7 @@ def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Appli
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        # A replica that scaling removes may finish. At its end a front has drained all of them.
+        # Lets a replica finish that scaling removes. A front that ends has drained all of them.
         graceful_shutdown_timeout_s=server.request_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=STARTS,
@@ -137,10 +137,10 @@ def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Appli
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:
-    """What a replica of each model needs, which the cluster has for all of them.
+    """What a replica of each model needs; the cluster has it for all of them.
 
     Raises:
-        ConfigError: it has not; which resource, and for how many replicas it suffices.
+        ConfigError: the cluster lacks a resource; names it, and how many replicas have room.
     """
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     needs = [needs_of(model, has_gpus=has_gpus) for model in fleet.models]

@@ -1,8 +1,7 @@
 """Every error as OpenAI's body and a status.
 
-Charter: what a client may do about it decides the status: 4xx is theirs to mend, 429 and 503 pass,
-500 is a bug. A message names a field as the client wrote it; of a body it says
-in our words what is wrong with one field.
+Charter: the status says what a client can do: mend a 4xx, wait out a 429 or 503; 500 is our bug. A
+message names fields as the client wrote them, and of a wrong body one field with its bound.
 """
 
 from __future__ import annotations
@@ -75,13 +74,13 @@ _BOUNDS = {
     "extra_forbidden": "left out: there is no such field",
     "value_error": "{error}",
 }
-"""What a value must be, by what pydantic calls an error of its type."""
+"""What a value must be, by pydantic's type of the error."""
 request_id = ContextVar("request_id", default="")
-"""The name of the request that this task serves; see `logs.py`."""
+"""The name of this task's request; see `logs.py`."""
 
 
 def own_path(scope: Scope) -> str:
-    """The path of a request without the one that a proxy has this server under."""
+    """The path of a request, without the prefix under which a proxy has this server."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 
@@ -108,16 +107,16 @@ class Refusal(NamedTuple):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, scope: Scope | None = None) -> Response:
-        """The same as an answer, in the shape that clients of this request's path read."""
+        """The error as a response, in the shape that clients of the request's path read."""
         is_theirs = scope is not None and own_path(scope).startswith("/v1/messages")
         body = self.anthropic if is_theirs else self.body
-        # ASCII: what is quoted may be no Unicode.
+        # ASCII, since a quoted value may be invalid Unicode.
         text = json.dumps(body, separators=(",", ":"))
         return Response(text, self.status, _HEADERS.get(self.status), "application/json")
 
 
 def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Errors of the shape of this one, as OpenAPI describes them."""
+    """OpenAPI's description of errors of this shape."""
 
     def schema(value: Any) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -129,15 +128,15 @@ def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
 
 
 class UnavailableError(ForetokenError):
-    """The server cannot answer now: it ends, or has too much to do."""
+    """The server cannot answer now: it ends, or is too busy."""
 
 
 class UnknownModelError(RequestError):
-    """A model of another name than those that are served."""
+    """The request names a model that is not served."""
 
 
 def refusal(error: BaseException) -> Refusal:
-    """What a client is told of an error; one that is a bug of ours is logged here."""
+    """An error as the client gets it; logs faults of the engine and bugs of ours."""
     if isinstance(error, OverloadedError):
         return Refusal(429, str(error), "rate_limit_error", code="overloaded")
     if isinstance(error, UnknownModelError):
@@ -158,7 +157,7 @@ def refusal(error: BaseException) -> Refusal:
 
 
 def told_of(error: ForetokenError) -> str:
-    """What any client may read of an error: a whole batch's may quote what another client sent."""
+    """An error's message for any client: that of a batch is replaced, as it may quote others."""
     for kind, told in _OF_SEVERAL.items():
         if isinstance(error, kind):
             return f"{told} The server's log says where."
@@ -166,7 +165,7 @@ def told_of(error: ForetokenError) -> str:
 
 
 def _log_where(what: str, error: BaseException) -> None:
-    """What was raised may quote a prompt: by default a log says where, and not what."""
+    """Log where an error was raised. Its message may quote a prompt, so only `debug` shows it."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)[-1:]
     places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
@@ -176,20 +175,19 @@ def _log_where(what: str, error: BaseException) -> None:
 
 @contextmanager
 def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors name fields as the client wrote them."""
+    """Have errors name fields as the client wrote them; `names`: the client's names by ours."""
     try:
         yield
     except RequestError as error:
-        whole = error.field
         for ours in sorted(names, key=len, reverse=True):
-            if whole == ours or whole.startswith((f"{ours}.", f"{ours}[")):
-                whole = names[ours] + whole[len(ours) :]
-                raise type(error)(whole, error.value, error.bound, error.remedy) from None
+            if error.field == ours or error.field.startswith((f"{ours}.", f"{ours}[")):
+                theirs = names[ours] + error.field[len(ours) :]
+                raise type(error)(theirs, error.value, error.bound, error.remedy) from None
         raise
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer with these bodies; `limits.py` does for what is a bug."""
+    """Have the application answer errors with these bodies; `limits.py` answers for bugs."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -212,7 +210,7 @@ def install(app: FastAPI) -> None:
 
 
 def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
-    """A body that is not of the schema: of several fields the first."""
+    """The refusal of a body that does not fit the schema; it names the first wrong field."""
     first = errors[0]
     is_named = len(first["loc"]) > 1 or isinstance(first.get("ctx", {}).get("error"), RequestError)
     if first["type"] != "json_invalid" and is_named:
@@ -227,19 +225,19 @@ def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
 
 
 def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> RequestError:
-    """The error of the first field that is wrong; of a union's members, of those that went far.
+    """The error of the first wrong field; of a union's members, of those that fitted furthest.
 
     Args:
-        kind: what was read.
-        errors: a `ValidationError`'s, their places within it.
-        where: its name, if it is not the body.
+        kind: the type that was to be read.
+        errors: errors of a `ValidationError`, with places relative to `kind`.
+        where: name of the object in the body; empty: the body itself.
     """
     near = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
-    # A wrong `type` says more than what the right one would have beside it.
+    # A wrong `type` tells more than the fields that another `type` would need.
     first = max(near, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
     name, fields = _place(kind, first["loc"], where)
     told = first.get("ctx", {}).get("error")
-    if isinstance(told, RequestError):  # of a field that is not in the schema: see `foreign`
+    if isinstance(told, RequestError):  # raised for a field of the table `foreign`
         place = f"{name}.{told.field}" if name else told.field
         return RequestError(place, told.value, told.bound, told.remedy)
     if first["type"] == "extra_forbidden":
@@ -260,9 +258,9 @@ def _bound(error: Any) -> str:
 
 
 def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:
-    """The name of what is at a place, as its client wrote it, and the fields that may stand there.
+    """The client's name of a place, and the fields that an object there may have.
 
-    Parts that are no fields are members of unions, or keys of a map.
+    Parts of `loc` that are no fields are members of unions, or keys of a map.
     """
     fields = dict(_fields(kind))
     for part in loc:
@@ -275,7 +273,7 @@ def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str
 
 
 def _fields(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Names and types of the fields of a type's objects, those of a union's members together."""
+    """Names and types of the fields of a type; of a union, those of all members."""
     if isinstance(kind, type) and issubclass(kind, Fields):
         for name, field in kind.model_fields.items():
             yield field.alias or name, field.annotation

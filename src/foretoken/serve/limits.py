@@ -1,7 +1,7 @@
-"""What a body may be before anybody reads it, and an answer for whatever is raised.
+"""Limits on a body before it is parsed, and an answer for every exception.
 
-Charter: the outermost part of the application. How long a client may take, and how long a head may
-be, is `connection.py`'s; what a field may hold is checked where it is read.
+Charter: the outermost part of the application. `connection.py` has a client's deadlines and the
+limit on heads; fields are checked where they are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foretoken.serve.sse import aside
 
 BODILESS = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2
-_KINDS = np.zeros(256, np.int8)  # of bytes: how many levels deeper it is behind them, or quotes
+_KINDS = np.zeros(256, np.int8)  # by byte: how far it changes the depth, or `_QUOTE`
 _KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
 
 
@@ -40,7 +40,7 @@ class BodyLimits:
         self._max_values = options.max_json_values or max(2**17, 2 * max_model_len)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve; whatever is raised before an answer has begun becomes one."""
+        """Serve; an exception before the answer has begun becomes the answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -83,8 +83,8 @@ class BodyLimits:
         return await aside(size, self._check, body) or body
 
     def _check(self, body: bytes) -> Refusal | None:
-        """Why what is in a body would take too long to read, if it would."""
-        if not json.detect_encoding(body).startswith("utf-8"):  # its brackets would not be seen
+        """A refusal, if parsing the body would take too long."""
+        if not json.detect_encoding(body).startswith("utf-8"):  # brackets could not be counted
             told = "The body must be UTF-8."
             return Refusal(400, told, "invalid_request_error", code="body_not_utf8")
         num_brackets, most = body.count(b"[") + body.count(b"{"), self._max_values
@@ -99,14 +99,14 @@ class BodyLimits:
 
 
 class JsonRoute(APIRoute):
-    """A route that takes `body`, a JSON object, and perhaps `request`.
+    """A route whose endpoint takes `body`, a JSON object, and perhaps `request`.
 
-    FastAPI describes it, and does not run it: what it does for dependencies, which these routes
-    lack, took nearly a fifth of the CPU time of a short request.
+    FastAPI only describes it in OpenAPI. Running it there, with its dependencies, which these
+    routes lack, took nearly a fifth of the CPU time of a short request.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint, called with what was read."""
+        """A handler that reads the body and calls the endpoint."""
         endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
         takes_request = "request" in signature(endpoint).parameters
 
@@ -121,9 +121,9 @@ class JsonRoute(APIRoute):
         return handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; errors are the application's, which has handlers for them around all routes."""
+        """Answer; the application has handlers for errors around all routes."""
         if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)  # which refuses it
+            await super().handle(scope, receive, send)  # refuses it
             return
         response = await self._answer(Request(scope, receive, send))
         await response(scope, receive, send)
@@ -141,7 +141,7 @@ async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
 def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
     try:
         if said and is_json:
-            # Python reads NaN and 1e999 as well, and answers could not say them.
+            # Python also reads NaN and 1e999, which an answer's JSON could not hold.
             said = json.loads(said, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
         found = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
@@ -176,21 +176,21 @@ def _unreadable(bound: str) -> RequestValidationError:
 
 
 def json_depth(text: bytes) -> int:
-    """How deep lists and objects are nested; brackets within texts do not count.
+    """How deep lists and objects are nested; brackets within strings do not count.
 
-    Of what is no JSON it is the depth up to the first wrong character, or more.
+    For invalid JSON at least the depth up to the first wrong character.
     """
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left are ends
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # remaining quotes delimit strings
     kinds = _KINDS[np.frombuffer(plain, np.uint8)]
     kinds = kinds[kinds != 0]
     is_quote = kinds == _QUOTE
-    is_within = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # which wraps at an even number
+    is_within = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # wraps at 256, an even number
     kinds[is_quote | is_within] = 0
     return int(np.cumsum(kinds, dtype=np.int32).max(initial=0))
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What the application receives: the body, then what comes after it."""
+    """A `receive` that gives the body first, then what comes after it."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

@@ -1,7 +1,7 @@
-"""Logs: JSON, a line for each event, and an event for each request.
+"""Logs: one line of JSON for each event, and one event for each request.
 
-Charter: what is written about requests, which is never what they say: no text, no key, no query.
-Every line that is written while a request is served has its `request_id`.
+Charter: lines about requests never hold their content: no text, no key, no query string. Every
+line written while a request is served has its `request_id`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ID = re.compile(REQUEST_ID)
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line: its time, level and message, then what is known of it by name."""
+    """A record as one line of JSON: time, level, message, and its further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {
@@ -45,7 +45,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(level: str) -> None:
-    """Have this process write its logs to standard error: ours from this level on."""
+    """Have this process write its logs to standard error; Foretoken's from this level on."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler])
@@ -53,9 +53,9 @@ def set_up(level: str) -> None:
 
 
 class RequestLog:
-    """Names each request, by its `X-Request-Id` if it has one, and says what came of it.
+    """Names each request, by its `X-Request-Id` if it has one, and logs its outcome.
 
-    Probes, scrapes and the page's files are told of at level `debug`.
+    Probes, scrapes and the page's files are logged at level `debug`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -95,9 +95,9 @@ class RequestLog:
 
 
 def noted(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an application noted of a request in its `state`, for the line in the log.
+    """Fields for the log's line from a request's `state`, where the application noted them.
 
-    Behind a front a replica notes it, which sends it as `log_fields`.
+    In front of replicas they are in `log_fields`, as the replica sent them.
     """
     fields: dict[str, Any] = {**state.get("log_fields", {})}
     if answer_id := state.get("answer_id"):

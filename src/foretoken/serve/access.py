@@ -82,7 +82,7 @@ class HostCheck:
         self._app, self._allowed = app, {name.lower() for name in options.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests to this machine's names; HTTP/1.0, which no browser speaks, needs none."""
+        """Pass on requests to this machine's names, or of HTTP/1.0, which no browser speaks."""
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])

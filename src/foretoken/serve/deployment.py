@@ -1,7 +1,7 @@
 """A fleet as an application of Ray Serve, for existing clusters: `serve deploy` calls `build`.
 
-Charter: deployments and their options. `fleet/config.py` defines a fleet; `fleet/command.py` puts
-the same engines after the server of one command. Needs the extra `ray`.
+Charter: deployments and their options. `fleet/config.py` defines a fleet; in `fleet/command.py` the
+same engines have our own server in front. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name=INGRESS,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through the ingress
+        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through here
         logging_config=_QUIET,
     )
     return ingress.bind(fleet, *engines)
@@ -85,7 +85,7 @@ class Ingress:
         self._front = Front(fleet, models, Lifetime(fleet.server, lambda: None))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application that Ray Serve runs, without `x-request-id`: its proxies add their own."""
+        """The application for Ray Serve, without `x-request-id`: its proxies add their own."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             async def unnamed(message: Message) -> None:

@@ -1,7 +1,7 @@
-"""A request on its way to a replica, and what a front must read of it. No Ray, no torch.
+"""A request on its way to a replica, and the fields of it that a front reads. No Ray, no torch.
 
-Charter: the messages between a front and a replica. A replica says whether a request is right: what
-cannot be read here is sent on, and answered there with the reason.
+Charter: the messages between a front and a replica. Only the replica judges a request: a body that
+cannot be read here is sent on, and refused there with the reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from foretoken.serve.fleet.prefixes import MOST_CHARS
 _BEFORE_PROMPT = ("cache_salt", "tools", "instructions", "system")
 _PROMPTS = ("prompt", "messages", "input")
 MESSAGE_BYTES = 2**20
-"""Of one message: Ray takes 4 MiB of gRPC's, and a front reads others between two of them."""
+"""Bytes of one message: Ray takes at most 4 MiB by gRPC, and between messages a front reads others.
+"""
 _KEPT_BACK = {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}
-"""Headers that the front has checked: no replica needs a secret."""
+"""Headers that are not sent on: the front has checked them, and no replica needs a secret."""
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 
 
@@ -30,11 +31,11 @@ class Call:
     """A request over HTTP, for a replica.
 
     Attributes:
-        prompt: what its prompt begins with, by which routers choose a replica; empty: any replica
+        prompt: the beginning of its prompt, by which routers choose a replica; empty: any replica
             may answer. Ray Serve's own prefix router reads it by this name.
-        name: of the request, in logs and for its client.
-        scope: of ASGI, without what belongs to a connection.
-        body: all of it.
+        name: the request's name, in logs and for its client.
+        scope: ASGI's scope, without the connection's keys.
+        body: the whole body.
     """
 
     prompt: str
@@ -44,7 +45,7 @@ class Call:
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, prompt: str, name: str) -> Call:
-        """A call from what ASGI says of a request."""
+        """A call from ASGI's scope of a request."""
         kept = {key: scope[key] for key in _PASSED if key in scope}
         headers = [each for each in scope["headers"] if each[0].lower() not in _KEPT_BACK]
         kept |= {"root_path": scope.get("root_path", ""), "headers": headers}
@@ -52,7 +53,7 @@ class Call:
 
 
 class Taken(NamedTuple):
-    """A replica has begun with a call: the first thing that it says."""
+    """A replica has begun with a call; this is its first message."""
 
     replica: str
 
@@ -65,20 +66,20 @@ class Head(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An answer is complete; what a log should say of it."""
+    """An answer is complete; `fields` are for the log."""
 
     fields: dict[str, Any]
 
 
 class Wanted(NamedTuple):
-    """What a front reads of a body: the model's name, and what the prompt begins with."""
+    """The fields of a body that a front reads: the model's name, and the beginning of the prompt."""
 
     model: str | None
     prompt: str
 
 
 def read_wanted(body: bytes) -> Wanted:
-    """The model's name and the prompt's beginning. A body that is no JSON object has neither."""
+    """The model's name and the prompt's beginning; of a body that is no JSON object neither."""
     try:
         given = _read(body)
     except (ValueError, RecursionError):
@@ -96,7 +97,7 @@ def read_wanted(body: bytes) -> Wanted:
 
 
 def _read(body: bytes) -> Any:
-    """JSON as replicas read it: only Python's reader accepts half a surrogate pair."""
+    """JSON as replicas read it; only Python's parser accepts half a surrogate pair."""
     try:
         return from_json(body)
     except ValueError:
@@ -104,7 +105,7 @@ def _read(body: bytes) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts and numbers of a value, in order, keys of maps left out."""
+    """All texts and numbers of a value, in order, without the keys of maps."""
     stack = [value]
     while stack:
         top = stack.pop()

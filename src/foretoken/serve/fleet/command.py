@@ -1,8 +1,8 @@
 """`foretoken serve --replicas`: Ray, the engines, and our own server in front of them.
 
-Charter: from options to replicas that are up, what a user is told until then, and how it ends. The
-front runs in this process, behind the server that one engine has, too: TLS, deadlines of
-connections, signals and the drain are the same, and a request passes one process, not two.
+Charter: from options to replicas that are up, the messages to the user meanwhile, and the end. The
+front runs in this process, with the same server as a single engine: TLS, deadlines of connections,
+signals and the drain are the same, and a request passes one process, not two.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from foretoken.serve.options import ServeOptions, described
 from foretoken.serve.running import Lifetime
 from foretoken.serve.server import bind, check_tls, leave, serve
 
-_STORE_BYTES = 256 * 2**20  # of requests over 1 MiB; answers do not pass through it
+_STORE_BYTES = 256 * 2**20  # for requests over 1 MiB; answers do not pass through the store
 _POLL_S = 0.5
 _CONNECT_S = 5.0
-_PATIENCE_S = 60.0  # a large model may take longer: then it is only told what there is
-_MOST_MISSED = 20  # polls in a row without an answer: the cluster is lost
+_PATIENCE_S = 60.0  # then the user learns what is missing; a large model may take longer
+_MOST_MISSED = 20  # polls in a row without an answer; then the cluster counts as lost
 _REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
 _ROUTED = "Requests go to the replica that has seen most of their prompt."
 Say = Callable[[str], None]
 
 
 class FleetError(ForetokenError):
-    """Replicas do not serve: they failed when they started, or the cluster is lost."""
+    """Replicas do not serve: they failed to start, or the cluster is lost."""
 
 
 def start(
@@ -56,19 +56,19 @@ def start(
     address: str | None,
     say: Say,
 ) -> None:
-    """Start the replicas and serve them until a signal ends that, and the process with it.
+    """Start the replicas and serve them until a signal; then end the process.
 
     Args:
         given: options of the engines.
-        address: of a Ray cluster; None: one of this machine alone, which ends with the process.
+        address: of a Ray cluster; None: one on this machine only, which ends with the process.
 
     Raises:
-        ConfigError: an option, an address that is taken, or resources that the cluster lacks.
+        ConfigError: an option is wrong, the address is taken, or the cluster lacks resources.
         CheckpointError: there is no such model.
-        FleetError: replicas failed three times when they started; Ray did not, or was lost.
+        FleetError: replicas failed to start three times; Ray did not start, or was lost.
     """
     model = fleet_model(given, options.served_model_name, scale)
-    # A replica's working folder is another one.
+    # A replica has another working folder.
     model = replace(model, engine=with_absolute_paths(model.engine))
     options.check_engine(model.engine)
     check_tls(options)
@@ -102,7 +102,7 @@ def start(
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """A connection to a Ray cluster, or one of its own."""
+    """A connection to a Ray cluster, or to a new one on this machine."""
     own = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     if address not in (None, "auto"):
         _check_address(str(address))
@@ -113,11 +113,12 @@ def _cluster(address: str | None) -> Iterator[None]:
             log_to_driver=True,
             **(own if address is None else {}),
         )
-    except Exception as error:  # whatever Ray raises: it says what it was
+    except Exception as error:  # Ray raises many types; the message keeps its text
         if address is None:
             raise FleetError(f"Ray did not start on this machine: {error}") from error
         raise _no_cluster(address, error) from None
-    signal.signal(signal.SIGTERM, _leave)  # until the server has its own; Ray's prints a stack
+    # Until the server sets its own handler; Ray's prints a stack.
+    signal.signal(signal.SIGTERM, _leave)
     logging.getLogger("ray").setLevel(logging.WARNING)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -127,12 +128,12 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 
 def _leave(number: int, frame: object) -> None:
-    """End by an exception, so that what was started is ended."""
+    """Leave by an exception, so that contexts end what they started."""
     raise SystemExit(128 + number)
 
 
 def _check_address(address: str) -> None:
-    """Raise `ConfigError` where nobody listens: Ray itself would try for minutes."""
+    """Raise `ConfigError` if no process listens there: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         bound = "`auto`, or HOST:PORT of a Ray cluster's head, which this machine is part of"
@@ -151,10 +152,10 @@ def _no_cluster(address: str | None, error: Exception) -> ConfigError:
 
 @contextmanager
 def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> Iterator[Any]:
-    """The engines' handle, once all of them are up; they are gone afterwards.
+    """The engines' handle, once all of them are up; on leaving they are deleted.
 
     Args:
-        is_own: whether the cluster ends with this process, and they with it.
+        is_own: whether the cluster ends with this process, and the engines with it.
     """
     ray_serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -168,16 +169,16 @@ def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> I
     finally:
         watch.is_over = True
         if not is_own and watch.failure is None:
-            with suppress(Exception):  # what ended the work is the reason to tell
+            with suppress(Exception):  # the user should see the error that ended the work
                 ray_serve.delete(watch.application, _blocking=False)
 
 
 class Watch:
-    """What becomes of the replicas, told as it changes.
+    """Watches the replicas and tells the user of changes.
 
     Attributes:
         num_up: replicas that are up.
-        failure: what made it impossible to go on, if anything did.
+        failure: the error that made it impossible to go on, if any.
         is_over: set it to end `follow`.
     """
 
@@ -189,11 +190,10 @@ class Watch:
         self.failure: ForetokenError | None = None
 
     def until_up(self) -> None:
-        """Return when as many replicas are up as were asked for, or some of them, and no others
-        come.
+        """Return when all replicas are up, or when some are and no more come for a minute.
 
         Raises:
-            FleetError: they failed as often as they may; the reason is that of the last start.
+            FleetError: they failed `STARTS` times; with the reason of the last start.
         """
         while self.failure is None:
             status = self._look()
@@ -213,16 +213,16 @@ class Watch:
         raise self.failure
 
     def follow(self) -> None:
-        """Say what changes until it is over; a thread's work."""
+        """Tell of changes until `is_over`; runs in a thread."""
         while not self.is_over and self.failure is None:
             self._look()
             time.sleep(_POLL_S)
 
     def _look(self) -> ApplicationStatusOverview | None:
-        """What Ray Serve says; `failure`, where it has said nothing for long."""
+        """Ray Serve's status; sets `failure` after too many polls without one."""
         try:
             status = ray_serve.status().applications.get(self.application)
-        except Exception:  # whatever Ray raises when a part of it is gone
+        except Exception:  # Ray raises many types when a part of it is gone
             status = None
         self._missed = self._missed + 1 if status is None else 0
         if self._missed >= _MOST_MISSED and not self.is_over:
@@ -243,7 +243,7 @@ class Watch:
 
 
 def _told(name: str, status: ApplicationStatusOverview) -> str:
-    """Why a deployment failed: the last error in what Ray Serve says."""
+    """Why a deployment failed: the last error in Ray Serve's messages."""
     said = "\n".join(each.message for each in status.deployments.values()) or status.message
     return f"Replicas of {name} failed {STARTS} times when they started: {_reason(said)}"
 

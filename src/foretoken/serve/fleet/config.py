@@ -1,7 +1,7 @@
-"""What a fleet is: models, how many replicas of each, and what a replica needs. No Ray, no torch.
+"""A fleet: models, the number of their replicas, and what a replica needs. No Ray, no torch.
 
-Charter: options and their bounds, from a command line or from the `args` of a YAML file. What a
-replica needs of a machine where nobody said it is `needs.py`'s.
+Charter: options and their bounds, from a command line or from the `args` of a YAML file. Where the
+options do not say what a replica needs of a machine, `needs.py` computes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_PROXIES = {
     "ssl_ca_certs": "ssl_ca_certs", "ssl_cert_reqs": "ssl_ca_certs", "max_header_bytes": "",
     "io_timeout": "request_timeout_s", "root_path": "route_prefix", "allowed_hosts": "",
 }  # fmt: skip
-"""Options of a server that Ray Serve's proxies have in place of ours; by what name, if by any."""
+"""Options of a server that Ray Serve's proxies have instead, with their name there or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class FleetModel:
 
     Attributes:
         engine: options of its engines.
-        names: by which requests may call it.
-        scale: how many replicas it has, and what they need.
+        names: names by which requests may call it.
+        scale: the number of its replicas, and what each needs.
     """
 
     engine: EngineConfig
@@ -95,7 +95,7 @@ class FleetModel:
 
     @property
     def deployment(self) -> str:
-        """Its name in Ray Serve, where a slash or a colon would be taken for a separator."""
+        """Its name in Ray Serve, without slashes and colons, which separate names there."""
         return "".join(c if c.isalnum() or c in "-_." else "-" for c in self.names[0])
 
 
@@ -104,9 +104,9 @@ class Fleet:
     """All models of one application.
 
     Attributes:
-        models: the first is that of requests that name none.
-        server: to whom they are served.
-        grows: whether the cluster adds machines by itself, so that what it lacks now is no error.
+        models: requests that name no model get the first.
+        server: options of the server.
+        grows: whether the cluster adds machines by itself, so that missing resources are no error.
     """
 
     models: tuple[FleetModel, ...]
@@ -130,11 +130,10 @@ class Fleet:
         """A fleet from the `args` of an application in a file for `serve deploy`.
 
         Raises:
-            ConfigError: a field is unknown or out of bounds; it says which.
+            ConfigError: a field is unknown or out of bounds; it names the field.
         """
-        known = ("models", "server", "grows")
         given = _mapping("args", args)
-        check_known_keys("args", given, known)
+        check_known_keys("args", given, ("models", "server", "grows"))
         listed = given.get("models")
         if not isinstance(listed, list):
             raise ConfigError("models", listed, "a list of models", "See docs/scale.md.")
@@ -147,10 +146,10 @@ class Fleet:
 
     @classmethod
     def read(cls, path: Path) -> Fleet:
-        """The fleet of a YAML file for `serve deploy`: that of its application of ours.
+        """The fleet of Foretoken's application in a YAML file for `serve deploy`.
 
         Raises:
-            ConfigError: there is no such file, or no such application in it, or several.
+            ConfigError: there is no such file, or it has no such application, or several.
         """
         import yaml  # type: ignore[import-untyped]
 
@@ -175,32 +174,33 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def _model(where: str, given: Any) -> FleetModel:
-    """A model of a list; errors name their place in it."""
-    asked = _mapping(where, given)
+    """A model of a list; errors name its place `where`."""
+    options = _mapping(where, given)
     scales = {f.name for f in fields(ReplicaOptions)}
-    check_known_keys(where, asked, ("engine", "served_model_name", *sorted(scales)))
-    engine = _mapping(f"{where}.engine", asked.get("engine"))
+    check_known_keys(where, options, ("engine", "served_model_name", *sorted(scales)))
+    engine = _mapping(f"{where}.engine", options.get("engine"))
     check_known_keys(f"{where}.engine", engine, [f.name for f in fields(EngineConfig)])
     if "model" not in engine:
         raise ConfigError(f"{where}.engine.model", None, "given")
-    names = asked.get("served_model_name", [])
+    names = options.get("served_model_name", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
         raise ConfigError(f"{where}.served_model_name", names, "a name, or a list of names")
     with placed(where):
-        scale = ReplicaOptions(**{"replicas": 1, **{k: asked[k] for k in scales & asked.keys()}})
+        named = {name: options[name] for name in scales & options.keys()}
+        scale = ReplicaOptions(**{"replicas": 1, **named})
     with placed(f"{where}.engine"):
         return fleet_model(engine, names, scale)
 
 
 def fleet_model(engine: Mapping[str, Any], names: Any, scale: ReplicaOptions) -> FleetModel:
-    """A model from what a user typed; `ConfigError` for what is out of bounds."""
+    """A model from a user's options; `ConfigError` for those out of bounds."""
     config = EngineConfig.parse(**{"max_num_waiting": MAX_NUM_WAITING, **engine})
     return FleetModel(config, tuple(names) or (config.model,), scale)
 
 
 def _server(given: dict[str, Any]) -> ServeOptions:
-    """Options of a server behind Ray Serve's proxies."""
+    """Options of a server that Ray Serve's proxies stand in front of."""
     names = [f.name for f in fields(ServeOptions) if f.name != "served_model_name"]
     check_known_keys("server", given, names)
     for name in OF_PROXIES.keys() & given.keys():
@@ -215,13 +215,13 @@ def _server(given: dict[str, Any]) -> ServeOptions:
         name = "server.chat_template"
         given = given | {"chat_template": template_text(name, given["chat_template"])}
     with placed("server"):
-        # Proxies listen on whatever `http_options` say, so that no name of a host is known.
+        # Proxies listen where their `http_options` say, so `Host` cannot be checked here.
         return ServeOptions(**{**given, **lists, "host": "0.0.0.0"})
 
 
 def _check_type(f: Field[Any], value: Any) -> None:
-    """Raise `ConfigError` for what would be taken for something else than its author meant: a text
-    such as "no" for true, or one origin for a list of its letters."""
+    """Raise `ConfigError` for a value of the wrong type: the text "no" would count as true, and one
+    origin as a list of its letters."""
     kinds, place = str(f.type), f"server.{f.name}"
     if kinds == "bool" and not isinstance(value, bool):
         raise ConfigError(place, value, "true or false")

@@ -1,20 +1,33 @@
 """In front of replicas: an application that chooses one, forwards requests, and returns answers.
 
-Charter: a request on its way, from its body to its last byte, and what its client is told when its
-replica dies. Who calls and how long a body may be is checked as before one engine (`guards`,
-`BodyLimits`); what a request may ask for, the replica checks. What is asked of all replicas at once
-is `state.py`'s. No Ray: `Replicas` is how this asks it.
+Charter: the way of a request, from its body to its last byte, and the message to its client if the
+replica dies; and health, load, models and metrics, for which all replicas are asked at once. Access
+and the body's length are checked as for one engine (`guards`, `BodyLimits`), fields by the replica.
+No Ray: `Replicas` is the interface to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import json
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol, Self
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,7 +43,6 @@ from foretoken.serve.errors import (
 )
 from foretoken.serve.fleet.call import Call, Done, Head, Taken, Wanted, read_wanted
 from foretoken.serve.fleet.config import Fleet
-from foretoken.serve.fleet.state import state_routes
 from foretoken.serve.limits import BODILESS, BodyLimits
 from foretoken.serve.running import NO_MORE, TOLD, Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
@@ -38,10 +50,12 @@ from foretoken.serve.sse import DONE, aside, dumps, while_connected
 TAKEN_SECONDS = 8.0
 """Seconds for a replica to begin with a request; after that the client gets 503."""
 _LATE_SECONDS = 10.0
-"""Over `request_timeout`, in which a replica ends what it answers: then the front does."""
+"""Seconds after `request_timeout`, at which a replica ends its answer, until the front ends it."""
 _MOST_CONTEXT = 2**19
-"""Tokens: the front does not know the models' contexts. Replicas apply the exact bound."""
+"""Tokens, for the bound on bodies: only replicas know their contexts, and apply the exact bound."""
 _POLL_S = 0.1
+_STATE_SECONDS = 3.0
+"""Seconds for a replica to report its state; then it counts as down."""
 Piece = Taken | Head | bytes | Done
 
 
@@ -55,15 +69,15 @@ class Replicas(Protocol):
     names: Sequence[str]
 
     def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
-        """Have one of them answer; closing it ends the request there.
+        """Have one replica answer; closing the generator ends the request there.
 
         Raises, at any step:
-            ReplicaDiedError: it is gone; nobody else was asked.
-            UnavailableError: it failed by an error.
+            ReplicaDiedError: the replica is gone; no other one was tried.
+            UnavailableError: the replica failed.
         """
 
     async def ask(self, what: str, seconds: float) -> list[Any]:
-        """Results of a method of each that gives one in time."""
+        """Call method `what` of all replicas; the results of those that answer in time."""
 
 
 class Front:
@@ -84,15 +98,19 @@ class Front:
         self.app: ASGIApp = app
 
     def of(self, name: str | None) -> Replicas:
-        """The replicas of a model; None: of the first. With one model they report unknown names.
+        """The replicas of a model; None: of the first. A single model's reject unknown names.
 
         Raises:
-            UnknownModelError: there is no such model.
+            UnknownModelError: there are several models, none of this name.
         """
         found = self._by_name.get(name or "")
         if found is None and name is not None and len(self.models) > 1:
             raise UnknownModelError("model", name, f"one of {', '.join(self._by_name)}")
         return found or self.models[0]
+
+    async def ask(self, what: str) -> list[list[Any]]:
+        """For each model the results of `Replicas.ask`."""
+        return await asyncio.gather(*(each.ask(what, _STATE_SECONDS) for each in self.models))
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -101,7 +119,7 @@ class Front:
         watching.cancel()
 
     async def _watch(self) -> None:
-        """Tell all replicas once that this front drains: a signal's handler cannot."""
+        """Tell all replicas once that this front drains; a signal handler cannot do it."""
         while not self.life.is_draining:
             await asyncio.sleep(_POLL_S)
         await asyncio.gather(*(each.ask("drain", TAKEN_SECONDS) for each in self.models))
@@ -128,7 +146,7 @@ class Front:
 
 
 class _Endpoint:
-    """A function of ASGI as Starlette tells it from one that takes a request."""
+    """An ASGI function as an object: Starlette would call a plain function with a request."""
 
     def __init__(self, call: ASGIApp) -> None:
         self._call = call
@@ -138,14 +156,17 @@ class _Endpoint:
 
 
 class Forwarded:
-    """A request that a replica answers, for the `Lifetime` of this process; a context.
+    """A request that a replica answers, for the `Lifetime` of this process; a context manager.
+
+    Attributes:
+        is_cut: whether `cut` cancelled its task.
 
     Raises, when it is entered:
-        UnavailableError: this front takes no more.
+        UnavailableError: this front takes no more requests.
     """
 
     def __init__(self, life: Lifetime) -> None:
-        self._life, self._is_cut = life, False
+        self._life, self.is_cut = life, False
         self._task: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> Self:
@@ -159,21 +180,16 @@ class Forwarded:
         self._life.flights.discard(self)
 
     def cut(self, why: str, *, refuses: bool = True) -> None:
-        """Replicas end what they answer in time; this ends what they did not let go of."""
-        if refuses and not self._is_cut and self._task:
-            self._is_cut = self._task.cancel()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a cancellation is `cut`'s."""
-        return self._is_cut
+        """Cancel a request that its replica did not end in time."""
+        if refuses and not self.is_cut and self._task:
+            self.is_cut = self._task.cancel()
 
 
 class Relay:
-    """What a replica says, as its client reads it.
+    """Passes a replica's answer on to the client.
 
     A stream is passed on event by event, so that an error can follow any of them. Any other answer
-    is kept until it is complete, so that what fails has its status.
+    is kept until it is complete, so that a failure can still set the status.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -234,7 +250,7 @@ class Relay:
             await self._start(head)
 
     async def _pass_on(self, part: bytes) -> None:
-        """Of a stream whole events: half of one could not be followed by an error."""
+        """Pass on the whole events of a stream: an error could not follow half of one."""
         self._parts.append(part)
         if not self._has_begun:
             return
@@ -261,7 +277,6 @@ class Relay:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     def _note(self, fields: dict[str, Any]) -> None:
-        """For the line in the log."""
         self._scope.setdefault("state", {}).setdefault("log_fields", {}).update(fields)
 
 
@@ -278,3 +293,98 @@ def _named_in(path: str) -> str | None:
 
 async def _never() -> Any:
     await asyncio.Event().wait()
+
+
+def state_routes(front: Front) -> list[Route]:
+    """Endpoints that a front answers itself, for all replicas."""
+
+    async def health(request: Request) -> Response:
+        """200 while every model has a replica that serves."""
+        for replicas, states in zip(front.models, await front.ask("state"), strict=True):
+            if not any(not state.failure for state in states):
+                told = f"No replica of {replicas.names[0]} is up."
+                told += "".join(f" {state.replica}: {state.failure}" for state in states)
+                return refusal(UnavailableError(told)).response()
+        return JSONResponse({})
+
+    async def ready(request: Request) -> Response:
+        """The same, and 503 once this front takes no more requests."""
+        if front.life.is_draining:
+            return refusal(UnavailableError("The server ends.")).response()
+        return await health(request)
+
+    async def load(request: Request) -> Response:
+        """The number of requests being answered, in all and by replica."""
+        loads = {s.replica: s.load for states in await front.ask("state") for s in states}
+        return JSONResponse({"server_load": sum(loads.values()), "replicas": loads})
+
+    async def models(request: Request) -> Response:
+        """All models, under all their names."""
+        found = await asyncio.gather(*(_listed(each, request) for each in front.models))
+        return JSONResponse({"object": "list", "data": [card for cards in found for card in cards]})
+
+    async def metrics(request: Request) -> Response:
+        """Metrics of all replicas, each with its name as a label."""
+        names = (replicas.names[0] for replicas in front.models)
+        found = zip(names, await front.ask("metrics"), strict=True)
+        registry = CollectorRegistry()
+        registry.register(FleetCollector([*found], front.num_died))
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    named: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/health": health, "/health/ready": ready, "/ping": health, "/load": load,
+        "/v1/models": models, "/metrics": metrics,
+    }  # fmt: skip
+    methods = {"/ping": ["GET", "POST"]}
+    return [Route(path, call, methods=methods.get(path, ["GET"])) for path, call in named.items()]
+
+
+Gathered = list[tuple[str, list[tuple[str, list[Metric]]]]]
+"""For each model its name, and the names and metrics of its replicas."""
+
+
+class FleetCollector(Collector):
+    """The families of all replicas, joined by name, and counts of the front."""
+
+    def __init__(self, found: Gathered, num_died: int) -> None:
+        self._found, self._num_died = found, num_died
+
+    def collect(self) -> Iterator[Metric]:
+        yield from labelled(each for _, replicas in self._found for each in replicas)
+        up = GaugeMetricFamily("foretoken:replicas", "Replicas that are up.", labels=["model_name"])
+        for name, replicas in self._found:
+            up.add_metric([name], len(replicas))
+        yield up
+        died = "Answers that ended because their replica died, as this front saw it."
+        yield CounterMetricFamily("foretoken:replica_failures", died, value=self._num_died)
+
+
+def labelled(found: Iterable[tuple[str, Sequence[Metric]]]) -> Iterator[Metric]:
+    """Families of several replicas, joined by name, each sample with `replica` as a label."""
+    joined = dict[str, Metric]()
+    for replica, families in found:
+        for family in families:
+            into = joined.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type, family.unit)
+            )
+            into.samples += [
+                sample._replace(labels={**sample.labels, "replica": replica})
+                for sample in family.samples
+            ]
+    yield from joined.values()
+
+
+async def _listed(replicas: Replicas, request: Request) -> list[dict[str, Any]]:
+    """The cards of one model's names, from any of its replicas; [] if none is up."""
+    call, parts, status = Call.of(request.scope, b"", "", request_id.get()), list[bytes](), 0
+    try:
+        async with asyncio.timeout(_STATE_SECONDS), aclosing(replicas.answer(call)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Head):
+                    status = piece.status
+                elif isinstance(piece, bytes):
+                    parts.append(piece)
+    except (TimeoutError, UnavailableError):
+        return []
+    cards: list[dict[str, Any]] = json.loads(b"".join(parts))["data"] if status == 200 else []
+    return cards

@@ -1,4 +1,4 @@
-"""`Replicas` by Ray Serve: one handle for each model.
+"""`Replicas` over Ray Serve: one handle for each model.
 
 Charter: calls through a handle, and Ray's errors as ours.
 """
@@ -26,17 +26,17 @@ _DIED = (
 
 
 class RayReplicas:
-    """All replicas of one model, behind a handle."""
+    """All replicas of one model, called through a handle."""
 
     def __init__(self, names: Sequence[str], handle: DeploymentHandle) -> None:
         self.names, self._handle = names, handle
         # A message by gRPC takes a third of the CPU time of one through Ray's object store, but
-        # Ray takes no more than 4 MiB in one.
+        # may have at most 4 MiB.
         self._by_store = handle.options(method_name="answer", stream=True)
         self._by_grpc = handle.options(method_name="answer", stream=True, _by_reference=False)
 
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
-        """As `Replicas.answer`: a request that has left is sent to no other replica."""
+        """As `Replicas.answer`; a request once sent is not sent to another replica."""
         handle = self._by_grpc if len(call.body) <= MESSAGE_BYTES else self._by_store
         response = handle.remote(call)
         is_over = False
@@ -55,7 +55,7 @@ class RayReplicas:
         except (BackPressureError, DeploymentUnavailableError) as error:
             is_over = True
             raise UnavailableError(f"No replica can take the request: {error}") from None
-        except Exception as error:  # of the replica: Ray passes on whatever was raised there
+        except Exception as error:  # raised in the replica; Ray passes it on
             is_over = True
             _log.error("a replica failed by %s", type(error).__name__)
             _log.debug("what it failed by", exc_info=error)
@@ -72,10 +72,10 @@ class RayReplicas:
                 found = await self._handle.broadcast(what)._fetch_replica_results_async()
         except (TimeoutError, RayError, RayServeException, RuntimeError):
             return []
-        asked = [asyncio.ensure_future(each.get_async()) for each in found]
-        if not asked:
+        results = [asyncio.ensure_future(each.get_async()) for each in found]
+        if not results:
             return []
-        done, late = await asyncio.wait(asked, timeout=seconds)
+        done, late = await asyncio.wait(results, timeout=seconds)
         for task in late:
             task.cancel()
         return [task.result() for task in done if not task.cancelled() and not task.exception()]

@@ -1,7 +1,7 @@
 """What a replica needs of a machine, and whether a cluster has it. No Ray.
 
-Charter: before anything is loaded, from the headers of weights and the options that size the cache.
-The replica's log shows the memory that its engine really takes.
+Charter: estimates before anything is loaded, from the headers of weights and the options that size
+the cache. The replica's log shows the memory that its engine really takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
 
 _PROCESS_GIB = 1.5
-"""PyTorch, Transformers and Ray: a replica of the embedded model has 1.1 GiB resident in all."""
+"""For PyTorch, Transformers and Ray: a replica of the embedded model has 1.1 GiB resident in all.
+"""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,7 +35,9 @@ class Needs:
     """What one replica gets of a machine.
 
     Attributes:
-        memory: bytes of the machine's; 0: not known, and not reserved.
+        cpus: cores.
+        gpus: GPUs, or a part of one.
+        memory: bytes of the machine's memory; 0: not known, and not reserved.
     """
 
     cpus: float
@@ -43,7 +46,7 @@ class Needs:
 
     @property
     def resources(self) -> dict[str, float]:
-        """By Ray's names, those that are not 0."""
+        """The needs that are not 0, by Ray's names."""
         named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
         return {name: value for name, value in named.items() if value}
 
@@ -58,7 +61,7 @@ def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
     """What a replica of this model needs.
 
     Args:
-        has_gpus: whether the cluster has a GPU, which `device: auto` takes then.
+        has_gpus: whether the cluster has a GPU, which `device: auto` then takes.
 
     Raises:
         ConfigError: `device` names one GPU of several, or `replica_gpus` contradicts it.
@@ -90,9 +93,9 @@ def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
 
 
 def _weights(config: EngineConfig, on_gpu: bool) -> int:
-    """Bytes of the target's and the draft's weights on the host; 0 of what is not here yet.
+    """Bytes of the target's and the draft's weights on the host; 0 for files that are not here yet.
 
-    On a GPU they pass through a small buffer, and none stay.
+    Those of a GPU pass through a small buffer on the host, and none stay.
     """
     if on_gpu or config.load_format != "auto":
         return 0
@@ -109,7 +112,7 @@ def _weights(config: EngineConfig, on_gpu: bool) -> int:
 
 
 def _stored(folder: Path) -> int:
-    """Bytes of weights that stay in their file's format, as native kernels have them; 0: others."""
+    """Bytes of weights that stay in their file's format, for native kernels; 0 for other weights."""
     if is_gguf(folder):
         return read_gguf(folder).nbytes
     given = read_config(folder)
@@ -119,7 +122,7 @@ def _stored(folder: Path) -> int:
 
 
 def _drafts(config: EngineConfig) -> list[tuple[str, str | None]]:
-    """Checkpoints that drafters load, but those that come with the package: they are small."""
+    """Names and revisions of the drafters' checkpoints."""
     speculation = config.speculative_config
     if speculation is None:
         return []
@@ -130,7 +133,7 @@ def _drafts(config: EngineConfig) -> list[tuple[str, str | None]]:
 
 
 def engine_threads(cpus: float) -> int:
-    """Threads of an engine that has so many cores: one at least."""
+    """Threads of an engine with so many cores: at least one."""
     return max(int(cpus), 1)
 
 
@@ -140,8 +143,8 @@ def check_cluster(
     """Raise `ConfigError` unless a cluster has room for all replicas.
 
     Args:
-        needs: by model, how many replicas and what each needs.
-        nodes: resources that each machine has, by Ray's names.
+        needs: by model, the number of replicas and what each needs.
+        nodes: resources of each machine, by Ray's names.
     """
     left = [dict(node) for node in nodes]
     for name, (count, each) in needs.items():
@@ -166,7 +169,7 @@ def check_cluster(
 
 
 def _place(each: Needs, left: Sequence[dict[str, float]]) -> bool:
-    """Take what a replica needs from the first machine that has it."""
+    """Take what a replica needs from the first machine that has it; False if none has."""
     for node in left:
         if all(node.get(key, 0.0) >= value - 1e-9 for key, value in each.resources.items()):
             for key, value in each.resources.items():
@@ -193,18 +196,18 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
 
 
 def _with_paths(drafter: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a drafter's options those that name files, by absolute paths."""
+    """The options of a drafter that name files, as absolute paths."""
     names = ("model", "suffix_corpus")
     return {name: _absolute(drafter[name]) for name in names if drafter.get(name) is not None}
 
 
 def _absolute(name: str) -> str:
-    """A name that is one of the package or the hub stays as it is."""
+    """The absolute path of a file; a name of the package or the hub is unchanged."""
     path = Path(name)
     return str(path.resolve()) if name not in {*BUILT_IN, *PACKAGED} and path.exists() else name
 
 
 def equal_part(cores: float, replicas: int) -> float:
-    """Cores of one of several replicas on a machine: whole ones, or a part of one."""
+    """Cores of each of several replicas on a machine: whole ones, or a part of one."""
     part = cores / replicas
     return float(math.floor(part)) if part >= 1 else math.floor(part * 100) / 100

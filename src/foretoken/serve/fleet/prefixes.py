@@ -1,7 +1,7 @@
 """Which replica has seen the beginning of a prompt. No Ray, no torch.
 
-Charter: memory of prompts by hashes of their beginnings, and the choice of a replica by it. What a
-replica's cache really holds is known there alone: this says where it was computed last.
+Charter: a memory of prompts by hashes of their beginnings, and the choice of a replica by it. Only
+a replica knows what its cache holds; this remembers which replica computed a beginning last.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Generic, TypeVar
 CHUNK = 64
 """Characters that are looked up together: the prefix cache has blocks of 16 tokens on a CPU."""
 MOST_CHARS = 2**16
-"""Of a prompt, more than these decide nothing."""
-_MOST_CHUNKS = 2**18  # remembered, of all prompts: 42 MB
-_IMBALANCE = 8.0  # requests that a replica may have more than another before it loses its prefixes
+"""Characters of a prompt that are looked at."""
+_MOST_CHUNKS = 2**18  # chunks remembered of all prompts: 42 MB
+_IMBALANCE = 8.0  # with this many more requests than another, a replica no longer gets its prefixes
 Id = TypeVar("Id", bound=Hashable)
 
 
 class PrefixIndex(Generic[Id]):
-    """Beginnings of prompts, and the replicas that computed each last.
-
-    Not for several threads at once.
+    """Beginnings of prompts, and for each the replica that computed it last. Not thread-safe.
 
     Args:
-        most: chunks that are remembered; those that were not used for longest are forgotten.
+        most: the most chunks that are remembered; the least recently added are forgotten.
     """
 
     def __init__(self, most: int = _MOST_CHUNKS) -> None:
@@ -36,8 +34,8 @@ class PrefixIndex(Generic[Id]):
         return len(self._seen)
 
     def longest(self, prompt: str, among: Collection[Id]) -> tuple[Id | None, int]:
-        """Of these replicas the one that has seen most of the prompt's beginning, and how many
-        chunks of it; None and 0 if nobody has."""
+        """The replica of these that has seen the longest beginning of the prompt, and its length in
+        chunks; None and 0 if none has seen any."""
         best: tuple[Id | None, int] = (None, 0)
         for number, key in enumerate(_chunks(prompt)):
             replica = self._seen.get(key)
@@ -48,8 +46,8 @@ class PrefixIndex(Generic[Id]):
         return best
 
     def add(self, prompt: str, replica: Id) -> None:
-        """This replica computes the prompt now."""
-        for key in reversed(_chunks(prompt)):  # what is forgotten first is found last
+        """Remember that this replica computes the prompt."""
+        for key in reversed(_chunks(prompt)):  # so that the longest beginnings are forgotten first
             self._seen[key] = replica
             self._seen.move_to_end(key)
         while len(self._seen) > self._most:
@@ -68,11 +66,11 @@ def ranked(
     """Replicas in the order in which a request should go to them.
 
     The one that has seen most of the prompt comes first, unless it has many more requests than the
-    least busy one. The others follow by their requests, those with equally many by a hash of the
+    least busy one. The others follow by their number of requests. Ties are broken by a hash of the
     prompt's beginning, so that fronts that do not know of each other choose alike.
 
     Args:
-        load: requests of each replica.
+        load: number of requests of each replica.
         imbalance: how many more requests a replica with the prefix may have.
     """
     start = prompt[:CHUNK].encode("utf-8", "surrogatepass")
@@ -88,7 +86,7 @@ def ranked(
 
 
 def _chunks(prompt: str) -> Sequence[bytes]:
-    """A key for each whole chunk, of all up to its end; a shorter prompt has one."""
+    """A key for each whole chunk, which covers the prompt up to its end; at least one key."""
     text, found, key = prompt[:MOST_CHARS], list[bytes](), b""
     for start in range(0, len(text), CHUNK):
         chunk = text[start : start + CHUNK]

@@ -1,6 +1,6 @@
-"""A replica: one engine and the application over it, asked by messages instead of a socket.
+"""A replica: one engine and the application over it, called by messages instead of a socket.
 
-Charter: from a `Call` to what the application sends, and what Ray Serve asks of a replica. Nothing
+Charter: from a `Call` to the application's answer, and the methods that Ray Serve calls. Nothing
 here knows of other replicas.
 """
 
@@ -34,21 +34,22 @@ from foretoken.serve.server import collect_when_idle, leave
 
 _POLL_S = 0.1
 _TOLD_S = 2.0
-"""In which clients are told that their replica's engine has failed; then its process ends."""
+"""Seconds for clients to learn that the engine has failed; then the process ends."""
 _PACE_S, _PACE_EACH_S, _MOST_PACE_S = 0.002, 0.001, 0.02
-"""Seconds between two messages of an answer: at least, for each stream that is open, and at most.
-A message takes 0.12 ms of a core (benchmarks/results/replicas.json), part of which the engine's
-thread waits for. What comes sooner goes with the next one.
+"""Seconds between two messages of an answer: the minimum, for each open stream, and the maximum.
+A message takes 0.12 ms of a core (benchmarks/results/replicas.json); for a part of that the
+engine's thread waits. Text that comes sooner goes with the next message.
 """
 
 
 class State(NamedTuple):
-    """How a replica is.
+    """The state of a replica.
 
     Attributes:
+        replica: its name.
         pid: of its process.
-        failure: why it serves nobody any more; empty: it serves.
-        load: requests over HTTP that it answers.
+        failure: why it no longer serves; empty: it serves.
+        load: requests over HTTP that it is answering.
     """
 
     replica: str
@@ -58,16 +59,16 @@ class State(NamedTuple):
 
 
 class Replica:
-    """One engine. Ray Serve makes as many as are asked for, each in a process of its own.
+    """One engine. Ray Serve makes each replica in a process of its own.
 
     Args:
-        config: of the engine; `seed` is that of the fleet.
+        config: of the engine; `seed` is the fleet's.
         options: of the server.
         version: of the package that deploys it.
-        name: its own; None: the one that Ray Serve gave it.
+        name: the replica's name; None: the one that Ray Serve gave it.
 
     Raises:
-        ConfigError: the package here is another one, or an option does not fit this machine.
+        ConfigError: this machine has another version, or an option does not fit this machine.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Replica:
     async def answer(self, call: Call) -> AsyncGenerator[Taken | Head | bytes | Done, None]:
         """Answer a request: first `Taken`, then a `Head`, the body in pieces, and `Done`.
 
-        Leaving it early is a client that leaves: the engine ends the request.
+        If the generator is closed early, the engine ends the request.
         """
         yield Taken(self._name)
         scope = {**call.scope, "asgi": {"version": "3.0"}, "state": {}, "client": None}
@@ -125,29 +126,28 @@ class Replica:
                 await task
 
     async def _run(self, scope: dict[str, Any], call: Call, send: Send) -> None:
-        """The application over one call."""
+        """Run the application for one call."""
         body: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
 
         async def receive() -> Message:
             if body:
                 return body.pop()
-            await asyncio.Event().wait()  # who leaves cancels this task
+            await asyncio.Event().wait()  # a client that leaves cancels this task
             raise RuntimeError("a call goes on after its end")
 
         request_id.set(call.name)  # of this task
         await self._app(scope, receive, send)
 
     async def state(self) -> State:
-        """How it is."""
         failure = self._engine.status.failure
         return State(self._name, os.getpid(), str(failure or ""), len(self._life.flights))
 
     async def metrics(self) -> tuple[str, list[Metric]]:
-        """Its name, and its metrics with those of its process."""
+        """Its name, and the metrics of its engine and its process."""
         return self._name, [*self._metrics.collect(), *process_metrics()]
 
     async def drain(self) -> None:
-        """Take no more, and end what is under way in time, as a server does that gets SIGTERM."""
+        """Take no more requests, and end those under way in time, as a server at SIGTERM."""
         self._life.drain()
         self._draining = self._draining or asyncio.create_task(self._end())
 
@@ -156,10 +156,10 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def check_health(self) -> None:
-        """Raise what the engine failed by, and end this process: Ray Serve starts another one.
+        """Raise the engine's failure and end this process, so that Ray Serve starts another one.
 
-        A failed engine refuses at once, so that it would be the least busy of all and get most
-        requests, until Ray Serve has asked it three times.
+        Ray Serve would wait for three failed checks. Meanwhile a failed engine, which refuses at
+        once, would be the least busy replica and get most requests.
         """
         if (failure := self._engine.status.failure) is not None:
             if self._is_alone and self._ending is None:
@@ -175,8 +175,8 @@ class Replica:
 
 @contextmanager
 def told_briefly() -> Iterator[None]:
-    """Errors of ours without those that caused them: Ray Serve shows all of it where it tells why
-    a deployment failed, and the reason is below."""
+    """Raise our errors without their causes: Ray Serve shows the whole chain as the reason why a
+    deployment failed, with the real reason at the bottom."""
     try:
         yield
     except ForetokenError as error:
@@ -191,7 +191,7 @@ def _engine(config: EngineConfig) -> AsyncEngine:
 
 
 def check_version(deployed: str) -> None:
-    """Raise `ConfigError` where a machine of the cluster has another version of the package."""
+    """Raise `ConfigError` if this machine has another version of the package than `deployed`."""
     if deployed != __version__:
         remedy = "Install one version on all machines of the cluster."
         bound = f"{deployed}, the version that deploys it"
@@ -201,9 +201,9 @@ def check_version(deployed: str) -> None:
 def own_seed(seed: int, replica: str) -> int:
     """The engine's seed in one replica.
 
-    Requests without a seed get noise by the engine's seed and their number (decision 005): with one
-    seed for all, requests of equal numbers in two replicas would get the same noise. Requests with
-    a seed do not depend on it. Names of replicas are new at each start, and so are these seeds.
+    Requests without a seed get noise by the engine's seed and their number (decision 005). With one
+    seed for all replicas, requests of equal numbers would get the same noise. Requests with a seed
+    do not depend on it. Replicas get new names at each start, and so new seeds.
     """
     digest = hashlib.blake2b(f"{seed}/{replica}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -217,7 +217,7 @@ def _own_name() -> str:
 
 
 def _joined(pieces: Iterable[Head | bytes]) -> Iterator[Head | bytes]:
-    """The same with pieces of a body as one, or in parts of the longest message."""
+    """The pieces, those of a body joined, and split again at `MESSAGE_BYTES`."""
     for is_head, group in groupby(pieces, key=lambda piece: isinstance(piece, Head)):
         if is_head:
             yield from group

@@ -1,4 +1,4 @@
-"""Options of `foretoken serve` beside the engine's. No fastapi."""
+"""Options of `foretoken serve`, except the engine's. No fastapi."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
 
 MAX_NUM_WAITING = 1024
-"""Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
+"""The default of `max_num_waiting`: samples that may wait for a slot; more are refused by 429."""
 _HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)*")
 _OWN_PATHS = {
     *("v1", "tokenize", "detokenize", "health", "ping", "load", "metrics", "version"),
     *("server_info", "tokenizer_info", "docs", "openapi.json", "page"),
 }
-"""How paths of the server begin: under such a `root_path` they would be taken for those of a proxy
-that took nothing off."""
+"""How the server's own paths begin. No `root_path` may begin so: it would seem to be there already.
+"""
 MAX_STEP_SECONDS = 0.15
-"""`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
+"""The default of `max_step_seconds` on a CPU: how long streams wait for others' prompts."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where and to whom a model is served.
+    """How a model is served.
 
     Attributes:
         host: address to listen on; `0.0.0.0` is every network that the machine has.
@@ -48,8 +48,8 @@ class ServeOptions:
         ssl_ca_certs: CA certificates by which clients' certificates are checked, in PEM; see
             `ssl_cert_reqs`.
         ssl_cert_reqs: client certificates: 0 not asked for, 1 optional, 2 required.
-        allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
-            model stands behind such a text.
+        allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: such a
+            text means nothing.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
         trust_request_chat_template: let a request bring a `chat_template`. It is a program, run in
             the engine's thread: Jinja's sandbox keeps it from files, and not from taking long.
@@ -141,7 +141,7 @@ class ServeOptions:
             from foretoken.serve.parsers.formats import FORMATS, REASONING_PARSERS
 
             formats = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_PARSERS}
-        for name, known in formats.items():  # which are empty, else `--help` would load torch
+        for name, known in formats.items():  # by default empty: `--help` must not load torch
             if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
                 remedy = "No other format is read here; `auto` finds these in the template."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)
@@ -167,7 +167,7 @@ class ServeOptions:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that clients may send; empty: none is wanted."""
+        """The keys that clients may send; empty: no key is needed."""
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     @property
@@ -176,12 +176,12 @@ class ServeOptions:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others than this machine can call, and need no key to do so."""
+        """Whether other machines can call without a key."""
         return not self.keys and not self._is_loopback
 
     @property
     def checks_host(self) -> bool:
-        """Whether `Host` must be known: nothing else keeps web pages out."""
+        """Whether `Host` must be known, as nothing else keeps web pages out."""
         return not self.keys and self._is_loopback
 
     @property
@@ -192,7 +192,7 @@ class ServeOptions:
             return self.host == "localhost"
 
     def check_engine(self, config: EngineConfig) -> None:
-        """Raise `ConfigError` for an engine whose texts would be meaningless unnoticed."""
+        """Raise `ConfigError` if the engine would produce meaningless texts unnoticed."""
         speculation = config.speculative_config
         rule = speculation.rejection_sample_method if speculation else None
         if rule == "synthetic" and not self.allow_synthetic:
@@ -201,7 +201,7 @@ class ServeOptions:
 
 
 def described(names: Sequence[str], config: EngineConfig) -> str:
-    """A line that says under which names a model is served, and what drafts for it."""
+    """A line with the names under which a model is served, and its drafters."""
     speculation, drafts = config.speculative_config, "nothing drafts"
     if speculation is not None:
         drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens

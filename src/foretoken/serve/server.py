@@ -1,8 +1,9 @@
 """The process: an application, its lifetime, and uvicorn in front of them.
 
-Charter: a socket, signals, and how the process ends. The first SIGTERM or Ctrl-C lets what is under
-way be answered, and ends with 0; the second ends at once. An engine that failed ends the process,
-once everybody who waits has been told. Nothing is taken down that ends with the process anyway.
+Charter: a socket, signals, and the end of the process. After the first SIGTERM or Ctrl-C requests
+under way are answered, and the process ends with 0; a second one ends it at once. If the engine
+fails, the process ends once all waiting clients have been told. Nothing is cleaned up that ends
+with the process anyway.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Lifespan = Literal["on", "off"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
 _OLD = 10, 10_000
-"""Collections of the second generation before one of the third: when idle, and at the latest."""
+"""Garbage collections of the second generation before one of the third: when idle, and at most."""
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A socket at the address that the options say; nobody can connect before it listens.
+    """A socket at the options' address; clients cannot connect before it listens.
 
     Raises:
-        ConfigError: there is no such address here, or another program listens there.
+        ConfigError: this machine has no such address, or another program listens there.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
@@ -56,7 +57,7 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 def check_tls(options: ServeOptions) -> None:
-    """Raise `ConfigError` where the files of TLS cannot be used, before a model is loaded."""
+    """Raise `ConfigError` if the files of TLS cannot be used; call it before a model is loaded."""
     if not options.has_tls:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -72,10 +73,10 @@ def check_tls(options: ServeOptions) -> None:
 
 
 def collect_when_idle() -> None:
-    """Have the process look for garbage in old objects when it has nothing else to do.
+    """Have the process look for garbage among old objects only when it is idle.
 
-    Nothing runs meanwhile, which was 0.2 s for what PyTorch and Transformers have loaded, and 0.3 s
-    for the 300 000 objects of the longest answers. What is loaded now is left out from here on.
+    A collection stops everything: 0.2 s for the objects of PyTorch and Transformers, and 0.3 s for
+    the 300 000 objects of the longest answers. Objects that exist now are never looked at again.
     """
     gc.collect()
     gc.freeze()
@@ -83,7 +84,7 @@ def collect_when_idle() -> None:
 
 
 def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.Config:
-    """Uvicorn as it serves an application; it says nothing of what it serves."""
+    """Options of uvicorn, which logs no requests."""
     options = life.options
     return uvicorn.Config(
         app,
@@ -104,12 +105,12 @@ def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """A server of this application for a program that has other things to do."""
+    """A server of this application, for a program that runs it itself."""
     return uvicorn.Server(make_config(app, app.state.context.lifetime, lifespan="on"))
 
 
 class Process(uvicorn.Server):
-    """A server that is all that its process does: it ends by signals, and by a failure."""
+    """A server with a process of its own: it ends by a signal, or when the engine fails."""
 
     def __init__(
         self, app: ASGIApp, life: Lifetime, say: Callable[[str], None], *, is_front: bool = False
@@ -120,7 +121,7 @@ class Process(uvicorn.Server):
         self.failure: ForetokenError | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; the next one finds no handler, or has a front end at once."""
+        """Drain at the first signal; the second finds no handler, or makes a front end at once."""
         if self._is_front and self._life.is_draining:
             self._is_hurried = True
             return
@@ -130,7 +131,7 @@ class Process(uvicorn.Server):
         self._life.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is over."""
+        """Ten times a second: whether the server should end."""
         life = self._life
         if life.is_draining and not self._has_said:  # a signal handler must not write
             self._has_said = True
@@ -147,7 +148,7 @@ class Process(uvicorn.Server):
         return await super().on_tick(counter) or is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for clients to read the ends of their answers, as long as there is time."""
+        """Give clients the time that is left to read the ends of their answers."""
         self.config.timeout_graceful_shutdown = math.ceil(self._life.seconds_left())
         await super().shutdown(sockets)
 
@@ -161,21 +162,21 @@ def serve(
     *,
     is_front: bool = False,
 ) -> None:
-    """Serve until a signal ends that. Threads of an engine go on: `leave` does not wait for them.
+    """Serve until a signal. The engine's threads go on; `leave` does not wait for them.
 
     Args:
         told: lines about what is served.
-        is_front: whether it has replicas elsewhere. Then the application learns when it begins and
-            ends, and this returns at a second signal, too, so that they can be ended.
+        is_front: whether the application is a fleet's front. Then it gets ASGI's lifespan events,
+            and this returns also at a second signal, so that replicas can be ended.
 
     Raises:
         ConfigError: another program has begun to listen at this address.
-        ForetokenError: what `life` failed by.
+        ForetokenError: the failure of `life`.
     """
     options = life.options
     try:
         bound.listen(_BACKLOG)
-    except OSError as error:  # another began to listen meanwhile
+    except OSError as error:  # another program began to listen meanwhile
         raise _taken(options, error) from None
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -195,14 +196,14 @@ def serve(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, with all that it has written.
+    """End this process now, after flushing its output.
 
-    Python would take 3 000 modules and 400 000 objects apart first, which took 1.4 to 2.7 s, and
-    wait for the engine's step, which may take as long as it likes.
+    Python would first destroy 3 000 modules and 400 000 objects, which took 1.4 to 2.7 s, and wait
+    for the engine's step, which has no time limit.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # who should read it has left, or it is closed
+        with suppress(OSError, ValueError):  # its reader has gone, or it is closed
             if stream is not None:
                 stream.flush()
     os._exit(code)

@@ -19,8 +19,7 @@ from foretoken.serve.fleet.prefixes import MOST_CHARS
 _BEFORE_PROMPT = ("cache_salt", "tools", "instructions", "system")
 _PROMPTS = ("prompt", "messages", "input")
 MESSAGE_BYTES = 2**20
-"""Bytes of one message: Ray takes at most 4 MiB by gRPC, and between messages a front reads others.
-"""
+"""Bytes of one message. Ray takes 4 MiB by gRPC; between messages a front serves other requests."""
 _KEPT_BACK = {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}
 """Headers that are not sent on: the front has checked them, and no replica needs a secret."""
 _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
@@ -72,7 +71,7 @@ class Done(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The fields of a body that a front reads: the model's name, and the beginning of the prompt."""
+    """What a front reads of a body: the model's name, and the beginning of the prompt."""
 
     model: str | None
     prompt: str

@@ -33,7 +33,7 @@ class ReplicaOptions:
     """How many replicas a model has, and what each needs.
 
     Attributes:
-        replicas: engines with this model, each in a process of its own, behind one address
+        replicas: engines with this model, each in a process of its own, at one address
             (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
         max_replicas: the most of them: as many run as there are requests for, `replicas` at least.
             None: their number is fixed.

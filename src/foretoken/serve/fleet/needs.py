@@ -25,8 +25,7 @@ from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
 
 _PROCESS_GIB = 1.5
-"""For PyTorch, Transformers and Ray: a replica of the embedded model has 1.1 GiB resident in all.
-"""
+"""PyTorch, Transformers and Ray: a replica of the embedded model has 1.1 GiB resident in all."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -112,7 +111,7 @@ def _weights(config: EngineConfig, on_gpu: bool) -> int:
 
 
 def _stored(folder: Path) -> int:
-    """Bytes of weights that stay in their file's format, for native kernels; 0 for other weights."""
+    """Bytes of weights that stay in their file's format, for native kernels; 0 for others."""
     if is_gguf(folder):
         return read_gguf(folder).nbytes
     given = read_config(folder)
@@ -122,7 +121,7 @@ def _stored(folder: Path) -> int:
 
 
 def _drafts(config: EngineConfig) -> list[tuple[str, str | None]]:
-    """Names and revisions of the drafters' checkpoints."""
+    """Names and revisions of the drafters' checkpoints, without the small ones of the package."""
     speculation = config.speculative_config
     if speculation is None:
         return []

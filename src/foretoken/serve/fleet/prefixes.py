@@ -16,7 +16,7 @@ CHUNK = 64
 MOST_CHARS = 2**16
 """Characters of a prompt that are looked at."""
 _MOST_CHUNKS = 2**18  # chunks remembered of all prompts: 42 MB
-_IMBALANCE = 8.0  # with this many more requests than another, a replica no longer gets its prefixes
+_IMBALANCE = 8.0  # requests that a replica may have more than another and still get its prefixes
 Id = TypeVar("Id", bound=Hashable)
 
 

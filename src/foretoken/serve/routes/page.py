@@ -1,6 +1,6 @@
 """The page at `/`: what speculation does to a prompt, shown token by token.
 
-Its files are static and ask this server alone; what the page needs to know of it is `/page/state`.
+Its files are static and fetch from this server only; `/page/state` describes the server to it.
 `/docs` is the API's document as a page, which loads nothing from elsewhere either.
 """
 
@@ -37,7 +37,7 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, and asked for again by its ETag
+    "Cache-Control": "no-cache",  # cached, but checked by its ETag each time
 }
 
 
@@ -48,12 +48,12 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/page/state", response_model=None)
     async def state() -> JSONResponse:
-        """What a request may ask for here, and how busy the server is."""
+        """The server's options for requests, and how busy it is."""
         return JSONResponse({**served, "now": _now(context)})
 
     @routes.get("/docs", response_model=None, include_in_schema=False)
     async def docs(request: Request) -> HTMLResponse:
-        """The API's document; FastAPI's own page brings its scripts from another server."""
+        """The API's document; FastAPI's own page would load scripts from another server."""
         text = _HEAD + "".join(_sections(request.app.openapi()))
         return HTMLResponse(text, headers=HEADERS)
 
@@ -63,7 +63,7 @@ def router(context: Context) -> APIRouter:
 
 
 def _file(name: str) -> Any:
-    """The endpoint of one file, which is read once."""
+    """The endpoint of one file; the file is read once."""
     content = files("foretoken.serve").joinpath("page", name).read_bytes()
     headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     kind = _TYPES[name.rpartition(".")[2]]
@@ -78,7 +78,7 @@ def _file(name: str) -> Any:
 
 
 def _served(context: Context) -> dict[str, Any]:
-    """What does not change while the server runs."""
+    """The part of `/page/state` that does not change."""
     served, engine = context.served, context.engine
     speculation, limits = engine.config.speculative_config, engine.engine.limits
     rule = speculation.rejection_sample_method if speculation else "standard"
@@ -109,7 +109,7 @@ def _now(context: Context) -> dict[str, Any]:
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[str]:
-    """What each path takes, then the objects that bodies are made of."""
+    """HTML of the paths with their bodies, then of the objects in bodies."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             said = escape(operation.get("description", ""))
@@ -127,7 +127,7 @@ def _sections(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type in words, with links to those that have names."""
+    """A type in words, with links to named types."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f'<a href="#{name}">{name}</a>'

@@ -1,4 +1,4 @@
-"""What is served: `/v1/models`, `/tokenize` and `/detokenize`, in vLLM's shapes. How the server is:
+"""The model: `/v1/models`, `/tokenize` and `/detokenize`, in vLLM's shapes. The server's state:
 health, load, metrics, version, and its options."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foretoken.serve.sse import WholeAnswer, dumps
 
 
 def router(context: Context) -> APIRouter:
-    """What is served, under all its names, texts to tokens and back, and how the server is."""
+    """Models, texts to tokens and back, and the server's state."""
     routes = APIRouter()
 
     @routes.get("/v1/models", response_model=None, tags=["models"])
@@ -34,7 +34,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}", response_model=None, tags=["models"])
     async def model(name: str) -> JSONResponse:
-        """One of them."""
+        """One name of the model."""
         context.served.check_name(name)
         return JSONResponse(_card(context, name))
 
@@ -62,7 +62,6 @@ def router(context: Context) -> APIRouter:
 
 
 def _state(context: Context) -> APIRouter:
-    """For probes, scrapers and the curious."""
     routes = APIRouter(tags=["state"])
     collector = EngineCollector(context.engine, context.counts, context.served.names[0])
 
@@ -74,7 +73,7 @@ def _state(context: Context) -> APIRouter:
         "foretoken_config": asdict(context.engine.config),
     }
 
-    # The engine is built before the socket listens: while it lives, it is ready.
+    # The engine is built before the socket listens, so it is ready as long as it works.
     @routes.get("/health", response_model=None)
     async def health() -> Response:
         """200 while the engine serves, 503 once it has failed."""
@@ -84,12 +83,12 @@ def _state(context: Context) -> APIRouter:
     @routes.get("/ping", response_model=None)
     @routes.post("/ping", response_model=None)
     async def ping() -> Response:
-        """As `/health`, by the name that some load balancers ask for."""
+        """As `/health`, under the name that some load balancers use."""
         return await health()
 
     @routes.get("/load", response_model=None)
     async def load() -> JSONResponse:
-        """How many requests are being answered."""
+        """The number of requests being answered."""
         return JSONResponse({"server_load": len(context.lifetime.flights)})
 
     @routes.get("/server_info", response_model=None)
@@ -99,12 +98,12 @@ def _state(context: Context) -> APIRouter:
 
     @routes.get("/tokenizer_info", response_model=None)
     async def tokenizer_info() -> JSONResponse:
-        """What the checkpoint's files say of its tokenizer, its own chat template included."""
+        """The tokenizer's facts from the checkpoint's files, with its own chat template."""
         return JSONResponse(tokenizer)
 
     @routes.get("/health/ready", response_model=None)
     async def ready() -> Response:
-        """The same, and 503 once the server takes no more requests."""
+        """As `/health`, and 503 once the server takes no more requests."""
         if context.lifetime.is_draining:
             return refusal(UnavailableError("The server ends.")).response()
         return await health()
@@ -149,9 +148,9 @@ async def _encode(context: Context, body: TokenizeBody) -> list[int]:
 
 
 def tokenizer_facts(tokenizer: Any | None) -> dict[str, Any]:
-    """Facts of a tokenizer that clients need to count and to show; {} where there is none.
+    """Facts of a tokenizer that clients need to count and show tokens; {} without a tokenizer.
 
-    A template that `--chat-template` gave is not among them: its author may keep it.
+    The template of `--chat-template` is left out: it may be private.
     """
     if tokenizer is None:
         return {}

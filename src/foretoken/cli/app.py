@@ -1,7 +1,7 @@
 """The commands. Heavy libraries load inside them, so that help is instant.
 
-Charter: options only; what a command does lives in `llm.py`, `serve/` and `lab/`, what it prints in
-`output.py`, what is said when it cannot in `terminal.py`.
+Charter: options only. The commands' work is in `llm.py`, `serve/` and `lab/`, their output in
+`output.py`, their error messages in `terminal.py`.
 """
 
 from __future__ import annotations
@@ -48,21 +48,19 @@ _OWN_DRAFTS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"method": "eagle3", "num_speculative_tokens": "auto"},
 }
 _ANY_DRAFT = {"method": "ngram", "num_speculative_tokens": 4}
-# `bench` has its own prompts and seed, and of how long an output is and what ends it the length
-# alone.
-# Options of the engine that a server has and other commands do not.
+# Options of the engine that only a server has.
 OF_SERVERS = {"seed", "max_num_waiting", "generation_config"}
+# `bench` has its own prompts and seed, and only the length ends its outputs.
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "prediction", "trace"),
 }
-# Left open for the load to decide, and what would spoil a comparison.
-BENCH_DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")
-)
-BENCH_DEFAULTS |= {"enable_prefix_caching": False}
-
-# Of the engine's options and the parameters, what has a meaning where no engine is audited.
+# The load decides the sizes; a cache of prefixes would spoil a comparison.
+BENCH_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
+    "enable_prefix_caching": False,
+}
+# By the parts of an audit without an engine: the engine's options and parameters that it reads.
 TAKEN_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
     **dict.fromkeys([("callable",), ("gallery",)], frozenset[str]()),
     ("operators",): {"backend", "device"},
@@ -238,7 +236,7 @@ def audit(
         asked = AuditOptions(**fields_given(AuditOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
         parts = asked.parts(options["model"], options["backend"])
-        taken = TAKEN_BY_AUDIT.get(parts, options.keys()) | {"seed"}  # an audit's own
+        taken = TAKEN_BY_AUDIT.get(parts, options.keys()) | {"seed"}  # `seed` is AuditOptions'
         _refuse_others(options, taken, f"left out: of no use to {parts[0]}")
         given = {"model": _EMBEDDED, **{k: v for k, v in options.items() if v is not None}}
         engine = _engine_options(given)
@@ -348,7 +346,7 @@ def train_eagle3(debug: Debug = False, **options: Any) -> None:
 
 @contextmanager
 def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Desk]:
-    """Where a command of the laboratory reports; SIGTERM lets it report what it has."""
+    """A place for a command of the lab to report to; at SIGTERM it reports what it has."""
     from foretoken.lab.desk import Desk
 
     typed = as_typed() if secret is None else as_typed().replace(secret, "KEY")
@@ -358,7 +356,7 @@ def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Itera
 
 
 def _refuse_others(options: dict[str, Any], taken: Set[str], bound: str) -> None:
-    """`ConfigError` for an option of an engine or its requests that would be ignored."""
+    """Raise `ConfigError` for an option of an engine or its requests that would be ignored."""
     known = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
     for name, default in (known | {"suffix_corpus": None}).items():
         value = options.get(name)
@@ -367,7 +365,7 @@ def _refuse_others(options: dict[str, Any], taken: Set[str], bound: str) -> None
 
 
 def _one_model(first: str | None, second: str | None, embedded: bool = True) -> str | None:
-    """Of MODEL and --model the one that was given; else the embedded one, or None."""
+    """The model given as MODEL or --model; otherwise the embedded one, or None."""
     if first is not None and second is not None:
         raise ConfigError("model", second, "left out beside MODEL", "Give one of the two.")
     return first or second or (_EMBEDDED if embedded else None)
@@ -378,10 +376,10 @@ def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> di
     given, corpus = options.get("speculative_config"), options.get("suffix_corpus")
     off = options.get("no_speculation") or None
     ways = {"no-speculation": off, "suffix-corpus": corpus, "speculative-config": given}
-    asked = [name for name, value in ways.items() if value is not None]
-    if len(asked) > 1:
-        bound = f"left out with --{asked[0]}"
-        raise ConfigError(asked[-1], ways[asked[-1]], bound, "Give one of the two.")
+    first, *others = [name for name, value in ways.items() if value is not None] or [""]
+    if others:
+        last, bound = others[-1], f"left out with --{first}"
+        raise ConfigError(last, ways[last], bound, "Give one of the two.")
     if corpus is not None:
         return {**engine, "speculative_config": {"method": "suffix", "suffix_corpus": corpus}}
     own_draft = None if off else _OWN_DRAFTS.get(engine["model"])
@@ -389,7 +387,7 @@ def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> di
 
 
 def _load(model: str, speculative_config: Any, **options: Any) -> LLM:
-    """Import the engine and load the models, with a sign of life on a terminal."""
+    """Import the engine and load the models, with a status line on a terminal."""
     with console(stderr=True).status(f"Loading {model}"):
         from foretoken.llm import LLM
 

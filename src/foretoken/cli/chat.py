@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.models.chat import ChatTemplate
 
-
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
 
 
 def read_messages(given: str | None, system: str | None) -> list[Any]:
-    """The messages that a command line gives, or a `RequestError`.
+    """The messages on a command line.
 
     Args:
-        given: a message; `-` for standard input, a message or a JSON list of them; or None: the
-            user will type them.
-        system: the text of a system message to begin with.
+        given: a message; `-`: standard input has one, or a JSON list of messages; None: the user
+            will type them.
+        system: text of a system message to begin with.
+
+    Raises:
+        RequestError: a text is no UTF-8, or a list of messages no JSON.
     """
     messages: list[Any] = []
     if system is not None:
@@ -49,7 +51,7 @@ def read_messages(given: str | None, system: str | None) -> list[Any]:
 
 
 def read_template(given: str | None) -> str | None:
-    """A chat template from its file; Jinja text and names of templates as they are."""
+    """A chat template from its file; Jinja text and names of templates are returned as they are."""
     if given is None:
         return None
     if "{{" in given or "{%" in given:
@@ -74,8 +76,8 @@ class Conversation:
     """A conversation typed on a terminal, or read from standard input, one message per line.
 
     Args:
-        messages: what it begins with, and begins with again after /reset.
-        params: of every answer; more than one sample is a `RequestError`.
+        messages: the messages at its beginning, and again after /reset.
+        params: parameters of every answer; more than one sample is a `RequestError`.
         json_output: print a JSON object per answer.
     """
 
@@ -89,7 +91,7 @@ class Conversation:
         self._typed = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
-        """Answer messages until there are no more; on a terminal a refused one is asked again."""
+        """Answer messages until there are no more; on a terminal a refused one can be typed again."""
         if self._typed:
             say(_HELP, style="dim")
         while (line := self._read()) is not None:
@@ -116,13 +118,13 @@ class Conversation:
             except EOFError:
                 say("")
                 return None
-            except KeyboardInterrupt:  # as in a shell: what was typed is dropped
+            except KeyboardInterrupt:  # as in a shell, drop the line
                 say("")
             except UnicodeDecodeError:
                 say("Error: this line is no UTF-8 text.", style="bold red")
 
     def _answer(self, llm: LLM, template: ChatTemplate, text: str, note: Note) -> None:
-        """Print the answer to a message and remember both; a message that failed is forgotten."""
+        """Print the answer to a message and remember both; after a failure forget the message."""
         from foretoken.models.chat import ChatPrompt
 
         messages = [*self._messages, {"role": "user", "content": text}]

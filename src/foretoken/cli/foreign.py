@@ -1,7 +1,8 @@
-"""The command line of `vllm serve`, as far as it differs from ours.
+"""The command line of `vllm serve`, where it differs from ours.
 
-Charter: words. Which options are ours in another spelling, which take a value, or several; what
-the others may say is in `foretoken/foreign.py`. None of them is in `--help`.
+Charter: parsing words: which options are ours in another spelling, and which take one value or
+several. `foretoken/foreign.py` has the values that other options may have. `--help` shows none of
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MEANT = {
     "disable_uvicorn_access_log=True": ["--log-level", "warning"],
     "scheduling_policy=priority": ["--allow-priority"],
 }
-"""What says the same here, whatever else the command line says."""
+"""Options of vLLM that mean the same as these words of ours."""
 _KEY = __name__
 
 
@@ -41,7 +42,7 @@ class ServeCommand(TyperCommand):
     """A command that also takes what `vllm serve` takes."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Put what is not ours aside, for `foreign_options`."""
+        """Set options that are not ours aside, for `foreign_options`."""
         line = _Line(args, [param for param in self.params if isinstance(param, TyperOption)])
         if line.fault:
             ctx.fail(line.fault)
@@ -50,10 +51,10 @@ class ServeCommand(TyperCommand):
 
 
 def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
-    """Of the options that are not ours, those of the engine, and those without effect here.
+    """The engine's options among those that are not ours, and the names of those without effect.
 
     Raises:
-        ConfigError: one of the others would change something.
+        ConfigError: an option would have an effect that is not supported.
     """
     given: dict[str, Any] = ctx.meta[_KEY]
     for name, value in given.items():
@@ -67,16 +68,16 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
 
 
 class _Line:
-    """A command line, sorted.
+    """A command line, sorted into our options and others.
 
-    Words behind the value of an option that takes several are values, too, unless that value was
-    joined to the option by `=`. Where MODEL is nowhere else, and no --model, the last of them is
-    MODEL. But behind --api-key a second word must not be a guess: as MODEL it would be shown, and
-    sent to the hub.
+    After an option that takes several values, further words are values, too, unless the first was
+    joined to the option by `=`. If MODEL is nowhere else and there is no --model, the last of these
+    words is MODEL. After --api-key this is an error instead of a guess: a key taken for MODEL would
+    be shown, and sent to the hub.
 
     Attributes:
-        own: the words that our parser takes.
-        foreign: values of the options that a table knows, by their names there.
+        own: the words for our parser.
+        foreign: values of the options in `foretoken/foreign.py`, by their names there.
         fault: what is wrong with the line, or empty.
     """
 
@@ -84,7 +85,7 @@ class _Line:
         self._ours = {name: each for each in options for name in each.opts + each.secondary_opts}
         self._words, self._groups = [*words], list[list[str]]()
         self._has_model, self._several = False, cast(str | list[Any] | None, None)
-        self._last = list[Any](), 0, ""  # a list, where the last of several words is in it, and it
+        self._last = list[Any](), 0, ""  # the list with the last of several words, its index, it
         self.foreign, self.fault = dict[str, Any](), ""
         self._read()
         if not self._has_model:
@@ -99,7 +100,7 @@ class _Line:
         self.own = [word for group in self._groups for word in group] + self._words
 
     def _read(self) -> None:
-        """Sort the words before `--`, and leave it and the others, which are MODEL."""
+        """Sort the words before `--`; that and the rest, which is MODEL, stay in `_words`."""
         while self._words:
             if self._words[0] == "--":
                 self._has_model |= len(self._words) > 1
@@ -113,7 +114,7 @@ class _Line:
             if name in self._ours:
                 self._add_ours(name, given)
             elif not self._add_foreign(name, given):
-                self._groups.append([word])  # which the parser refuses
+                self._groups.append([word])  # the parser refuses it
 
     def _add_word(self, word: str) -> None:
         if self._several is None:
@@ -141,11 +142,11 @@ class _Line:
         elif option.multiple:
             self._groups += [[name, value] for value in _listed(given)]
             self._several = None if is_joined else name
-        elif not (name in _SIZES and given in ("auto", "-1")):  # which leave it to the engine
+        elif not (name in _SIZES and given in ("auto", "-1")):  # both mean the engine's default
             self._groups.append([f"{name}={_digits(given) if name in _SIZES else given}"])
 
     def _add_foreign(self, name: str, given: str | None) -> bool:
-        """Take an option that a table knows; whether one does."""
+        """Take an option of the tables; False if it is not in them."""
         key = name.removeprefix("--").replace("-", "_")
         whole = key.partition(".")[0]
         if whole != key and (whole in _TABLE or "--" + whole.replace("_", "-") in self._ours):
@@ -167,9 +168,9 @@ class _Line:
         return True
 
     def _turn_off(self, key: str) -> bool:
-        """Take `--no-KEY`; whether that is a flag."""
+        """Take `--no-KEY`; False if KEY is not a flag."""
         option = self._ours.get("--" + key.replace("_", "-"))
-        if option is not None and option.is_flag:  # off where it is left out
+        if option is not None and option.is_flag:  # off when it is left out
             self._groups = [group for group in self._groups if group[0] not in option.opts]
         elif _is_flag(key):
             self.foreign[key] = False
@@ -178,7 +179,6 @@ class _Line:
         return True
 
     def _value(self, given: str | None) -> str:
-        """What was given, or the next word."""
         if given is None and self._words and not self._words[0].startswith("--"):
             return self._words.pop(0)
         return given or ""
@@ -189,7 +189,7 @@ def _is_flag(name: str) -> bool:
 
 
 def _spelled(word: str) -> tuple[str, str | None]:
-    """An option as we spell it, and what it is said to be in the same word."""
+    """The name of an option in our spelling, and the value joined to it, if any."""
     name, has_value, value = word.partition("=")
     if name.startswith("-O") and len(name) > 2:
         name, has_value, value = "-O", "=", name.removeprefix("-O")
@@ -206,13 +206,13 @@ def _digits(text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """One value, or those of a list in JSON."""
+    """The values of a JSON list; any other text is one value."""
     values = _parsed(text) if text.startswith("[") else None
     return list(map(str, values)) if isinstance(values, list) else [text]
 
 
 def _parsed(text: str) -> Any:
-    """A value as Python has it."""
+    """A word as a Python value: None, a bool, JSON, or else the text itself."""
     try:
         return {"None": None, "True": True, "False": False}[text]
     except KeyError:

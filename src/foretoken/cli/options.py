@@ -1,7 +1,7 @@
 """Options made from the dataclasses that they fill.
 
-Charter: name, type, default and documentation of an option are written once, where its field is.
-Here is only how a field is typed on a command line, and which fields are not options.
+Charter: name, type, default and documentation of an option are written once, at its field. This
+module has only the command line's spelling of a field, and the fields that are no options.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 NOT_OPTIONS: dict[type, set[str]] = {
-    # A command's requests all draft by `--speculative-config`, and are equal.
+    # All requests of a command draft by `--speculative-config`, with equal priority.
     SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method", "priority"},
-    # `--seed` is the request's; nothing ever waits for another; every request has parameters.
+    # `--seed` is the request's; no request waits for others; every request has parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
 SPECULATION: dict[str, Any] = {
@@ -48,7 +48,7 @@ SPECULATION: dict[str, Any] = {
         bool, typer.Option("--no-speculation", help="Decode one token per pass.")
     ],
 }
-"""How an engine drafts: options in the place of its field `speculative_config`."""
+"""How an engine drafts: options in place of its field `speculative_config`."""
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -62,14 +62,15 @@ def with_fields(
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig`, `SPECULATION` and `SamplingParams`.
 
-    It receives them in its `**options`, None for what was not given and has no plain default.
+    The command gets them in its `**options`: None where one was not given and has no plain default.
 
     Args:
-        own: further dataclasses whose fields are its options, before the others.
-        engine: False gives it those of `own` alone; sampling: False none of `SamplingParams`.
-        without: those of them that are none.
-        also: fields of `NOT_OPTIONS` that are some here.
-        defaults: those that differ from the dataclasses'.
+        own: further dataclasses; their fields become options before the others.
+        engine: False: only the options of `own`.
+        sampling: False: none of `SamplingParams`.
+        without: fields that do not become options.
+        also: fields of `NOT_OPTIONS` that do become options.
+        defaults: defaults that differ from the dataclasses'.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -105,7 +106,7 @@ def with_fields(
 def fields_given(
     cls: type, options: dict[str, Any], also: Set[str] = frozenset()
 ) -> dict[str, Any]:
-    """The fields of a dataclass that a command was given; `RequestError`: no UTF-8, no JSON."""
+    """The fields of a dataclass that were given; `RequestError` for no UTF-8, or no JSON."""
     given = {}
     for field in _option_fields(cls, also):
         value = options.get(field.name)
@@ -146,7 +147,7 @@ def _parameters(
 
 
 def _documented(cls: type) -> dict[str, str]:
-    """What a class says of each field under `Attributes:` in its docstring."""
+    """The text for each field under `Attributes:` in a class's docstring."""
     listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
     found = {}
     for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE):
@@ -155,15 +156,15 @@ def _documented(cls: type) -> dict[str, str]:
 
 
 def _help(field: Field[Any], text: str) -> str:
-    """The text for a command line, where nobody types None: options are left out instead."""
-    if field.default is not None:  # left out, it is something else
+    """A field's text for a command line: instead of None an option is left out there."""
+    if field.default is not None:  # leaving it out does not mean None
         text = re.sub(r"; None: [^.;]*", "", text)
     text = re.sub(r"(?<=\. )None\b", "Left out", text[:1].upper() + text[1:])
     return re.sub(r"\bNone\b", "left out", text)
 
 
 def _annotation(field: Field[Any], text: str) -> Any:
-    """The type that Typer reads for a field, by the words of its annotation."""
+    """The type that Typer reads for a field, from the text of its annotation."""
     option = "--" + field.name.replace("_", "-")
     kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
@@ -184,12 +185,12 @@ def _is_map(field: Field[Any]) -> bool:
 
 
 def _is_text(field: Field[Any]) -> bool:
-    """Whether it is a text, or token ids, which are not typed."""
+    """Whether a field is a text or token ids; a command line takes only the text."""
     return str(field.type).startswith("str | Sequence")
 
 
 def _parse_map(field: Field[Any], text: str) -> dict[Any, Any]:
-    """A JSON object; its keys are texts there, and here token ids if the field has such."""
+    """A JSON object, whose keys become token ids if the field has such."""
     by_token = "Mapping[int" in str(field.type)
     try:
         return {int(key) if by_token else key: value for key, value in json.loads(text).items()}

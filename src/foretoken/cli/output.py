@@ -1,6 +1,6 @@
-"""What commands print: streamed text, or JSON (docs/cli.md), and a line about the run.
+"""Output of commands: streamed text, or JSON (docs/cli.md), and a line about the run.
 
-With `--trace` the text is coloured by where its tokens came from, and a table of them follows.
+With `--trace` the text is coloured by the origin of its tokens, and a table of them follows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _STYLES = {"accepted": "green", "resampled": "bold red", "bonus": "cyan", "plain
 _HEAD = ("round", "at", "token", "origin", "p", "q", "u", "u below", "rejected since")
 _LINE = "{:>5} {:>5}  {:<14} {:<9} {:>8} {:>8} {:>8} {:>8}  {}"
 _SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
-_PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
+_PATIENCE = 2.0  # seconds until a command that prints nothing shows a status line
 
 
 def check_shown(params: SamplingParams, json_output: bool) -> None:
-    """Refuse what would be computed and not printed: log-probabilities without `--json`."""
+    """Refuse log-probabilities without `--json`, which would be computed and not printed."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json_output:
             raise RequestError(name, getattr(params, name), "left out without --json", "Add it.")
@@ -45,10 +45,10 @@ def check_shown(params: SamplingParams, json_output: bool) -> None:
 def complete(
     llm: LLM, prompt: str | ChatPrompt, params: SamplingParams, json_output: bool, note: Note
 ) -> RequestOutput:
-    """Complete one prompt and print what comes, the samples one after another.
+    """Complete one prompt and print its samples, one after another.
 
-    Returns the last output, maybe `interrupted_by` a signal; raises the error of a request that
-    was refused, or that failed after what is printed.
+    Returns the last output, maybe `interrupted_by` a signal. Raises the error of a request that
+    was refused, or that failed after its text so far was printed.
     """
     start, output = time.perf_counter(), None
     coloured = params.trace and not json_output and sys.stdout.isatty()
@@ -84,13 +84,13 @@ def complete(
 
 
 def exit_code(output: RequestOutput) -> int:
-    """What a shell expects of a command that prints this output."""
+    """The exit code of a command that printed this output."""
     name = output.interrupted_by
     return 128 + signal.Signals[name] if name else 0
 
 
 class _Text:
-    """Prints samples in their order: one as it grows, the next when it has ended."""
+    """Prints samples in order: one as it grows, the next when that has ended."""
 
     def __init__(self, count: int, painter: Painter | None) -> None:
         self._painter = painter
@@ -98,7 +98,6 @@ class _Text:
         self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
 
     def show(self, output: RequestOutput) -> None:
-        """Print what is new."""
         for sample in output.outputs[self._index :]:
             if self._painter is None:
                 _write(self._title + sample.text[self._shown :])
@@ -120,7 +119,7 @@ def _write(text: str) -> None:
 
 @contextmanager
 def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
-    """A status line for what prints nothing and takes long; on anything but a terminal, nothing.
+    """A status line for a command that prints nothing for long; only on a terminal.
 
     Yields a function that sets the line's text.
     """
@@ -164,7 +163,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def _traced(token: TokenTrace) -> dict[str, Any]:
-    """Field by field; what was dropped dropped nothing itself."""
+    """A trace field by field; dropped drafts have no `dropped` of their own."""
     fields = asdict(token)
     for draft in fields["dropped"]:
         del draft["dropped"]
@@ -174,7 +173,7 @@ def _traced(token: TokenTrace) -> dict[str, Any]:
 def _logprobs(
     given: Sequence[Mapping[int, Logprob] | None] | None,
 ) -> list[list[dict[str, Any]] | None] | None:
-    """Per token a list, the token itself first; JSON has no infinity, which becomes null."""
+    """A list for each token, itself first; infinity, which JSON lacks, becomes null."""
     if given is None:
         return None
     return [
@@ -206,7 +205,7 @@ def _summary(output: RequestOutput) -> str:
 
 
 class Painter:
-    """Pieces of samples' texts, token by token in the colours of their origins."""
+    """Colours the texts of samples, token by token, by origin."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer, self._params = tokenizer, params
@@ -214,7 +213,7 @@ class Painter:
         self._ends: dict[int, list[int]] = {}
 
     def paint(self, prompt_ids: list[int], sample: CompletionOutput, start: int) -> Text:
-        """The text from `start` on. What a stop string cut off was no token's."""
+        """The text from index `start` on."""
         from rich.text import Text
 
         ends, painted = self._ends_of(prompt_ids, sample), Text()
@@ -226,7 +225,7 @@ class Painter:
         return painted
 
     def _ends_of(self, prompt_ids: list[int], sample: CompletionOutput) -> list[int]:
-        """Where the text of each token ends; that of a character is its last one's."""
+        """The index where each token's text ends; a character belongs to its last token."""
         ends = self._ends.setdefault(sample.index, [])
         if self._tokenizer is None:
             return [0] * len(sample.token_ids)
@@ -243,7 +242,7 @@ class Painter:
 
 
 def show_tables(samples: Iterable[CompletionOutput]) -> None:
-    """Print how each token of each sample came about; plain where no terminal reads it."""
+    """Print how each token of each sample came about; without colours where not on a terminal."""
     from rich.text import Text
 
     shown = console(highlight=False, soft_wrap=True)
@@ -267,7 +266,7 @@ def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
 
 
 def _line(token: TokenTrace, drafters: list[str]) -> str:
-    """One token or draft; of several drafters, which one follows it."""
+    """A line about a token or draft, with its drafter if there are several."""
     text = f"<{token.token_id}>" if token.decoded_token is None else repr(token.decoded_token)
     numbers = (token.p, token.q, token.u, token.threshold)
     shown = ["-" if x is None else f"{x:.3g}" for x in numbers]

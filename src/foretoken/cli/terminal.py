@@ -1,8 +1,8 @@
 """Between the commands and the system: streams, messages, exit codes.
 
-Charter: whatever goes wrong becomes one line on the error stream and an exit code: 2 for what the
-user or the system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 when nobody
-reads the output any more. What a command prints lives in `output.py`.
+Charter: every failure becomes one line on the error stream and an exit code: 2 for what the user or
+the system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 if the reader of the
+output has gone. The output of commands is in `output.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from foretoken.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 Note = Callable[[str], None]
 CLOSED_PIPE = 141
 """The exit code of a process ended by SIGPIPE, as a shell shows it."""
@@ -40,14 +39,14 @@ _escaped: list[str] = []
 
 
 def prepare() -> None:
-    """Make the standard streams safe to use, whatever they were started with.
+    """Make the standard streams safe to use, in whatever state the process got them.
 
-    Characters that an output cannot encode are escaped, and a note says so at the end.
+    Characters that an output cannot encode are escaped, and a message at the end says so.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file that is opened would take its number
+        except OSError:  # closed: the next opened file would get its number
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:  # libraries write to it without asking
         sys.stderr = os.fdopen(2, "w", encoding="utf-8")
@@ -77,20 +76,20 @@ def as_utf8(field: str, given: str) -> str:
 
 
 def as_typed() -> str:
-    """The command line of this process; of an absolute path only the name: it is this machine's."""
+    """The command line of this process, without the folders of absolute paths."""
     words = [os.path.basename(word) if word.startswith("/") else word for word in sys.argv[1:]]
     return shlex.join(["foretoken", *words])
 
 
 def read_input(field: str) -> str:
-    """All of standard input, as UTF-8; a `RequestError` if it is closed or no text."""
+    """All of standard input, as UTF-8; `RequestError` if it is closed or not UTF-8."""
     if sys.stdin is None:
         raise RequestError(field, "-", "readable: standard input is closed")
     return _decoded(field, sys.stdin.buffer.read())
 
 
 def read_line(field: str) -> str:
-    """The next line of standard input, as UTF-8, or a `RequestError`; empty at its end."""
+    """The next line of standard input, as UTF-8; empty at its end; `RequestError` if not UTF-8."""
     return _decoded(field, sys.stdin.buffer.readline())
 
 
@@ -104,9 +103,9 @@ def _decoded(field: str, given: bytes) -> str:
 
 @contextmanager
 def reporting(debug: bool = False) -> Iterator[Note]:
-    """Turn what goes wrong into one message and an exit code.
+    """Turn a failure into one message and an exit code.
 
-    Yields a function that takes what the command has done so far, which Ctrl-C reports.
+    Yields a function that notes what the command has done so far, for the message after Ctrl-C.
     """
     done = ["nothing was generated."]
 
@@ -140,7 +139,6 @@ def reporting(debug: bool = False) -> Iterator[Note]:
 
 
 def _system_error(error: OSError) -> str:
-    """What the system refused, and to which file."""
     if error.filename is None and error.errno in _NO_SPACE:
         _discard(sys.stdout)
         return f"standard output cannot be written: {error.strerror}"
@@ -148,7 +146,7 @@ def _system_error(error: OSError) -> str:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what is left of a stream nowhere, so that Python can end without a complaint."""
+    """Discard the rest of a stream, so that Python can end without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -172,13 +170,13 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def say(text: str, style: str = "", interrupted: bool = False) -> None:
-    """One message on the error stream, coloured where the terminal takes it."""
+    """Print a message on the error stream, in colour if the terminal has it."""
     shown = console(stderr=True, highlight=False, soft_wrap=True)
     try:
         if interrupted:
             shown.show_cursor()  # a progress bar may have been hiding it
         shown.print(text, style=style, markup=False)
-    except OSError:  # nobody to tell
+    except OSError:  # the error stream has no reader
         with suppress(OSError):
             _discard(sys.stderr)
 

@@ -18,8 +18,7 @@ _OWN_PATHS = {
     *("v1", "tokenize", "detokenize", "health", "ping", "load", "metrics", "version"),
     *("server_info", "tokenizer_info", "docs", "openapi.json", "page"),
 }
-"""How the server's own paths begin. No `root_path` may begin so: it would seem to be there already.
-"""
+"""How the server's own paths begin; `RootPath` could not tell a `root_path` that begins so."""
 MAX_STEP_SECONDS = 0.15
 """The default of `max_step_seconds` on a CPU: how long streams wait for others' prompts."""
 LOG_LEVELS = ("debug", "info", "warning", "error")

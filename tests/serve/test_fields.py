@@ -37,7 +37,6 @@ from foretoken.serve.protocol.common import (
     SamplingFields,
     Speculative,
     StreamOptions,
-    described,
 )
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
@@ -131,6 +130,11 @@ VLLM: dict[type[Fields], str] = {
     "previous_response include max_tool_calls logit_bias stop top_logprobs",
     MessagesBody: "top_k chat_template_kwargs kv_transfer_params thinking output_config",
 }
+
+
+def described(kind: type[Fields], mark: str) -> list[str]:
+    """Names of a schema's fields that have this mark."""
+    return [name for name, field in kind.model_fields.items() if mark in field.metadata]
 
 
 def read(kind: type[Fields], **given: Any) -> GenerationRequest:

@@ -91,7 +91,7 @@ class Conversation:
         self._typed = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
-        """Answer messages until there are no more; on a terminal a refused one can be typed again."""
+        """Answer messages until there are no more; on a terminal a refusal does not end this."""
         if self._typed:
             say(_HELP, style="dim")
         while (line := self._read()) is not None:

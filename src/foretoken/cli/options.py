@@ -85,12 +85,7 @@ def with_fields(
         if engine:
             place = len(others) - any(p.name == "as_json" for p in others)
             others[place:place] = [
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=False if name == "no_speculation" else None,
-                    annotation=annotation,
-                )
+                _parameter(name, False if name == "no_speculation" else None, annotation)
                 for name, annotation in SPECULATION.items()
                 if name not in without
             ]
@@ -131,19 +126,19 @@ def _parameters(
     also: Set[str] = frozenset(),
 ) -> list[inspect.Parameter]:
     documented = _documented(cls)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
+    found = []
+    for field in _option_fields(cls, also):
+        if field.name not in without:
             # An empty list cannot be shown: it is left out instead.
-            default=defaults.get(
-                field.name, None if field.default in (MISSING, ()) else field.default
-            ),
-            annotation=_annotation(field, _help(field, documented.get(field.name, ""))),
-        )
-        for field in _option_fields(cls, also)
-        if field.name not in without
-    ]
+            default = None if field.default in (MISSING, ()) else field.default
+            annotation = _annotation(field, _help(field, documented.get(field.name, "")))
+            found.append(_parameter(field.name, defaults.get(field.name, default), annotation))
+    return found
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _documented(cls: type) -> dict[str, str]:

@@ -14,13 +14,12 @@ from foretoken import __version__
 from foretoken.async_engine import AsyncEngine
 from foretoken.serve import errors
 from foretoken.serve.access import HostCheck, KeyCheck, RootPath
-from foretoken.serve.context import Context
 from foretoken.serve.limits import BodyLimits
 from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import generate, page, state
+from foretoken.serve.routes import Context, generate, page, state
 from foretoken.serve.running import Lifetime
 
 

@@ -48,7 +48,6 @@ class Connection(HttpToolsProtocol):
         self._arriving = self._later(self._is_late)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; refuse a head that grows too long."""
         if self._is_answering:
             self.cycle.keep_alive = False
             return

@@ -106,7 +106,6 @@ class JsonRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """A handler that reads the body and calls the endpoint."""
         endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
         takes_request = "request" in signature(endpoint).parameters
 
@@ -171,7 +170,6 @@ def _finite(text: str) -> float:
 
 
 def _unreadable(bound: str) -> RequestValidationError:
-    """The error of a body that must be something else."""
     return RequestValidationError([{"type": "value_error", "loc": (), "ctx": {"error": bound}}])
 
 

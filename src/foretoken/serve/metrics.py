@@ -73,7 +73,6 @@ class Counts:
         }
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add a value to a histogram, `times` times."""
         self.histograms[name].observe(value, times)
 
 
@@ -145,7 +144,6 @@ class EngineCollector(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """The engine and the counts as they are now."""
         status, counts = self._engine.status, self._counts
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
@@ -171,9 +169,8 @@ class EngineCollector(Collector):
     def _cache_config(self) -> Metric:
         """A gauge of 1 with the cache's options as labels, under vLLM's names."""
         labels = ["model_name", *self._cache]
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "How the cache is made.", labels=labels
-        )
+        text = "How the cache is made."
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
         return family
 

@@ -204,15 +204,14 @@ def _chosen_tools(body: ChatBody) -> ChatBody:
     """
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
+        place = "tool_choice.allowed_tools"
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
         known = {tool.function.name: tool for tool in body.tools or ()}
         if not known:
-            raise RequestError(
-                "tool_choice.allowed_tools", sorted(allowed), "left out without `tools`"
-            )
+            raise RequestError(place, sorted(allowed), "left out without `tools`")
         if not allowed or not allowed <= known.keys():
             wrong = sorted(allowed - known.keys())
-            raise RequestError("tool_choice.allowed_tools", wrong, f"some of {', '.join(known)}")
+            raise RequestError(place, wrong, f"some of {', '.join(known)}")
         tools = [tool for name, tool in known.items() if name in allowed]
         return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
     if not body.tools and choice in (None, "auto", "none"):

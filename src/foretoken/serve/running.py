@@ -128,7 +128,6 @@ class Flight:
             raise UnavailableError(TOLD[self._why])
 
     def new_name(self) -> str:
-        """A name for one more request to the engine."""
         self._num_names += 1
         return f"{self._name}-{self._num_names}"
 

@@ -25,7 +25,7 @@ _TRACE = tuple(field.name for field in fields(TokenTrace) if field.name != "drop
 _trace_values = attrgetter(*_TRACE)
 
 
-def number(entry: Logprob) -> float:
+def finite(entry: Logprob) -> float:
     """A log-probability that JSON can hold."""
     return max(entry.logprob, IMPOSSIBLE)
 
@@ -52,18 +52,15 @@ def likeliest(row: Row, num_top: int) -> list[tuple[int, Logprob]]:
 
 def by_token(rows: Sequence[Row | None]) -> Rows:
     """`prompt_logprobs`: for each token its row by token ids; null for the first token."""
-    return Rows(None if row is None else _by_id(row) for row in rows)
 
+    def told(entry: Logprob) -> dict[str, Any]:
+        said = entry.decoded_token
+        return {"logprob": finite(entry), "rank": entry.rank, "decoded_token": said}
 
-def _by_id(row: Row) -> dict[str, Any]:
-    return {
-        str(token): {
-            "logprob": number(entry),
-            "rank": entry.rank,
-            "decoded_token": entry.decoded_token,
-        }
-        for token, entry in row.items()
-    }
+    return Rows(
+        None if row is None else {str(token): told(entry) for token, entry in row.items()}
+        for row in rows
+    )
 
 
 def traced(records: Iterable[TokenTrace]) -> Iterator[dict[str, Any]]:
@@ -151,7 +148,6 @@ class ChunkWriter:
                 suffix = tail
 
     def last(self, usage: Usage) -> Iterator[bytes]:
-        """The chunk with `usage`, if the request wants it, and the end."""
         if self._generation.include_usage:
             yield self._head + b"]," + dumps(_counts(usage))[1:] + b"\n\n"
         yield DONE
@@ -180,7 +176,6 @@ class CompletionWriter(ChunkWriter):
         self._offsets: dict[int, int] = {}
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """One choice, or none where a client would learn nothing."""
         sample = event.sample
         if self._shows_tokens(event) or event.echo:
             return [self.whole([event])]
@@ -229,7 +224,7 @@ class CompletionWriter(ChunkWriter):
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=begin)
         return {
             "tokens": named + [shown(*own(row), as_id=self._as_id) for row in rows],
-            "token_logprobs": none + [number(own(row)[1]) for row in rows],
+            "token_logprobs": none + [finite(own(row)[1]) for row in rows],
             "top_logprobs": Rows(chain(none, map(self._top, rows))),
             "text_offset": offsets,
         }
@@ -237,7 +232,7 @@ class CompletionWriter(ChunkWriter):
     def _top(self, row: Row) -> dict[str, float]:
         """The likeliest tokens in a token's place by their texts, and the token itself."""
         entries = [*likeliest(row, self._num_top or 0), own(row)]
-        return {shown(*item, as_id=self._as_id): number(item[1]) for item in entries}
+        return {shown(*item, as_id=self._as_id): finite(item[1]) for item in entries}
 
 
 _HALF = "�"
@@ -323,7 +318,7 @@ class ChatWriter(ChunkWriter):
         said = text(entry)
         return {
             "token": shown(token, entry, as_id=self._as_id),
-            "logprob": number(entry),
+            "logprob": finite(entry),
             "bytes": None if _HALF in said else [*said.encode()],
         }
 

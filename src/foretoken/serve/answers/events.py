@@ -52,7 +52,6 @@ class Usage:
         self.num_reasoning = 0
 
     def count(self, delta: RequestDelta) -> None:
-        """Add what a delta brings."""
         if delta.prompt_token_ids is not None:
             self._num_prompt += len(delta.prompt_token_ids)
         for sample in delta.outputs:

@@ -155,7 +155,6 @@ class ResponsesWriter(NamedEvents):
         self._reason, self._cut_by = sample.finish_reason, sample.stop_reason
 
     def _end(self, usage: Usage) -> None:
-        """Close the open item, and fill in status and usage."""
         status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
@@ -192,7 +191,7 @@ class ResponsesWriter(NamedEvents):
             else:
                 self._begin(kind, "rs_", {"summary": [], "content": []})
                 text = {"type": "reasoning_text"}
-            self._tell_part("response.content_part.added", part={**text, "text": ""})
+            self._tell_item("response.content_part.added", part={**text, "text": ""})
             self._item["content"].append(text | {"text": ""})
         self._continue(f"response.{self._item['content'][0]['type']}", part.text)
 
@@ -203,28 +202,23 @@ class ResponsesWriter(NamedEvents):
         self._tell("response.output_item.added", output_index=self._index, item=shown)
 
     def _continue(self, name: str, text: str) -> None:
-        """Add to the text or the arguments of the open item."""
         if self._item["type"] == "function_call":
             self._item["arguments"] += text
-            self._tell(f"{name}.delta", item_id=self._item["id"], output_index=self._index,
-                       delta=text)  # fmt: skip
-            return
-        self._item["content"][0]["text"] += text
-        self._tell_part(f"{name}.delta", delta=text, **self._logprobs)
+        else:
+            self._item["content"][0]["text"] += text
+        self._tell_item(f"{name}.delta", delta=text, **self._logprobs)
 
     def _close(self, status: str = "completed") -> None:
-        """Finish the open item, if there is one."""
         if not self._item:
             return
         item, self._item["status"] = self._item, status
         if item["type"] == "function_call":
-            self._tell("response.function_call_arguments.done", item_id=item["id"],
-                       output_index=self._index, name=item["name"],
-                       arguments=item["arguments"])  # fmt: skip
+            said = {name: item[name] for name in ("name", "arguments")}
+            self._tell_item("response.function_call_arguments.done", **said)
         else:
             (text,) = item["content"]
-            self._tell_part(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
-            self._tell_part("response.content_part.done", part=text)
+            self._tell_item(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
+            self._tell_item("response.content_part.done", part=text)
         self._tell("response.output_item.done", output_index=self._index, item=item)
         self._answer["output"].append(item)
         self._item = {}
@@ -237,8 +231,10 @@ class ResponsesWriter(NamedEvents):
     def _logprobs(self) -> dict[str, Any]:
         return {"logprobs": []} if self._item["type"] == "message" else {}
 
-    def _tell_part(self, kind: str, **fields: Any) -> None:
-        place = {"item_id": self._item["id"], "output_index": self._index, "content_index": 0}
+    def _tell_item(self, kind: str, **fields: Any) -> None:
+        place = {"item_id": self._item["id"], "output_index": self._index}
+        if self._item["type"] != "function_call":
+            place["content_index"] = 0
         self._tell(kind, **place, **fields)
 
     def _tell(self, kind: str, **fields: Any) -> None:
@@ -281,8 +277,8 @@ class MessagesWriter(NamedEvents):
         self._end(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._answer.keys()
         ended = {name: self._answer[name] for name in sorted(names)}
-        self._tell("message_delta", delta=ended, usage=self._answer["usage"],
-                   **self._extras(usage))  # fmt: skip
+        extras = self._extras(usage)
+        self._tell("message_delta", delta=ended, usage=self._answer["usage"], **extras)
         self._tell("message_stop")
         return self._written()
 

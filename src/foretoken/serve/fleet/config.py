@@ -65,9 +65,8 @@ class ReplicaOptions:
         if self.target_requests is not None:
             check_number("target_requests", self.target_requests, 0.01, 1e6)
             if self.max_replicas is None:
-                raise ConfigError(
-                    "target_requests", self.target_requests, "given with max_replicas"
-                )
+                bound = "given with max_replicas"
+                raise ConfigError("target_requests", self.target_requests, bound)
         for name, most in (("replica_cpus", 4096), ("replica_gpus", 64)):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0, most)

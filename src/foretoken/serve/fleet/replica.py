@@ -24,12 +24,12 @@ from foretoken.config import EngineConfig
 from foretoken.engine.devices import choose_device
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.app import build_app
-from foretoken.serve.context import Context
 from foretoken.serve.errors import request_id
 from foretoken.serve.fleet.call import MESSAGE_BYTES, Call, Done, Head, Taken
 from foretoken.serve.logs import noted, set_up
 from foretoken.serve.metrics import EngineCollector, process_metrics
 from foretoken.serve.options import MAX_STEP_SECONDS, ServeOptions
+from foretoken.serve.routes import Context
 from foretoken.serve.server import collect_when_idle, leave
 
 _POLL_S = 0.1

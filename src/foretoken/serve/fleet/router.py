@@ -82,12 +82,10 @@ class PrefixRouter(RequestRouter):
             self._index.add(prompt, name)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Forget a request that was answered or given up."""
         self._unsent.pop(internal_request_id, None)
         self._open.pop(internal_request_id, None)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget replicas that are gone."""
         super().update_replicas(replicas)
         self._index.keep({replica.replica_id.unique_id for replica in replicas})
 

@@ -224,8 +224,8 @@ class MessageParser:
             return False
         if self._can_reason and rest.startswith(THINK):
             self._text, self._state = rest[len(THINK) :], MessageParser._read_reasoning
-        elif mark := _longest(rest, self._text_marks):
-            self._begin(mark)
+        elif found := [mark for mark in self._text_marks if rest.startswith(mark)]:
+            self._begin(max(found, key=len))
         elif self._calls.is_bare and rest.startswith(self._bare_head):
             self._begin("")
         else:
@@ -311,7 +311,6 @@ class MessageParser:
         return found if found and known else None
 
     def _read_closer(self, is_last: bool) -> bool:
-        """Read white space and the closer of a call."""
         closer, rest = self._calls.closer, self._text.lstrip()
         if closer and rest.startswith(closer):
             self._text = rest[len(closer) :]
@@ -321,7 +320,6 @@ class MessageParser:
         return True
 
     def _drop(self, is_last: bool) -> bool:
-        """Drop the text after the only call."""
         self._text = ""
         return False
 
@@ -413,10 +411,6 @@ def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
             if any(mark.startswith(text[place:]) for mark in marks):
                 return place, ""
     return len(text), ""
-
-
-def _longest(text: str, marks: Sequence[str]) -> str:
-    return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
 
 
 def _call(text: str) -> tuple[str, str]:

@@ -196,8 +196,3 @@ class GenerationFields(SamplingFields, InertFields):
 def by_type(*kinds: type[Fields]) -> dict[str, type[Any]]:
     """Kinds of objects by the only value of their field `type`."""
     return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
-
-
-def described(kind: type[Fields], mark: str) -> list[str]:
-    """Names of a schema's fields that have this mark."""
-    return [name for name, field in kind.model_fields.items() if mark in field.metadata]

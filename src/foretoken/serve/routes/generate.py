@@ -16,7 +16,6 @@ from foretoken.errors import StepError
 from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, EventReader
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
-from foretoken.serve.context import Context
 from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.errors import Refusal, documented, written_as
 from foretoken.serve.limits import JsonRoute
@@ -31,6 +30,7 @@ from foretoken.serve.requests import (
     read_chat,
     read_completion,
 )
+from foretoken.serve.routes import Context
 from foretoken.serve.running import Flight, PromptDelta, run
 from foretoken.serve.sse import (
     AnswerWriter,

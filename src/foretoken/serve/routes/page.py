@@ -17,8 +17,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.serve.access import PAGE
-from foretoken.serve.context import Context
 from foretoken.serve.errors import told_of
+from foretoken.serve.routes import Context
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _POLICY = (

@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from foretoken import __version__
 from foretoken.errors import RequestError
-from foretoken.serve.context import Context
 from foretoken.serve.errors import UnavailableError, refusal
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import EngineCollector, exposition
 from foretoken.serve.protocol.chat import DetokenizeBody, TokenizeBody
 from foretoken.serve.protocol.common import TemplateFields
 from foretoken.serve.requests import chat_options, check_text
+from foretoken.serve.routes import Context
 from foretoken.serve.sse import WholeAnswer, dumps
 
 

@@ -16,7 +16,7 @@ from foretoken.outputs import CompletionDelta, Logprob, TokenTrace
 from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.requests import GenerationRequest
-from foretoken.serve.sse import LONG_BODY, SLICE, Rows, aside, paced, pieces
+from foretoken.serve.sse import LONG_BODY, SLICE, LazyList, aside, paced, pieces
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_long_lists_come_row_by_row() -> None:
             made.append(i)
             yield {"a": i}
 
-    parts = pieces({"first": {"rows": Rows(rows())}, "last": Rows(())})
+    parts = pieces({"first": {"rows": LazyList(rows())}, "last": LazyList(())})
     found = b""
     while b"0" not in found:
         found += next(parts)

@@ -184,14 +184,12 @@ def read_chat(body: ChatBody, served: Served) -> GenerationRequest:
     tools = read_tools(_chosen_tools(body), served.format)
     if tools.shown is not None:
         template["tools"] = tools.shown
-    generation = _read(body, served, given)
-    shows = body.include_reasoning is not False
     generation = replace(
-        generation,
+        _read(body, served, given),
         messages=body.messages,
         template=template,
         num_top=num_top,
-        include_reasoning=shows,
+        include_reasoning=body.include_reasoning is not False,
     )
     return _with_message(generation, tools, served.format)
 
@@ -242,7 +240,7 @@ def _with_message(
         written = {**written, **dict.fromkeys(names, place)}
     reasons = form.reasons and params.structured_outputs is None
     parsing = Parsing.of(form, tools.names, reasons=reasons, parallel=tools.parallel)
-    if not parsing.is_needed:
+    if not (parsing.names or parsing.reasons):
         return generation
     if not params.skip_special_tokens:
         parsing = replace(parsing, hidden=())
@@ -257,23 +255,21 @@ def _with_message(
 
 def check_size(generation: GenerationRequest, served: Served) -> None:
     """Raise `RequestError` for what would keep the engine's thread too long, even if it fitted."""
-    num_samples, most = (
-        max(len(generation.prompts), 1) * generation.params.n,
-        served.options.max_samples,
-    )
+    params, most = generation.params, served.options.max_samples
+    num_samples = max(len(generation.prompts), 1) * params.n
     if num_samples > most:
         bound = f"at most {most}: every prompt gets `n` of them"
         raise RequestError("n", f"{num_samples} samples", bound, "Send several requests.")
-    name = "prompt" if generation.messages is None else "messages"
-    for text in generation.prompts if generation.messages is None else (generation.messages,):
-        check_text(name, text, served)
+    for prompt in generation.prompts:
+        check_text("prompt", prompt, served)
+    check_text("messages", generation.messages or "", served)
     for name in ("prediction", "bad_words", "stop"):  # the engine encodes or searches all of them
-        check_text(name, getattr(generation.params, name), served)
+        check_text(name, getattr(params, name), served)
     for name, given in generation.template.items():
         if name != "chat_template":  # the server's own, unless it trusts its clients
             check_text(name, given, served)
     for name, most in _MOST_WORDS.items():
-        if (count := len(getattr(generation.params, name))) > most:
+        if (count := len(getattr(params, name))) > most:
             raise RequestError(name, f"{count} texts", f"at most {most}", "Leave some out.")
 
 

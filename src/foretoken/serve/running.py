@@ -192,10 +192,9 @@ async def run(
             name = flight.new_name()
             streams = [engine.chat(generation.messages, params, name, deltas=True, **template)]
         else:
-            prepared = (
-                _prepare(engine, each, generation, is_counted) for each in generation.prompts
+            prompts = await asyncio.gather(
+                *(_prepare(engine, each, generation, is_counted) for each in generation.prompts)
             )
-            prompts = await asyncio.gather(*prepared)
             each = [params] * len(prompts)
             if is_counted:
                 sizes = [len(prompt["prompt_token_ids"]) for prompt in prompts]

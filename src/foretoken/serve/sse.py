@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from time import perf_counter
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
@@ -37,18 +37,14 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Rows:
+class LazyList(NamedTuple):
     """A long list in an answer; its items are made as they are written, and only once."""
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
+    items: Iterable[Any]
 
 
 def dumps(value: Any) -> bytes:
-    """JSON of a value without `Rows`."""
+    """JSON of a value without `LazyList`."""
     try:
         return to_json(value, inf_nan_mode="null")
     except ValueError:  # half a surrogate pair, for example in a tool's description
@@ -56,7 +52,7 @@ def dumps(value: Any) -> bytes:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value, in pieces: one for each value of a dict and each item of `Rows`."""
+    """JSON of a value, in pieces: one for each value of a dict and each item of `LazyList`."""
     if isinstance(value, dict):
         prefix = b"{"
         for name, item in value.items():
@@ -64,9 +60,9 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield from pieces(item)
             prefix = b","
         yield b"}" if value else b"{}"
-    elif isinstance(value, Rows):
+    elif isinstance(value, LazyList):
         prefix = b"["
-        for item in value:
+        for item in value.items:
             yield prefix + dumps(item)
             prefix = b","
         yield b"[]" if prefix == b"[" else b"]"

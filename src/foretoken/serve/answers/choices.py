@@ -14,7 +14,7 @@ from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall, call_fields
 from foretoken.serve.requests import GenerationRequest
-from foretoken.serve.sse import DONE, Choices, Rows, dumps, pieces
+from foretoken.serve.sse import DONE, Choices, LazyList, dumps, pieces
 
 IMPOSSIBLE = -9999.0
 """OpenAI's number for minus infinity, which JSON does not have."""
@@ -50,14 +50,14 @@ def likeliest(row: Row, num_top: int) -> list[tuple[int, Logprob]]:
     return sorted(row.items(), key=lambda item: item[1].rank)[:num_top]
 
 
-def by_token(rows: Sequence[Row | None]) -> Rows:
+def by_token(rows: Sequence[Row | None]) -> LazyList:
     """`prompt_logprobs`: for each token its row by token ids; null for the first token."""
 
     def told(entry: Logprob) -> dict[str, Any]:
         said = entry.decoded_token
         return {"logprob": finite(entry), "rank": entry.rank, "decoded_token": said}
 
-    return Rows(
+    return LazyList(
         None if row is None else {str(token): told(entry) for token, entry in row.items()}
         for row in rows
     )
@@ -82,7 +82,7 @@ def common_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[s
     if rows is not None and not any(event.echo for event in events):
         found["prompt_logprobs"] = by_token(rows)
     if sample.trace is not None:
-        found["trace"] = Rows(traced(t for event in events for t in event.sample.trace or ()))
+        found["trace"] = LazyList(traced(t for event in events for t in event.sample.trace or ()))
     return found
 
 
@@ -100,9 +100,6 @@ class ChunkWriter:
     def __init__(self, generation: GenerationRequest, model: str) -> None:
         self._generation, self._num_top = generation, generation.num_top
         self._shows_ids, self._as_id = generation.return_token_ids, generation.tokens_as_ids
-        self._is_long = (
-            generation.num_top is not None or generation.params.trace
-        )  # else there are no `Rows`
         head = {
             "id": generation.answer_id(self.id_prefix),
             "object": self.chunk_object if generation.stream else self.body_object,
@@ -133,6 +130,7 @@ class ChunkWriter:
         yield b"]," + dumps(root | _counts(usage))[1:]
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
+        has_lists = self._num_top is not None or self._generation.params.trace  # of `LazyList`
         tail = b"]}\n\n"
         if self._generation.continuous_usage:
             tail = b'],"usage":' + dumps(usage.body()) + b"}\n\n"
@@ -143,7 +141,7 @@ class ChunkWriter:
             suffix = b"]," + dumps(root)[1:-1] + tail[1:] if root else tail
             for choice in self.chunks(event):
                 yield self._head
-                yield from pieces(choice) if self._is_long else (dumps(choice),)
+                yield from pieces(choice) if has_lists else (dumps(choice),)
                 yield suffix
                 suffix = tail
 
@@ -225,7 +223,7 @@ class CompletionWriter(ChunkWriter):
         return {
             "tokens": named + [shown(*own(row), as_id=self._as_id) for row in rows],
             "token_logprobs": none + [finite(own(row)[1]) for row in rows],
-            "top_logprobs": Rows(chain(none, map(self._top, rows))),
+            "top_logprobs": LazyList(chain(none, map(self._top, rows))),
             "text_offset": offsets,
         }
 
@@ -307,7 +305,7 @@ class ChatWriter(ChunkWriter):
         if self._num_top is None:
             return None
         rows = (row for event in events for row in event.sample.logprobs or ())
-        return {"content": Rows(map(self._token, rows)), "refusal": None}
+        return {"content": LazyList(map(self._token, rows)), "refusal": None}
 
     def _token(self, row: Row) -> dict[str, Any]:
         top = [self._entry(*item) for item in likeliest(row, self._num_top or 0)]

@@ -22,7 +22,7 @@ from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall
 from foretoken.serve.protocol.common import Fields
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import GenerationRequest
-from foretoken.serve.sse import Choices, Rows, pieces
+from foretoken.serve.sse import Choices, LazyList, pieces
 
 
 class NamedEvents:
@@ -77,7 +77,7 @@ class NamedEvents:
         raise NotImplementedError
 
     def _extras(self, usage: Usage) -> dict[str, Any]:
-        trace = {} if self._trace is None else {"trace": Rows(traced(self._trace))}
+        trace = {} if self._trace is None else {"trace": LazyList(traced(self._trace))}
         return {"metrics": usage.speculation(), **trace}
 
     def _tell(self, kind: str, **fields: Any) -> None:

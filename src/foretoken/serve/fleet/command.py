@@ -25,10 +25,9 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.models import folder_of
-from foretoken.serve.deployment import STARTS, cluster_needs, engine
+from foretoken.serve.deployment import STARTS, RayReplicas, cluster_needs, engine
 from foretoken.serve.fleet.config import Fleet, FleetModel, ReplicaOptions, fleet_model
 from foretoken.serve.fleet.front import Front
-from foretoken.serve.fleet.handles import RayReplicas
 from foretoken.serve.fleet.needs import equal_part, with_absolute_paths
 from foretoken.serve.logs import set_up
 from foretoken.serve.options import ServeOptions, described

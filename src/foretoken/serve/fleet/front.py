@@ -10,15 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol, Self
 
@@ -319,19 +311,17 @@ def state_routes(front: Front) -> list[Route]:
         return JSONResponse({"server_load": sum(loads.values()), "replicas": loads})
 
     async def models(request: Request) -> Response:
-        """All models, under all their names."""
         found = await asyncio.gather(*(_listed(each, request) for each in front.models))
         return JSONResponse({"object": "list", "data": [card for cards in found for card in cards]})
 
     async def metrics(request: Request) -> Response:
-        """Metrics of all replicas, each with its name as a label."""
         names = (replicas.names[0] for replicas in front.models)
         found = zip(names, await front.ask("metrics"), strict=True)
         registry = CollectorRegistry()
         registry.register(FleetCollector([*found], front.num_died))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    named: dict[str, Callable[[Request], Awaitable[Response]]] = {
+    named: dict[str, Any] = {
         "/health": health, "/health/ready": ready, "/ping": health, "/load": load,
         "/v1/models": models, "/metrics": metrics,
     }  # fmt: skip
@@ -364,10 +354,8 @@ def labelled(found: Iterable[tuple[str, Sequence[Metric]]]) -> Iterator[Metric]:
     joined = dict[str, Metric]()
     for replica, families in found:
         for family in families:
-            into = joined.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type, family.unit)
-            )
-            into.samples += [
+            empty = Metric(family.name, family.documentation, family.type, family.unit)
+            joined.setdefault(family.name, empty).samples += [
                 sample._replace(labels={**sample.labels, "replica": replica})
                 for sample in family.samples
             ]

@@ -110,10 +110,6 @@ class Parsing:
         hidden = tuple(text for text in form.special if text not in marks) if hides else ()
         return cls(form, tuple(names), reasons, parallel, hidden)
 
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.names) or self.reasons
-
     def new(self, prompt: str) -> MessageParser:
         """A parser of one choice; the end of the prompt may have begun the reasoning."""
         return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))

@@ -86,9 +86,8 @@ class Prediction(Fields):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class JsonSchema(Fields):
@@ -114,7 +113,6 @@ class SamplingFields(Fields):
     """
 
     foreign = GENERATION
-
     model: str | None = None
     min_tokens: int | None = None
     temperature: float | None = None

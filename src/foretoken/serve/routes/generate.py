@@ -43,6 +43,7 @@ from foretoken.serve.sse import (
 )
 
 Body = TypeVar("Body")
+Reader = Callable[[Body, Served], GenerationRequest]
 
 
 def router(context: Context) -> APIRouter:
@@ -50,25 +51,21 @@ def router(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
     served, model = context.served, context.served.names[0]
 
-    async def read(
-        work: Callable[[Body, Served], GenerationRequest], body: Body, request: Request
-    ) -> GenerationRequest:
+    async def read(reader: Reader[Body], body: Body, request: Request) -> GenerationRequest:
         """The request of a body; a long body is read in a thread, so that others need not wait."""
-        return await aside(len(await request.body()), _checked, work, body, served)
+        return await aside(len(await request.body()), _checked, reader, body, served)
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
         generation = await read(read_completion, body, request)
-        writer = CompletionWriter(generation, model)
-        return await answer(context, request, generation, writer)
+        return await answer(context, request, generation, CompletionWriter(generation, model))
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         generation = await read(read_chat, body, request)
-        writer = ChatWriter(generation, model)
-        return await answer(context, request, generation, writer)
+        return await answer(context, request, generation, ChatWriter(generation, model))
 
     @routes.post("/responses", response_model=None)
     async def responses(body: ResponsesBody, request: Request) -> Response:
@@ -94,9 +91,7 @@ def router(context: Context) -> APIRouter:
     return routes
 
 
-def _checked(
-    read: Callable[[Body, Served], GenerationRequest], body: Body, served: Served
-) -> GenerationRequest:
+def _checked(read: Reader[Body], body: Body, served: Served) -> GenerationRequest:
     generation = read(body, served)
     with written_as(generation.written):
         check_size(generation, served)

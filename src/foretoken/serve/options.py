@@ -29,20 +29,18 @@ class ServeOptions:
     """How a model is served.
 
     Attributes:
-        host: address to listen on; `0.0.0.0` is every network that the machine has.
-        port: its port; 0 takes one that is free.
-        api_key: what clients must send as `Authorization: Bearer KEY`; of several any. None:
-            nothing. On a command line others of this machine can read it: FORETOKEN_API_KEY in the
+        host: address to listen on; `0.0.0.0` is every network of the machine.
+        port: port to listen on; 0 takes a free one.
+        api_key: key that clients must send as `Authorization: Bearer KEY`; any of several. None:
+            no key. Other users of this machine can read a command line: FORETOKEN_API_KEY in the
             environment does the same.
-        allowed_hosts: names by which clients may call a server of the loopback that wants no key,
-            as their `Host` has them, without a port, besides `localhost` and the loopback's
-            addresses; `*` is any. Others are refused: see docs/server.md. With a key, or another
-            `host`, any is answered, and this is to be left out.
-        served_model_name: names by which requests may call the model, and answers by the first of
-            them; by default the one that `model` has.
-        root_path: where a proxy has this server, as its clients see it, such as `/llm`. Requests
-            are answered with and without it.
-        ssl_keyfile: a private key in PEM: the server speaks TLS, by it and `ssl_certfile`.
+        allowed_hosts: names that a client's `Host` may have, without a port, besides `localhost`
+            and the loopback's addresses; `*` is any. Others are refused: see docs/server.md. Only
+            for a `host` of the loopback without a key; otherwise any name is answered.
+        served_model_name: names of the model in requests; answers use the first. Default: `model`.
+        root_path: path under which a proxy has this server, such as `/llm`. Requests are answered
+            with and without it.
+        ssl_keyfile: a private key in PEM: the server speaks TLS, with it and `ssl_certfile`.
         ssl_certfile: the certificate of that key, and those between it and a root, in PEM.
         ssl_ca_certs: CA certificates by which clients' certificates are checked, in PEM; see
             `ssl_cert_reqs`.
@@ -51,38 +49,35 @@ class ServeOptions:
             text means nothing.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
         trust_request_chat_template: let a request bring a `chat_template`. It is a program, run in
-            the engine's thread: Jinja's sandbox keeps it from files, and not from taking long.
-        allow_priority: let requests set their `priority`. Whoever sends the lowest is served first,
-            and can have all others wait.
-        allowed_origins: web pages of other origins that a browser lets call this server; `*` is
-            any. By default none.
-        queue_timeout: seconds in which a request must get its first token; then it is refused
-            by 503.
-        request_timeout: seconds in which an answer must be complete; then it ends with what there
-            is, and its `finish_reason` is `length`, its `stop_reason` `timeout`.
-        io_timeout: seconds in which a client must send a request, head and body, or read what
-            waits to be sent; then its connection is closed.
-        drain_timeout: seconds for what is being answered once SIGTERM or Ctrl-C came; what is not
-            complete by then ends as at `request_timeout`, its `stop_reason` `shutdown`. The process
-            ends up to 7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
+            the engine's thread: Jinja's sandbox keeps it from files, but not from taking long.
+        allow_priority: let requests set their `priority`. The lowest is served first, and can keep
+            all others waiting.
+        allowed_origins: other origins whose web pages may call this server from a browser; `*` is
+            any. Default: none.
+        queue_timeout: seconds until a request must have its first token; then it is refused by 503.
+        request_timeout: seconds until an answer must be complete; then it ends with its text so
+            far, its `finish_reason` `length`, its `stop_reason` `timeout`.
+        io_timeout: seconds for a client to send a request, head and body, or to read what waits to
+            be sent; then its connection is closed.
+        drain_timeout: seconds for requests under way after SIGTERM or Ctrl-C; those not complete by
+            then end as at `request_timeout`, their `stop_reason` `shutdown`. The process ends up to
+            7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
-        max_json_values: most commas and opening brackets in a body, those in texts included, since
+        max_json_values: most commas and opening brackets in a body, including those in texts, since
             nothing else runs while JSON is decoded (0.05 s for 2**17 of the slowest kind); None:
             2**17, or two for each token of the context where that is more.
-        max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
-            is kept encoding what cannot fit; None: 64 for each token of the context.
+        max_prompt_chars: most characters of a prompt or conversation, so that the engine's thread
+            does not encode what cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request, prompts times `n`.
-        max_answer_logprobs: most log-probabilities in one answer: for each prompt its tokens times
-            `prompt_logprobs` + 1, with `echo` for each sample; for each sample the tokens that it
-            may have times `logprobs` + 1, of which a `max_tokens` that is left out takes what is
-            left; a token's trace counts as K + 1.
-        log_level: what is written to standard error, as lines of JSON: `info` has one for each
-            request, `debug` also for probes, and what failed, which may quote a request;
-            `warning`, `error`.
+        max_answer_logprobs: most log-probabilities in one answer: of a prompt its tokens times
+            `prompt_logprobs` + 1, with `echo` for each sample; of a sample its `max_tokens` (by
+            default what is left) times `logprobs` + 1; a token's trace counts as K + 1.
+        log_level: lines of JSON on standard error: `info` has one for each request, `debug` also
+            for probes, and failures, which may quote a request; `warning`, `error`.
         tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
-            `none` (no tools are taken), or `auto`: as its template shows.
+            `none` (tools are refused), or `auto`: as its template shows.
         reasoning_parser: `think` (by vLLM's names `qwen3`, `deepseek_r1`) reads `<think>` and
             `</think>`, `none` leaves them in the text, `auto`: as its template shows.
     """

@@ -35,15 +35,15 @@ class ReplicaOptions:
     Attributes:
         replicas: engines with this model, each in a process of its own, at one address
             (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
-        max_replicas: the most of them: as many run as there are requests for, `replicas` at least.
+        max_replicas: the most replicas; their number follows the requests, from `replicas` up.
             None: their number is fixed.
         target_requests: the mean number of queued and running requests per replica that scaling
             aims at; None: `max_num_seqs`.
-        replica_cpus: cores that a replica gets; a part of one is possible. None: `threads`; else
+        replica_cpus: cores of a replica; a part of one is possible. None: `threads`; without them
             an equal share of this machine's cores, and on a cluster 1.
-        replica_gpus: GPUs that a replica gets; 0.5 lets two share one. None: 1, or as many parts of
-            one as `memory_fraction` leaves room for; on a CPU 0.
-        replica_memory_gib: memory of the machine that a replica gets. None: of its weights and its
+        replica_gpus: GPUs of a replica; 0.5 lets two share one. None: 1, or 1/N where
+            `memory_fraction` lets N engines share one; on a CPU 0.
+        replica_memory_gib: the machine's memory for a replica. None: that of its weights and its
             cache, and 1.5 GiB.
     """
 

@@ -1,7 +1,7 @@
-/** The server as the page sees it: what it says, refuses, and streams. */
+/** The server's interface for the page: requests, refusals and streams. */
 
 /**
- * How a token came about, or a draft that came to nothing: docs/verification.md.
+ * How a token came about, or a draft that was dropped: docs/verification.md.
  * @typedef {{decoded_token: ?string, token_id: number, position: number, round: number,
  *   rule: string, origin: string, p: number, q: ?number, drafter: ?string, draft_index: ?number,
  *   u: ?number, threshold: ?number, reason: ?string, dropped?: Trace[]}} Trace
@@ -10,7 +10,7 @@
  * @typedef {{text: string, trace: Trace[], top: [string, number][], usage?: object}} Piece
  */
 
-/** What a server says that refuses a request. */
+/** The server's message when it refuses a request. */
 export class ServerError extends Error {
   constructor(status, message) {
     super(message);
@@ -57,7 +57,7 @@ async function* events(answer) {
 function bodyOf(settings, { traced, drafts }) {
   const { api, prompt, temperature, max_tokens, seed, k, drafter, rule, prediction } = settings;
   const speculative = { trace: traced };
-  const isOff = !drafts || k === "0";  // then nothing drafts, and nobody reads a prediction
+  const isOff = !drafts || k === "0";  // without drafts a prediction is not read
   if (rule) speculative.rule = rule;
   if (drafter && !isOff) speculative.drafter = drafter;
   if (isOff || k) speculative.num_speculative_tokens = isOff ? 0 : k === "auto" ? k : Number(k);
@@ -78,7 +78,7 @@ function likeliest(logprobs) {
   return Object.entries(logprobs?.top_logprobs?.[0] ?? {}).sort((a, b) => b[1] - a[1]);
 }
 
-/** The answer, token by token if it is traced, else step by step; usage last. @returns {AsyncGenerator<Piece>} */
+/** The answer, token by token if it is traced, otherwise step by step; usage last. @returns {AsyncGenerator<Piece>} */
 export async function* generate(settings, how, key, signal) {
   const path = settings.api === "chat" ? "v1/chat/completions" : "v1/completions";
   const body = JSON.stringify(bodyOf(settings, how));

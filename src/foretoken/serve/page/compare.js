@@ -1,4 +1,4 @@
-/** The same request with drafts and without: whether speculation pays, and what it leaves as it is. */
+/** The same request with drafts and without: whether speculation pays, and whether the text is the same. */
 
 import { generate } from "./api.js";
 import { byId, make } from "./detail.js";
@@ -12,7 +12,7 @@ export function clearComparison(verdict) {
   byId("verdict").textContent = verdict;
 }
 
-/** One run that is timed: without a trace, which costs the more the more is drafted. */
+/** One timed run; without a trace, whose cost grows with the number of drafts. */
 async function timed(asked, drafts, key, signal) {
   const name = drafts ? "on" : "off";
   const [start, found] = [performance.now(), { text: "", tokens: 0, seconds: 0 }];
@@ -30,9 +30,9 @@ async function timed(asked, drafts, key, signal) {
 
 const ratio = ({ on, off }) => on.rate / off.rate;
 
-const ENOUGH = 3; // pairs: if all are on one side of 1, it is less likely that chance put them there
+const ENOUGH = 3; // pairs: with all of them on one side of 1, chance is a less likely reason
 
-/** Time the request with drafts and without, in turns, and say what came of it. */
+/** Time the request with drafts and without, in turns, and show the verdict. */
 export async function compare(asked, rule, numPairs, key, signal) {
   const pairs = [];
   for (let i = 0; i < numPairs; i += 1) {
@@ -56,7 +56,7 @@ export async function compare(asked, rule, numPairs, key, signal) {
   byId("same").textContent = sameness(asked, rule, pairs.every(({ on, off }) => on.text === off.text));
 }
 
-/** What the rule promises of both texts, and whether it is so. */
+/** What the rule promises about both texts, and whether it holds. */
 function sameness(asked, rule, isSame) {
   if (rule === "synthetic") return "The rule synthetic sets what is accepted: this text means nothing.";
   const reason = asked.temperature === 0 ? "at temperature 0" : rule === "coupled" && "under the rule coupled";

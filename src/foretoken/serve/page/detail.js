@@ -1,4 +1,4 @@
-/** Tokens in the text, and the numbers that decided about each. */
+/** Elements of tokens in the text, and the numbers that decided about each token. */
 
 export const byId = (id) => document.getElementById(id);
 
@@ -30,7 +30,7 @@ const STORIES = {
   bonus: "Drawn by the target: all drafts before it were accepted.",
 };
 
-/** What happened, in a sentence; `replaced` is the draft in whose place a token was drawn. */
+/** What happened, in a sentence; `replaced`: the rejected draft that a drawn token replaces. */
 function story(trace, replaced) {
   if (trace.origin === "rejected") return `Draft rejected: ${trace.reason}.`;
   if (trace.origin === "resampled") {
@@ -68,7 +68,7 @@ function alternatives(top) {
   return make("table", {}, make("caption", {}, "The model's likeliest, before temperature"), ...rows);
 }
 
-/** All that is known of a token or a draft, and the likeliest tokens in its place. */
+/** All facts about a token or a draft, and the likeliest tokens in its place. */
 export function explain(trace, top) {
   const dropped = trace.dropped ?? [];
   const replaced = trace.origin === "resampled" ? dropped[0] : null;
@@ -90,7 +90,7 @@ export function explain(trace, top) {
   ];
 }
 
-/** A token of the text, or a draft that came to nothing. */
+/** A token of the text, or a dropped draft. */
 export function tokenElement(trace, text, tag = "span") {
   const kind = /^\n+$/.test(text) ? "token newline" : "token";
   return make(tag, {

@@ -7,12 +7,12 @@ import { TracedRun, watchTokens } from "./run.js";
 
 const value = (id) => byId(id).value;
 const LIVE_MS = 1000;
-let served = null; // what the server has
-let run = null; // the last one
-let stopper = null; // of a run that goes on
+let served = null; // the server's options
+let run = null; // the last run
+let stopper = null; // stops the present run
 let isDown = false;
 
-/** Say what went wrong; "" takes it back. */
+/** Show an error; "" hides it. */
 function showError(message) {
   byId("error").textContent = message;
   byId("error").hidden = !message;
@@ -20,7 +20,7 @@ function showError(message) {
 
 const readsPrediction = () => served.predictors.includes(value("drafter") || served.drafter);
 
-/** What the form asks for; what is no number goes to the server as it is, to be refused. */
+/** The form's settings; text in place of a number goes to the server unchanged, which refuses it. */
 function settings() {
   const number = (id, text = value(id).trim()) =>
     (text === "" ? undefined : Number.isFinite(+text) ? +text : text);
@@ -32,7 +32,7 @@ function settings() {
   };
 }
 
-/** Offer what this server has. */
+/** Fill the form with this server's options. */
 function offer() {
   const { num_drafts: most, adapts, drafters, drafter, rules, rule } = served;
   const fill = (id, first, names, label = (name) => name) => byId(id).replaceChildren(
@@ -51,7 +51,7 @@ function offer() {
 
 const adaptForm = () => { byId("prediction").parentElement.hidden = !readsPrediction(); };
 
-/** Ask how the server is; offer its options again where it is another server. */
+/** Fetch the server's state; offer its options again if they have changed. */
 async function refresh() {
   try {
     const { now, ...options } = await (await ask("page/state", value("key"))).json();
@@ -102,7 +102,7 @@ async function start(event) {
   }
 }
 
-/** Enable the one button, and move to it a focus on the other; show results that are below the form. */
+/** Enable one of Run and Stop, which takes the focus of the other; scroll to results below the form. */
 function setRunning(isRunning) {
   const [from, to] = (isRunning ? ["run", "stop"] : ["stop", "run"]).map(byId);
   to.disabled = false;

@@ -34,7 +34,7 @@ from foretoken.serve.running import Lifetime
 Lifespan = Literal["on", "off"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
-_OLD = 10, 10_000
+_OLD_WHEN_IDLE, _OLD_AT_MOST = 10, 10_000
 """Garbage collections of the second generation before one of the third: when idle, and at most."""
 
 
@@ -80,7 +80,7 @@ def collect_when_idle() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], _OLD[1])
+    gc.set_threshold(*gc.get_threshold()[:2], _OLD_AT_MOST)
 
 
 def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.Config:
@@ -137,7 +137,7 @@ class Process(uvicorn.Server):
             self._has_said = True
             seconds = life.options.drain_timeout
             self._say(f"Ending: requests left: {len(life.flights)} ({seconds:g} s at most).")
-        if not life.flights and gc.get_count()[2] > _OLD[0]:
+        if not life.flights and gc.get_count()[2] > _OLD_WHEN_IDLE:
             gc.collect()
         if self._is_hurried:
             life.num_cut = max(life.num_cut, len(life.flights))

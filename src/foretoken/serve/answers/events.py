@@ -130,7 +130,10 @@ class EventReader:
             parser = self._parsers.get(index)
             echo = rows = ids = None
             if parser is None:
-                parser = self._parsers[index] = self._new_parser(number)
+                parser = Plain()
+                if self._generation.parsing is not None:
+                    parser = self._generation.parsing.new(self._prompts[number].prompt or "")
+                self._parsers[index] = parser
                 echo = self._prompts[number] if self._generation.echo else None
                 shows_ids = self._generation.return_token_ids
                 ids = self._prompts[number].prompt_token_ids if shows_ids else None
@@ -143,11 +146,6 @@ class EventReader:
             counts = (parser.num_reasoning for parser in self._parsers.values())
             self.usage.num_reasoning = sum(counts)
         return events
-
-    def _new_parser(self, number: int) -> MessageParser | Plain:
-        if self._generation.parsing is None:
-            return Plain()
-        return self._generation.parsing.new(self._prompts[number].prompt or "")
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:

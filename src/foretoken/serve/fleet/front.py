@@ -237,7 +237,8 @@ class Relay:
 
     async def _begin(self, head: Head) -> None:
         self._head = head
-        if _is_stream(head):
+        kinds = [value for name, value in head.headers if name.lower() == b"content-type"]
+        if any(kind.startswith(b"text/event-stream") for kind in kinds):
             self._has_begun = True
             await self._start(head)
 
@@ -270,11 +271,6 @@ class Relay:
 
     def _note(self, fields: dict[str, Any]) -> None:
         self._scope.setdefault("state", {}).setdefault("log_fields", {}).update(fields)
-
-
-def _is_stream(head: Head) -> bool:
-    kinds = [value for name, value in head.headers if name.lower() == b"content-type"]
-    return any(kind.startswith(b"text/event-stream") for kind in kinds)
 
 
 def _named_in(path: str) -> str | None:

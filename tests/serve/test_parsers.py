@@ -202,7 +202,7 @@ def test_formats_are_found_in_templates(template: str, calls: str | None, reason
     form = MessageFormat.of(tokenizer, None, "auto", "auto")
     thoughts = "<think>" if reasons else "none"
     told = f"tool calls: {calls or 'none'}; reasoning: {thoughts}."
-    assert form.told == f"Chat template: the checkpoint's own; {told}"
+    assert form.summary == f"Chat template: the checkpoint's own; {told}"
     assert form == MessageFormat(FORMATS[calls] if calls else None, reasons, {"[TOOL_CALLS]": 7})
     assert MessageFormat.of(tokenizer, None, "hermes", "none").calls == FORMATS["hermes"]
     grammar = MessageFormat(FORMATS["mistral"], special=form.special).grammar(
@@ -222,11 +222,11 @@ def test_the_template_in_use_is_told_and_one_that_is_none_is_refused() -> None:
         ("{{ 3 }}<tool_call>",
          "Chat template: of --chat-template; tool calls: hermes; reasoning: none."),
     ):  # fmt: skip
-        assert MessageFormat.of(tokenizer, template, "auto", "auto").told == told
+        assert MessageFormat.of(tokenizer, template, "auto", "auto").summary == told
     bare: Any = SimpleNamespace(chat_template=None, decode=str)
     for nothing, said in ((bare, "no chat template"), (None, "no tokenizer")):
         form = MessageFormat.of(nothing, None, "auto", "auto")
-        assert (form.has_template, form.told) == (False, f"Chats are refused: there is {said}.")
+        assert (form.has_template, form.summary) == (False, f"Chats are refused: there is {said}.")
     for wrong in ("rga", "template.jinja"):
         with pytest.raises(ConfigError, match="`chat_template`"):
             MessageFormat.of(tokenizer, wrong, "auto", "auto")

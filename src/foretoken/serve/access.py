@@ -68,8 +68,8 @@ class KeyCheck:
             for given, key in product((bearer, headers.get("x-api-key", "")), self._keys):
                 has_key |= hmac.compare_digest(given.encode("latin-1"), key)
             if not has_key:
-                told = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
-                refused = Refusal(401, told, "invalid_request_error", code="invalid_api_key")
+                message = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
+                refused = Refusal(401, message, "invalid_request_error", code="invalid_api_key")
                 await refused.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -86,12 +86,12 @@ class HostCheck:
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
-            told = (
+            message = (
                 f"`Host` is {host[:200]!r}. It must be one of {allowed}: without a key this "
                 "server answers by these names alone, so that no web page can reach it by its "
                 "own. Start it with --allowed-hosts, or with --api-key."
             )
-            refused = Refusal(421, told, "invalid_request_error", "Host", "host_not_allowed")
+            refused = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
             await refused.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -56,8 +56,8 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
         app = build_app(AsyncEngine(**engine), options)
         collect_when_idle()
         context = app.state.context
-        told = [described(context.served.names, config), context.served.format.told]
-        serve(app, context.lifetime, bound, told, say)
+        lines = [described(context.served.names, config), context.served.format.summary]
+        serve(app, context.lifetime, bound, lines, say)
     leave(0)
 
 

@@ -170,8 +170,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(_TOO_SLOW)
 
     def _too_long(self) -> Refusal:
-        told = f"The head must have at most {self._options.max_header_bytes} bytes."
-        return Refusal(431, told, "invalid_request_error")
+        message = f"The head must have at most {self._options.max_header_bytes} bytes."
+        return Refusal(431, message, "invalid_request_error")
 
     def _refuse(self, refused: Refusal) -> None:
         """Send the refusal, unless another answer is being sent, and close the connection."""

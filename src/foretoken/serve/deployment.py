@@ -28,7 +28,7 @@ from foretoken.serve.fleet.call import MESSAGE_BYTES, Call
 from foretoken.serve.fleet.config import INGRESS, Fleet, FleetModel
 from foretoken.serve.fleet.front import Front, Piece, ReplicaDiedError
 from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, needs_of
-from foretoken.serve.fleet.replica import Replica, told_briefly
+from foretoken.serve.fleet.replica import Replica, without_causes
 from foretoken.serve.logs import set_up
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
@@ -58,7 +58,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raises:
         ConfigError: an option is unknown or out of bounds, or the cluster lacks resources.
     """
-    with told_briefly():
+    with without_causes():
         fleet = Fleet.parse(args)
         needs = cluster_needs(fleet)
     if not fleet.server.keys and (key := from_environment("FORETOKEN_API_KEY")):

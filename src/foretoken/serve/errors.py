@@ -123,8 +123,8 @@ def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
             return {"type": "object", "properties": {k: schema(v) for k, v in value.items()}}
         return {"type": "string" if value is not None else ["string", "null"]}
 
-    told = {"description": "An error", "content": {"application/json": {"schema": schema(body)}}}
-    return {"4XX": told, "5XX": told}
+    error = {"description": "An error", "content": {"application/json": {"schema": schema(body)}}}
+    return {"4XX": error, "5XX": error}
 
 
 class UnavailableError(ForetokenError):
@@ -150,17 +150,17 @@ def refusal(error: BaseException) -> Refusal:
         _log_where("not served", error)
         name = request_id.get() if isinstance(error, (*_OF_SEVERAL,)) else None
         where = f" Look for request_id {name} there." if name else ""
-        return Refusal(503, told_of(error) + where, "server_error", code="unavailable")
+        return Refusal(503, public_message(error) + where, "server_error", code="unavailable")
     _log_where("a request failed", error)
-    told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
-    return Refusal(500, told, "server_error", code="internal_error")
+    message = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
+    return Refusal(500, message, "server_error", code="internal_error")
 
 
-def told_of(error: ForetokenError) -> str:
+def public_message(error: ForetokenError) -> str:
     """An error's message for any client: that of a batch is replaced, as it may quote others."""
-    for kind, told in _OF_SEVERAL.items():
+    for kind, message in _OF_SEVERAL.items():
         if isinstance(error, kind):
-            return f"{told} The server's log says where."
+            return f"{message} The server's log says where."
     return str(error)
 
 
@@ -196,10 +196,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         path = own_path(request.scope)
-        told, code = f"{request.method} {path}: {error.detail}", None
+        message, code = f"{request.method} {path}: {error.detail}", None
         if error.status_code == 404:
-            told, code = f"{request.method} {path} is not here. {_HERE}", "unknown_url"
-        answer = Refusal(error.status_code, told, "invalid_request_error", code=code)
+            message, code = f"{request.method} {path} is not here. {_HERE}", "unknown_url"
+        answer = Refusal(error.status_code, message, "invalid_request_error", code=code)
         response = answer.response(request.scope)
         response.headers.update(error.headers or {})
         return response
@@ -236,10 +236,10 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
     # A wrong `type` tells more than the fields that another `type` would need.
     first = max(near, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
     name, fields = _place(kind, first["loc"], where)
-    told = first.get("ctx", {}).get("error")
-    if isinstance(told, RequestError):  # raised for a field of the table `foreign`
-        place = f"{name}.{told.field}" if name else told.field
-        return RequestError(place, told.value, told.bound, told.remedy)
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, RequestError):  # for a field of the table `foreign`
+        place = f"{name}.{raised.field}" if name else raised.field
+        return RequestError(place, raised.value, raised.bound, raised.remedy)
     if first["type"] == "extra_forbidden":
         last = str(first["loc"][-1])
         name = f"{name}.{last}" if name else last

@@ -46,22 +46,22 @@ class BodyLimits:
             return
         has_begun = False
 
-        async def noted(message: Message) -> None:
+        async def watched(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
         try:
             if scope["method"] in BODILESS:
-                await self._app(scope, receive, noted)
+                await self._app(scope, receive, watched)
             elif isinstance(body := await self._read(scope, receive), Refusal):
-                await body.response(scope)(scope, receive, noted)
+                await body.response(scope)(scope, receive, watched)
             elif body is not None:  # else the client has left
-                await self._app(scope, _replay(body, receive), noted)
+                await self._app(scope, _replay(body, receive), watched)
         except Exception as error:
-            told = refusal(error)
+            refused = refusal(error)  # which also logs it
             if not has_begun:
-                await told.response(scope)(scope, receive, send)
+                await refused.response(scope)(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
         most = self._options.max_body_bytes
@@ -77,24 +77,24 @@ class BodyLimits:
             size += 0 if is_announced else len(parts[-1])
             has_more = message.get("more_body", False)
         if size > most:
-            told = f"The body must have at most {most} bytes."
-            return Refusal(413, told, "invalid_request_error", code="body_too_large")
+            text = f"The body must have at most {most} bytes."
+            return Refusal(413, text, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return await aside(size, self._check, body) or body
 
     def _check(self, body: bytes) -> Refusal | None:
         """A refusal, if parsing the body would take too long."""
         if not json.detect_encoding(body).startswith("utf-8"):  # brackets could not be counted
-            told = "The body must be UTF-8."
-            return Refusal(400, told, "invalid_request_error", code="body_not_utf8")
+            text = "The body must be UTF-8."
+            return Refusal(400, text, "invalid_request_error", code="body_not_utf8")
         num_brackets, most = body.count(b"[") + body.count(b"{"), self._max_values
         if num_brackets + body.count(b",") > most:
-            told = f"The body must have at most {most} commas and opening brackets."
-            return Refusal(400, told, "invalid_request_error", code="body_too_large")
+            text = f"The body must have at most {most} commas and opening brackets."
+            return Refusal(400, text, "invalid_request_error", code="body_too_large")
         deepest = self._options.max_json_depth
         if num_brackets > deepest and json_depth(body) > deepest:
-            told = f"Lists and objects must not be nested more than {deepest} deep."
-            return Refusal(400, told, "invalid_request_error", code="body_too_deep")
+            text = f"Lists and objects must not be nested more than {deepest} deep."
+            return Refusal(400, text, "invalid_request_error", code="body_too_deep")
         return None
 
 

@@ -88,13 +88,13 @@ class RequestLog:
                 "seconds": round(time.perf_counter() - start, 4),
                 "complete": is_complete and status != 499,
             }
-            fields |= noted(scope.get("state", {}))
+            fields |= log_fields(scope.get("state", {}))
             level = logging.DEBUG if own_path(scope) in OPEN else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
             request_id.reset(token)
 
 
-def noted(state: Mapping[str, Any]) -> dict[str, Any]:
+def log_fields(state: Mapping[str, Any]) -> dict[str, Any]:
     """Fields for the log's line from a request's `state`, where the application noted them.
 
     In front of replicas they are in `log_fields`, as the replica sent them.

@@ -28,7 +28,7 @@ from foretoken.serve.requests import GenerationRequest
 _GRACE = 5.0
 """Seconds for a client to receive and read an answer that was cut off."""
 NO_MORE = "The server ends and takes no more requests."
-TOLD = {
+CUT_MESSAGES = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
     "shutdown": "The server ends, and its engine did not let go of this request.",
@@ -125,7 +125,7 @@ class Flight:
         self._lifetime.flights.discard(self)
         if self._is_refused and self._task and kind is asyncio.CancelledError:
             self._task.uncancel()
-            raise UnavailableError(TOLD[self._why])
+            raise UnavailableError(CUT_MESSAGES[self._why])
 
     def new_name(self) -> str:
         self._num_names += 1

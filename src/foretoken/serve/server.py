@@ -157,7 +157,7 @@ def serve(
     app: ASGIApp,
     life: Lifetime,
     bound: socket.socket,
-    told: Sequence[str],
+    lines: Sequence[str],
     say: Callable[[str], None],
     *,
     is_front: bool = False,
@@ -165,7 +165,7 @@ def serve(
     """Serve until a signal. The engine's threads go on; `leave` does not wait for them.
 
     Args:
-        told: lines about what is served.
+        lines: messages about the model, for the user.
         is_front: whether the application is a fleet's front. Then it gets ASGI's lifespan events,
             and this returns also at a second signal, so that replicas can be ended.
 
@@ -182,7 +182,7 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     if options.is_exposed:
         say(f"WARNING: whoever reaches {shown} can use this server: there is no --api-key.")
-    for line in told:
+    for line in lines:
         say(line)
     say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
     scheme = "https" if options.has_tls else "http"
@@ -210,7 +210,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _taken(options: ServeOptions, error: Exception) -> ConfigError:
-    told = getattr(error, "strerror", None) or error
-    bound = f"an address of this machine that is free: {told}"
+    reason = getattr(error, "strerror", None) or error
+    bound = f"an address of this machine that is free: {reason}"
     remedy = "Give another --host or --port; --port 0 takes a port that is free."
     return ConfigError("host, port", f"{options.host}, {options.port}", bound, remedy)

@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from time import perf_counter
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
@@ -37,10 +37,14 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class LazyList(NamedTuple):
+class LazyList:
     """A long list in an answer; its items are made as they are written, and only once."""
 
-    items: Iterable[Any]
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
 
 
 def dumps(value: Any) -> bytes:
@@ -62,7 +66,7 @@ def pieces(value: Any) -> Iterator[bytes]:
         yield b"}" if value else b"{}"
     elif isinstance(value, LazyList):
         prefix = b"["
-        for item in value.items:
+        for item in value:
             yield prefix + dumps(item)
             prefix = b","
         yield b"[]" if prefix == b"[" else b"]"

@@ -53,12 +53,12 @@ def likeliest(row: Row, num_top: int) -> list[tuple[int, Logprob]]:
 def by_token(rows: Sequence[Row | None]) -> LazyList:
     """`prompt_logprobs`: for each token its row by token ids; null for the first token."""
 
-    def told(entry: Logprob) -> dict[str, Any]:
+    def fields_of(entry: Logprob) -> dict[str, Any]:
         said = entry.decoded_token
         return {"logprob": finite(entry), "rank": entry.rank, "decoded_token": said}
 
     return LazyList(
-        None if row is None else {str(token): told(entry) for token, entry in row.items()}
+        None if row is None else {str(token): fields_of(entry) for token, entry in row.items()}
         for row in rows
     )
 

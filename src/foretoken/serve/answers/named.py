@@ -98,8 +98,8 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
 
 def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
     """The event that ends a failed stream of the Responses API; `number`: of events before it."""
-    told = {"code": refused.code, "message": refused.message, "param": refused.param}
-    return named_event("error", {"type": "error", "sequence_number": number, **told})
+    fields = {"code": refused.code, "message": refused.message, "param": refused.param}
+    return named_event("error", {"type": "error", "sequence_number": number, **fields})
 
 
 class ResponsesWriter(NamedEvents):

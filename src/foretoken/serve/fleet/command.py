@@ -94,8 +94,8 @@ def start(
         life = Lifetime(options, lambda: watch.failure)
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
         threading.Thread(target=watch.follow, daemon=True).start()
-        told = [described(model.names, model.engine), _ROUTED]
-        serve(front.app, life, bound, told, say, is_front=True)
+        lines = [described(model.names, model.engine), _ROUTED]
+        serve(front.app, life, bound, lines, say, is_front=True)
     leave(0)
 
 
@@ -144,9 +144,9 @@ def _check_address(address: str) -> None:
 
 
 def _no_cluster(address: str | None, error: Exception) -> ConfigError:
-    told = str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0]
     remedy = "Start one (`ray start --head`), or leave it out for one of this machine alone."
-    return ConfigError("ray_address", address, f"the address of a Ray cluster ({told})", remedy)
+    return ConfigError("ray_address", address, f"the address of a Ray cluster ({reason})", remedy)
 
 
 @contextmanager
@@ -184,7 +184,7 @@ class Watch:
     def __init__(self, model: FleetModel, say: Say) -> None:
         self.application = f"foretoken-{uuid.uuid4().hex[:8]}"
         self._model, self.say = model, say
-        self.num_up, self.is_over, self._told = 0, False, ""
+        self.num_up, self.is_over, self._message = 0, False, ""
         self._missed, self._changed = 0, time.monotonic()
         self.failure: ForetokenError | None = None
 
@@ -199,7 +199,7 @@ class Watch:
             if status is not None and status.status == ApplicationStatus.RUNNING:
                 return
             if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
-                raise FleetError(_told(self._model.names[0], status))
+                raise FleetError(_why_failed(self._model.names[0], status))
             if time.monotonic() - self._changed > _PATIENCE_S:
                 self._changed = time.monotonic()
                 left = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
@@ -235,13 +235,13 @@ class Watch:
             self.num_up, self._changed = num_up, time.monotonic()
             self.say(f"Replicas that are up: {num_up} of {sum(states.values())}")
         message = "" if deployment is None else deployment.message
-        if message != self._told and _REASON.search(message):
+        if message != self._message and _REASON.search(message):
             self.say(f"A replica failed when it started: {_reason(message)}")
-        self._told = message
+        self._message = message
         return status
 
 
-def _told(name: str, status: ApplicationStatusOverview) -> str:
+def _why_failed(name: str, status: ApplicationStatusOverview) -> str:
     """Why a deployment failed: the last error in Ray Serve's messages."""
     said = "\n".join(each.message for each in status.deployments.values()) or status.message
     return f"Replicas of {name} failed {STARTS} times when they started: {_reason(said)}"

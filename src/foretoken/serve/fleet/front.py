@@ -36,7 +36,7 @@ from foretoken.serve.errors import (
 from foretoken.serve.fleet.call import Call, Done, Head, Taken, Wanted, read_wanted
 from foretoken.serve.fleet.config import Fleet
 from foretoken.serve.limits import BODILESS, BodyLimits
-from foretoken.serve.running import NO_MORE, TOLD, Lifetime
+from foretoken.serve.running import CUT_MESSAGES, NO_MORE, Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
 
 TAKEN_SECONDS = 8.0
@@ -128,8 +128,8 @@ class Front:
                 async with asyncio.timeout(self.life.options.request_timeout + _LATE_SECONDS):
                     await while_connected(receive, relay.run(replicas.answer(call), under_way))
             except TimeoutError:
-                told = "The replica neither answers nor fails: its machine may be gone."
-                await relay.fail(refusal(ReplicaDiedError(told)))
+                message = "The replica neither answers nor fails: its machine may be gone."
+                await relay.fail(refusal(ReplicaDiedError(message)))
             except ClientDisconnect:
                 raise
             except Exception as error:
@@ -207,7 +207,7 @@ class Relay:
             if not under_way.is_cut or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
-            raise UnavailableError(TOLD["shutdown"]) from None
+            raise UnavailableError(CUT_MESSAGES["shutdown"]) from None
 
     async def fail(self, refused: Refusal) -> None:
         """Tell the client why there is no answer, or no more of it."""
@@ -229,8 +229,8 @@ class Relay:
             async with asyncio.timeout(TAKEN_SECONDS):
                 taken = await anext(pieces, None)
         except TimeoutError:
-            told = f"No replica took the request within {TAKEN_SECONDS:g} s: none is up, or all"
-            raise UnavailableError(f"{told} are too busy.") from None
+            message = f"No replica took the request within {TAKEN_SECONDS:g} s: none is up, or all"
+            raise UnavailableError(f"{message} are too busy.") from None
         if isinstance(taken, Taken):
             self._replica = taken.replica
             self._note({"replica": taken.replica})
@@ -290,9 +290,9 @@ def state_routes(front: Front) -> list[Route]:
         """200 while every model has a replica that serves."""
         for replicas, states in zip(front.models, await front.ask("state"), strict=True):
             if not any(not state.failure for state in states):
-                told = f"No replica of {replicas.names[0]} is up."
-                told += "".join(f" {state.replica}: {state.failure}" for state in states)
-                return refusal(UnavailableError(told)).response()
+                message = f"No replica of {replicas.names[0]} is up."
+                message += "".join(f" {state.replica}: {state.failure}" for state in states)
+                return refusal(UnavailableError(message)).response()
         return JSONResponse({})
 
     async def ready(request: Request) -> Response:

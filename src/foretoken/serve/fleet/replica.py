@@ -26,7 +26,7 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.app import build_app
 from foretoken.serve.errors import request_id
 from foretoken.serve.fleet.call import MESSAGE_BYTES, Call, Done, Head, Taken
-from foretoken.serve.logs import noted, set_up
+from foretoken.serve.logs import log_fields, set_up
 from foretoken.serve.metrics import EngineCollector, process_metrics
 from foretoken.serve.options import MAX_STEP_SECONDS, ServeOptions
 from foretoken.serve.routes import Context
@@ -77,7 +77,7 @@ class Replica:
         self._name, self._is_alone = name or _own_name(), name is None
         self._num_streams = 0
         self._ending: asyncio.Task[None] | None = None
-        with told_briefly():
+        with without_causes():
             check_version(version)
             set_up(options.log_level)
             self._engine = _engine(replace(config, seed=own_seed(config.seed, self._name)))
@@ -118,7 +118,7 @@ class Replica:
                     pace = max(_PACE_S, _PACE_EACH_S * self._num_streams)
                     await asyncio.sleep(min(pace, _MOST_PACE_S))
             await task
-            yield Done(noted(scope["state"]))
+            yield Done(log_fields(scope["state"]))
         finally:
             self._num_streams -= 1
             task.cancel()
@@ -174,7 +174,7 @@ class Replica:
 
 
 @contextmanager
-def told_briefly() -> Iterator[None]:
+def without_causes() -> Iterator[None]:
     """Raise our errors without their causes: Ray Serve shows the whole chain as the reason why a
     deployment failed, with the real reason at the bottom."""
     try:

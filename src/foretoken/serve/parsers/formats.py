@@ -71,7 +71,7 @@ class MessageFormat:
         reasons: whether `<think>` and `</think>` mark reasoning.
         special: ids of special tokens by their texts; only these are left out of texts.
         has_template: whether conversations can be written as prompts at all.
-        told: a line for people: which template is used, and what is read.
+        summary: a line for people: which template is used, and what is read.
         decode: the tokenizer's method.
     """
 
@@ -79,7 +79,7 @@ class MessageFormat:
     reasons: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
     has_template: bool = True
-    told: str = field(default="", compare=False)
+    summary: str = field(default="", compare=False)
     decode: Callable[..., str] = field(default=lambda ids, **options: "", compare=False)
 
     @classmethod
@@ -91,13 +91,13 @@ class MessageFormat:
         """
         refused = "Chats are refused: there is no"
         if tokenizer is None:
-            return cls(has_template=False, told=f"{refused} tokenizer.")
+            return cls(has_template=False, summary=f"{refused} tokenizer.")
         try:
             text, tool_text = (find_template(tokenizer, template, t) for t in (None, ()))
         except RequestError as error:
             if template is not None:
                 raise ConfigError(error.field, template, error.bound) from None
-            return cls(has_template=False, told=f"{refused} chat template.")
+            return cls(has_template=False, summary=f"{refused} chat template.")
         if calls == "auto":
             signs = (name for name, sign in _SIGNS.items() if sign.search(tool_text))
             calls = next(signs, "none")
@@ -108,8 +108,8 @@ class MessageFormat:
         if template is not None and text != template:
             where = f"the checkpoint's `{template}`"
         thoughts = THINK if reasons else "none"
-        told = f"Chat template: {where}; tool calls: {calls}; reasoning: {thoughts}."
-        return cls(FORMATS.get(calls), reasons, special, told=told, decode=tokenizer.decode)
+        summary = f"Chat template: {where}; tool calls: {calls}; reasoning: {thoughts}."
+        return cls(FORMATS.get(calls), reasons, special, summary=summary, decode=tokenizer.decode)
 
     def grammar(
         self,

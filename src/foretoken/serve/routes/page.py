@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.serve.access import PAGE
-from foretoken.serve.errors import told_of
+from foretoken.serve.errors import public_message
 from foretoken.serve.routes import Context
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -104,7 +104,7 @@ def _now(context: Context) -> dict[str, Any]:
         "kv_cache_usage": status.kv_cache_usage,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,
-        "failure": None if status.failure is None else told_of(status.failure),
+        "failure": None if status.failure is None else public_message(status.failure),
     }
 
 

@@ -266,7 +266,6 @@ def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
 
 
 def _line(token: TokenTrace, drafters: list[str]) -> str:
-    """A line about a token or draft, with its drafter if there are several."""
     text = f"<{token.token_id}>" if token.decoded_token is None else repr(token.decoded_token)
     numbers = (token.p, token.q, token.u, token.threshold)
     shown = ["-" if x is None else f"{x:.3g}" for x in numbers]

@@ -113,7 +113,6 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """End the request; the next bytes belong to another one."""
         if self._in_head:
             return  # its body has not come: see `on_headers_complete`
         super().on_message_complete()

@@ -248,13 +248,12 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
     else:
         near = [e for e in near if _place(kind, e["loc"], where)[0] == name]
         remedy = ""
-    bound = ", or ".join(dict.fromkeys(map(_bound, near if name else [first])))
+    bounds = [
+        _BOUNDS.get(e["type"], "{msg}").format_map({**e, **e.get("ctx", {})})
+        for e in (near if name else [first])
+    ]
     value = None if first["type"] == "missing" else first["input"]
-    return RequestError(name, value, bound, remedy)
-
-
-def _bound(error: Any) -> str:
-    return _BOUNDS.get(error["type"], "{msg}").format_map({**error, **error.get("ctx", {})})
+    return RequestError(name, value, ", or ".join(dict.fromkeys(bounds)), remedy)
 
 
 def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:

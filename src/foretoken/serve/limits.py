@@ -133,8 +133,12 @@ async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
         raise HTTPException(415, f"Send the body as it is, without `Content-Encoding: {coding}`.")
+    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = sent == "application/json" or (
+        sent.startswith("application/") and sent.endswith("+json")
+    )
     said = await request.body()
-    return await aside(len(said), _parse, said, kind, is_json=_is_json(request))
+    return await aside(len(said), _parse, said, kind, is_json=is_json)
 
 
 def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
@@ -154,13 +158,6 @@ def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in errors]) from None
-
-
-def _is_json(request: Request) -> bool:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
-    )
 
 
 def _finite(text: str) -> float:

@@ -132,11 +132,8 @@ class Flight:
         return f"{self._name}-{self._num_names}"
 
     def cut(self, why: str, *, refuses: bool = True) -> None:
-        """Abort it, because of `queue`, `timeout` or `shutdown`.
-
-        Args:
-            refuses: without a token so far, cancel its task at once instead of waiting.
-        """
+        """Abort it, because of `queue`, `timeout` or `shutdown`; if that `refuses` and there is no
+        token yet, also cancel its task at once."""
         if refuses and not (self._has_begun or self._is_refused) and self._task:
             self._is_refused = self._task.cancel()
         self._why = self._why or why

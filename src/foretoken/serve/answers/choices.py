@@ -228,7 +228,6 @@ class CompletionWriter(ChunkWriter):
         }
 
     def _top(self, row: Row) -> dict[str, float]:
-        """The likeliest tokens in a token's place by their texts, and the token itself."""
         entries = [*likeliest(row, self._num_top or 0), own(row)]
         return {shown(*item, as_id=self._as_id): finite(item[1]) for item in entries}
 

@@ -28,8 +28,8 @@ from foretoken.serve.sse import Choices, LazyList, pieces
 class NamedEvents:
     """An answer that grows by events, some of which are not sent yet.
 
-    A subclass begins it (`_open`), adds a part (`_say`), notes why the model stopped (`_stop`), and
-    completes it (`_end`). Keys at its root that its API does not have are made here.
+    A subclass starts it (`_start`), adds parts (`_add_part`), notes why the model stopped
+    (`_note_stop`), and finishes it (`_finish`). Root keys that the API does not have are made here.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
@@ -40,47 +40,47 @@ class NamedEvents:
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
         for event in choices[0]:
-            self._take(event)
+            self._add_event(event)
         self._events = []  # only a stream sends them
-        self._end(usage)
+        self._finish(usage)
         yield from pieces(self._answer | self._extras(usage))
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
-            self._open(usage)
+            self._start(usage)
         for event in events:
-            self._take(event)
+            self._add_event(event)
         return self._written()
 
-    def _take(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         if event.sample.trace is not None:
             self._trace = self._trace or []
             self._trace += event.sample.trace
         calls = [part for part in event.parts if isinstance(part, ToolCall)]
         self._is_cut = self._is_cut or not all(call.is_whole for call in calls)
         for part in event.parts:
-            self._say(part)
+            self._add_part(part)
         if event.sample.finish_reason is not None:
-            self._stop(event.sample)
+            self._note_stop(event.sample)
 
-    def _open(self, usage: Usage) -> None:
+    def _start(self, usage: Usage) -> None:
         raise NotImplementedError
 
-    def _say(self, part: Part) -> None:
+    def _add_part(self, part: Part) -> None:
         raise NotImplementedError
 
-    def _stop(self, sample: CompletionDelta) -> None:
+    def _note_stop(self, sample: CompletionDelta) -> None:
         raise NotImplementedError
 
-    def _end(self, usage: Usage) -> None:
+    def _finish(self, usage: Usage) -> None:
         raise NotImplementedError
 
     def _extras(self, usage: Usage) -> dict[str, Any]:
         trace = {} if self._trace is None else {"trace": LazyList(traced(self._trace))}
         return {"metrics": usage.speculation(), **trace}
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _emit(self, kind: str, **fields: Any) -> None:
         self._events.append({"type": kind, **fields})
 
     def _written(self) -> Iterator[bytes]:
@@ -137,24 +137,24 @@ class ResponsesWriter(NamedEvents):
         }
         super().__init__(answer)
 
-    def _open(self, usage: Usage) -> None:
+    def _start(self, usage: Usage) -> None:
         for name in ("created", "in_progress"):
-            self._tell(f"response.{name}", response={**self._answer, "output": []})
+            self._emit(f"response.{name}", response={**self._answer, "output": []})
 
     def last(self, usage: Usage) -> Iterator[bytes]:
-        self._end(usage)
+        self._finish(usage)
         whole = self._answer | self._extras(usage)
-        self._tell(f"response.{whole['status']}", response=whole)
+        self._emit(f"response.{whole['status']}", response=whole)
         return self._written()
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
         yield from self._written()
         yield from error_event(refused, self._number)
 
-    def _stop(self, sample: CompletionDelta) -> None:
+    def _note_stop(self, sample: CompletionDelta) -> None:
         self._reason, self._cut_by = sample.finish_reason, sample.stop_reason
 
-    def _end(self, usage: Usage) -> None:
+    def _finish(self, usage: Usage) -> None:
         status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
@@ -173,13 +173,13 @@ class ResponsesWriter(NamedEvents):
             cut = {} if self._cut_by is None else {"cut_by": self._cut_by}
             self._answer["incomplete_details"] = {"reason": why, **cut}
 
-    def _say(self, part: Part) -> None:
+    def _add_part(self, part: Part) -> None:
         if isinstance(part, ToolCall):
             self._close()
             made = {"call_id": part.id, "name": part.name, "arguments": ""}
             self._begin("function_call", "fc_", made)
-            self._continue("response.function_call_arguments", part.arguments)
-            if part.is_whole:  # otherwise `_end` closes it as incomplete
+            self._append("response.function_call_arguments", part.arguments)
+            if part.is_whole:  # otherwise `_finish` closes it as incomplete
                 self._close()
             return
         kind = "message" if isinstance(part, Content) else "reasoning"
@@ -191,22 +191,22 @@ class ResponsesWriter(NamedEvents):
             else:
                 self._begin(kind, "rs_", {"summary": [], "content": []})
                 text = {"type": "reasoning_text"}
-            self._tell_item("response.content_part.added", part={**text, "text": ""})
+            self._emit_item("response.content_part.added", part={**text, "text": ""})
             self._item["content"].append(text | {"text": ""})
-        self._continue(f"response.{self._item['content'][0]['type']}", part.text)
+        self._append(f"response.{self._item['content'][0]['type']}", part.text)
 
     def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
         made = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
         self._item = {**made, **fields}
         shown = {key: [] if key == "content" else value for key, value in self._item.items()}
-        self._tell("response.output_item.added", output_index=self._index, item=shown)
+        self._emit("response.output_item.added", output_index=self._index, item=shown)
 
-    def _continue(self, name: str, text: str) -> None:
+    def _append(self, name: str, text: str) -> None:
         if self._item["type"] == "function_call":
             self._item["arguments"] += text
         else:
             self._item["content"][0]["text"] += text
-        self._tell_item(f"{name}.delta", delta=text, **self._logprobs)
+        self._emit_item(f"{name}.delta", delta=text, **self._logprobs)
 
     def _close(self, status: str = "completed") -> None:
         if not self._item:
@@ -214,12 +214,12 @@ class ResponsesWriter(NamedEvents):
         item, self._item["status"] = self._item, status
         if item["type"] == "function_call":
             said = {name: item[name] for name in ("name", "arguments")}
-            self._tell_item("response.function_call_arguments.done", **said)
+            self._emit_item("response.function_call_arguments.done", **said)
         else:
             (text,) = item["content"]
-            self._tell_item(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
-            self._tell_item("response.content_part.done", part=text)
-        self._tell("response.output_item.done", output_index=self._index, item=item)
+            self._emit_item(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
+            self._emit_item("response.content_part.done", part=text)
+        self._emit("response.output_item.done", output_index=self._index, item=item)
         self._answer["output"].append(item)
         self._item = {}
 
@@ -231,14 +231,14 @@ class ResponsesWriter(NamedEvents):
     def _logprobs(self) -> dict[str, Any]:
         return {"logprobs": []} if self._item["type"] == "message" else {}
 
-    def _tell_item(self, kind: str, **fields: Any) -> None:
+    def _emit_item(self, kind: str, **fields: Any) -> None:
         place = {"item_id": self._item["id"], "output_index": self._index}
         if self._item["type"] != "function_call":
             place["content_index"] = 0
-        self._tell(kind, **place, **fields)
+        self._emit(kind, **place, **fields)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        super()._tell(kind, sequence_number=self._number, **fields)
+    def _emit(self, kind: str, **fields: Any) -> None:
+        super()._emit(kind, sequence_number=self._number, **fields)
         self._number += 1
 
 
@@ -269,23 +269,23 @@ class MessagesWriter(NamedEvents):
         }
         super().__init__(answer)
 
-    def _open(self, usage: Usage) -> None:
+    def _start(self, usage: Usage) -> None:
         began = self._answer | {"content": [], "usage": _usage(usage)}
-        self._tell("message_start", message=began)
+        self._emit("message_start", message=began)
 
     def last(self, usage: Usage) -> Iterator[bytes]:
-        self._end(usage)
+        self._finish(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._answer.keys()
         ended = {name: self._answer[name] for name in sorted(names)}
         extras = self._extras(usage)
-        self._tell("message_delta", delta=ended, usage=self._answer["usage"], **extras)
-        self._tell("message_stop")
+        self._emit("message_delta", delta=ended, usage=self._answer["usage"], **extras)
+        self._emit("message_stop")
         return self._written()
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
         return named_event("error", refused.anthropic)
 
-    def _stop(self, sample: CompletionDelta) -> None:
+    def _note_stop(self, sample: CompletionDelta) -> None:
         reason = str(sample.finish_reason)
         by_text = isinstance(sample.stop_reason, str) and reason == "stop"
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
@@ -300,7 +300,7 @@ class MessagesWriter(NamedEvents):
     def _blocks(self) -> list[dict[str, Any]]:
         return self._answer["content"]  # type: ignore[no-any-return]
 
-    def _say(self, part: Part) -> None:
+    def _add_part(self, part: Part) -> None:
         if isinstance(part, Reasoning) and not self._shows_reasoning:
             return
         if isinstance(part, ToolCall):
@@ -321,18 +321,18 @@ class MessagesWriter(NamedEvents):
         self._close()
         self._blocks.append(block)
         self._is_open = True
-        self._tell("content_block_start", index=len(self._blocks) - 1, content_block={**block})
+        self._emit("content_block_start", index=len(self._blocks) - 1, content_block={**block})
 
     def _delta(self, kind: str, name: str, text: str) -> None:
         index = len(self._blocks) - 1
-        self._tell("content_block_delta", index=index, delta={"type": kind, name: text})
+        self._emit("content_block_delta", index=index, delta={"type": kind, name: text})
 
     def _close(self) -> None:
         if self._is_open:
-            self._tell("content_block_stop", index=len(self._blocks) - 1)
+            self._emit("content_block_stop", index=len(self._blocks) - 1)
             self._is_open = False
 
-    def _end(self, usage: Usage) -> None:
+    def _finish(self, usage: Usage) -> None:
         self._close()
         self._answer["usage"] = _usage(usage)
 

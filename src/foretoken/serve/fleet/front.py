@@ -302,7 +302,6 @@ def state_routes(front: Front) -> list[Route]:
         return await health(request)
 
     async def load(request: Request) -> Response:
-        """The number of requests being answered, in all and by replica."""
         loads = {s.replica: s.load for states in await front.ask("state") for s in states}
         return JSONResponse({"server_load": sum(loads.values()), "replicas": loads})
 

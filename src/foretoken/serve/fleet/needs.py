@@ -50,7 +50,6 @@ class Needs:
         return {name: value for name, value in named.items() if value}
 
     def described(self) -> str:
-        """For a message."""
         words = [f"{self.cpus:.3g} CPU", f"{self.gpus:.3g} GPU" if self.gpus else ""]
         words.append(f"{self.memory / 2**30:.1f} GiB of memory" if self.memory else "")
         return ", ".join(filter(None, words))

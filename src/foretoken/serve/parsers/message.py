@@ -191,15 +191,15 @@ class MessageParser:
         if not all(name in self._parsing.names for name, _, _ in found):
             return False
         for name, arguments, is_whole in found if self._parsing.parallel else found[:1]:
-            self._say_call(name, arguments, is_whole=is_whole)
+            self._report_call(name, arguments, is_whole=is_whole)
         return bool(found)
 
-    def _say_call(self, name: str, arguments: str, *, is_whole: bool = True) -> None:
+    def _report_call(self, name: str, arguments: str, *, is_whole: bool = True) -> None:
         made = _new_id(self._calls)
         self._parts.append(ToolCall(self._num_calls, made, name, arguments, is_whole))
         self._num_calls += 1
 
-    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+    def _report(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         if text:
             self._parts.append(kind(text))
 
@@ -214,7 +214,7 @@ class MessageParser:
         lead, self._text = self._text[: len(self._text) - len(rest)], rest
         if not rest:
             if is_last and not (self._num_calls or self._has_reasoned):
-                self._say(Content, self._lead + lead)
+                self._report(Content, self._lead + lead)
             else:
                 self._lead += lead
             return False
@@ -227,7 +227,7 @@ class MessageParser:
         else:
             self._state = MessageParser._read_text
             lead = "" if self._has_reasoned and not self._num_calls else self._lead + lead
-            self._say(Content, lead)
+            self._report(Content, lead)
         self._lead = ""
         return True
 
@@ -246,7 +246,7 @@ class MessageParser:
     def _read_text(self, is_last: bool) -> bool:
         marks = self._parsing.hidden if self._parsing.is_either else self._text_marks
         place, mark = _find(self._text, marks, is_last)
-        self._say(Content, self._text[:place])
+        self._report(Content, self._text[:place])
         self._text = self._text[place:]
         if mark:
             self._begin(mark)
@@ -256,7 +256,7 @@ class MessageParser:
         """Read reasoning, without the white space that the template puts around it."""
         place, mark = _find(self._text, self._reasoning_marks, is_last)
         said = self._text[:place].rstrip()
-        self._say(Reasoning, said if self._has_reasoned else said.lstrip())
+        self._report(Reasoning, said if self._has_reasoned else said.lstrip())
         self._has_reasoned = self._has_reasoned or bool(said)
         if not mark:
             self._text = "" if is_last else self._text[len(said) :]
@@ -283,13 +283,13 @@ class MessageParser:
             return True
         self._text = self._text[end:]
         for name, arguments in found if self._parsing.parallel else found[:1]:
-            self._say_call(name, arguments)
+            self._report_call(name, arguments)
         self._state = MessageParser._read_closer if self._parsing.parallel else MessageParser._drop
         return True
 
     def _give_up(self, place: int) -> None:
         """Report the text up to `place`, which looked like a call, as content."""
-        self._say(Content, self._text[:place])
+        self._report(Content, self._text[:place])
         self._text, self._state = self._text[place:], MessageParser._read_text
 
     def _parse(self, text: str, head: str | None) -> list[tuple[str, str]] | None:

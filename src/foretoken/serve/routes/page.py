@@ -49,7 +49,16 @@ def router(context: Context) -> APIRouter:
     @routes.get("/page/state", response_model=None)
     async def state() -> JSONResponse:
         """The server's options for requests, and how busy it is."""
-        return JSONResponse({**served, "now": _now(context)})
+        status, metrics = context.engine.status, context.engine.metrics
+        now = {
+            "running": status.num_running,
+            "waiting": status.num_waiting,
+            "kv_cache_usage": status.kv_cache_usage,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
+            "failure": None if status.failure is None else public_message(status.failure),
+        }
+        return JSONResponse({**served, "now": now})
 
     @routes.get("/docs", response_model=None, include_in_schema=False)
     async def docs(request: Request) -> HTMLResponse:
@@ -93,18 +102,6 @@ def _served(context: Context) -> dict[str, Any]:
         "predictors": served.predictors,
         "rule": rule,
         "rules": (*LOSSLESS_METHODS, *synthetic),
-    }
-
-
-def _now(context: Context) -> dict[str, Any]:
-    status, metrics = context.engine.status, context.engine.metrics
-    return {
-        "running": status.num_running,
-        "waiting": status.num_waiting,
-        "kv_cache_usage": status.kv_cache_usage,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_tokens": metrics.num_accepted_tokens,
-        "failure": None if status.failure is None else public_message(status.failure),
     }
 
 

@@ -61,7 +61,7 @@ _IN_MESSAGES = {
 
 
 def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
-    """What `/v1/responses` is asked for; raises `RequestError`."""
+    """The request of a body of `/v1/responses`; raises `RequestError`."""
     choice: Any = body.tool_choice
     if isinstance(choice, AllowedFunctions):
         names = AllowedNames(mode=choice.mode, tools=[*map(_named, choice.tools)])
@@ -86,7 +86,7 @@ def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
 
 
 def read_messages(body: CountBody, served: Served) -> GenerationRequest:
-    """What `/v1/messages` is asked for, or to count; raises `RequestError`."""
+    """The request of a body of `/v1/messages`, or of one to count; raises `RequestError`."""
     choice, parallel = _choice(body.tool_choice)
     system, answer = body.system, {}
     if isinstance(system, list):

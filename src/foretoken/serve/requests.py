@@ -152,7 +152,7 @@ class GenerationRequest:
 
 
 def read_completion(body: CompletionBody, served: Served) -> GenerationRequest:
-    """What `/v1/completions` is asked for; raises `RequestError`."""
+    """The request of a body of `/v1/completions`; raises `RequestError`."""
     prompt: Any = body.prompt
     is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = (prompt,) if is_one else tuple(prompt)
@@ -168,7 +168,7 @@ def read_completion(body: CompletionBody, served: Served) -> GenerationRequest:
 
 
 def read_chat(body: ChatBody, served: Served) -> GenerationRequest:
-    """What `/v1/chat/completions` is asked for; raises `RequestError`."""
+    """The request of a body of `/v1/chat/completions`; raises `RequestError`."""
     given: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):

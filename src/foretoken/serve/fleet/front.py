@@ -296,7 +296,7 @@ def state_routes(front: Front) -> list[Route]:
         return JSONResponse({})
 
     async def ready(request: Request) -> Response:
-        """The same, and 503 once this front takes no more requests."""
+        """As `health`, and 503 once this front takes no more requests."""
         if front.life.is_draining:
             return refusal(UnavailableError("The server ends.")).response()
         return await health(request)

@@ -177,7 +177,7 @@ def _place(each: Needs, left: Sequence[dict[str, float]]) -> bool:
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """The same engine for a process with another working folder."""
+    """The engine's options for a process with another working folder."""
     changed: dict[str, Any] = {"model": _absolute(config.model)}
     if config.tokenizer is not None:
         changed["tokenizer"] = _absolute(config.tokenizer)

@@ -24,7 +24,7 @@ from foretoken.sampling.params import SamplingParams
 NOT_OPTIONS: dict[type, set[str]] = {
     # All requests of a command draft by `--speculative-config`, with equal priority.
     SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method", "priority"},
-    # `--seed` is the request's; no request waits for others; every request has parameters.
+    # `--seed` is the request's. A single request does not wait, and states all its parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
 SPECULATION: dict[str, Any] = {
@@ -62,7 +62,8 @@ def with_fields(
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig`, `SPECULATION` and `SamplingParams`.
 
-    The command gets them in its `**options`: None where one was not given and has no plain default.
+    The command gets their values in its `**options`. An option that is not given has its field's
+    default, or None if the field has no default or an empty one.
 
     Args:
         own: further dataclasses; their fields become options before the others.
@@ -74,25 +75,27 @@ def with_fields(
     """
 
     def decorate(command: _Command) -> _Command:
-        typed = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
-        typed = [p.replace(kind=p.KEYWORD_ONLY) for p in typed]
-        context = [p for p in typed if p.annotation is typer.Context]
-        typed = [p for p in typed if p not in context]
-        arguments = [p for p in typed if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
-        *others, last = [p for p in typed if p not in arguments]
-        first = [p for cls in own for p in _parameters(cls, defaults)]
-        listed = [*arguments, *first, *others, last]
+        parameters = list(inspect.signature(command, eval_str=True).parameters.values())
+        declared = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters[:-1]]  # without `**options`
+        context = [p for p in declared if p.annotation is typer.Context]
+        declared = [p for p in declared if p not in context]
+        arguments = [p for p in declared if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
+        *command_options, debug = [p for p in declared if p not in arguments]
+        own_options = [p for cls in own for p in _parameters(cls, defaults)]
+        ordered = [*arguments, *own_options, *command_options, debug]
         if engine:
-            place = len(others) - any(p.name == "as_json" for p in others)
-            others[place:place] = [
+            place = len(command_options) - any(p.name == "as_json" for p in command_options)
+            command_options[place:place] = [
                 _parameter(name, False if name == "no_speculation" else None, annotation)
                 for name, annotation in SPECULATION.items()
                 if name not in without
             ]
-            model, *rest = _parameters(EngineConfig, defaults, without, also)
-            asked = _parameters(SamplingParams, defaults, without) if sampling else []
-            listed = [*arguments, model, *first, *others, *asked, *rest, last]
-        command.__signature__ = inspect.Signature([*context, *listed])  # type: ignore[attr-defined]
+            model, *engine_options = _parameters(EngineConfig, defaults, without, also)
+            params = _parameters(SamplingParams, defaults, without) if sampling else []
+            ordered = [*arguments, model, *own_options, *command_options, *params]
+            ordered += [*engine_options, debug]
+        signature = inspect.Signature([*context, *ordered])
+        command.__signature__ = signature  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -101,8 +104,16 @@ def with_fields(
 def fields_given(
     cls: type, options: dict[str, Any], also: Set[str] = frozenset()
 ) -> dict[str, Any]:
-    """The fields of a dataclass that were given; `RequestError` for no UTF-8, or no JSON."""
-    given = {}
+    """The values of a dataclass's fields that a command line gives, by the fields' names.
+
+    Args:
+        options: the values of all options of the command; None: not given.
+        also: as in `with_fields`.
+
+    Raises:
+        RequestError: a text is not UTF-8, or a map is not JSON.
+    """
+    values = {}
     for field in _option_fields(cls, also):
         value = options.get(field.name)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -110,8 +121,8 @@ def fields_given(
         elif value is not None and _is_text(field):
             value = as_utf8(field.name, value)
         if value is not None:
-            given[field.name] = _parse_map(field, value) if _is_map(field) else value
-    return given
+            values[field.name] = _parse_map(field, value) if _is_map(field) else value
+    return values
 
 
 def _option_fields(cls: Any, also: Set[str]) -> list[Field[Any]]:
@@ -125,15 +136,15 @@ def _parameters(
     without: Set[str] = frozenset(),
     also: Set[str] = frozenset(),
 ) -> list[inspect.Parameter]:
-    documented = _documented(cls)
-    found = []
+    texts = _field_texts(cls)
+    parameters = []
     for field in _option_fields(cls, also):
         if field.name not in without:
-            # An empty list cannot be shown: it is left out instead.
+            # Typer cannot show an empty list as a default: the option is None instead.
             default = None if field.default in (MISSING, ()) else field.default
-            annotation = _annotation(field, _help(field, documented.get(field.name, "")))
-            found.append(_parameter(field.name, defaults.get(field.name, default), annotation))
-    return found
+            annotation = _annotation(field, _help(field, texts.get(field.name, "")))
+            parameters.append(_parameter(field.name, defaults.get(field.name, default), annotation))
+    return parameters
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
@@ -141,18 +152,18 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _documented(cls: type) -> dict[str, str]:
+def _field_texts(cls: type) -> dict[str, str]:
     """The text for each field under `Attributes:` in a class's docstring."""
-    listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = {}
-    for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE):
-        found.update(dict.fromkeys(names.split(", "), " ".join(text.split())))
-    return found
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    texts = {}
+    for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
+        texts.update(dict.fromkeys(names.split(", "), " ".join(text.split())))
+    return texts
 
 
 def _help(field: Field[Any], text: str) -> str:
-    """A field's text for a command line: instead of None an option is left out there."""
-    if field.default is not None:  # leaving it out does not mean None
+    """A field's text as help: where the text says None, a command line leaves the option out."""
+    if field.default is not None:  # without the option the field has this default, and is not None
         text = re.sub(r"; None: [^.;]*", "", text)
     text = re.sub(r"(?<=\. )None\b", "Left out", text[:1].upper() + text[1:])
     return re.sub(r"\bNone\b", "left out", text)
@@ -180,12 +191,12 @@ def _is_map(field: Field[Any]) -> bool:
 
 
 def _is_text(field: Field[Any]) -> bool:
-    """Whether a field is a text or token ids; a command line takes only the text."""
+    """Whether a field's value is a text or token ids; a command line takes only a text."""
     return str(field.type).startswith("str | Sequence")
 
 
 def _parse_map(field: Field[Any], text: str) -> dict[Any, Any]:
-    """A JSON object, whose keys become token ids if the field has such."""
+    """A JSON object as a dict; its keys become integers if the field is keyed by token ids."""
     by_token = "Mapping[int" in str(field.type)
     try:
         return {int(key) if by_token else key: value for key, value in json.loads(text).items()}

@@ -35,7 +35,7 @@ CLOSED_PIPE = 141
 """The exit code of a process ended by SIGPIPE, as a shell shows it."""
 _BUGS = (IntegrityError, ProcessingError, StepError)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_escaped: list[str] = []
+_escaped: list[str] = []  # the encoding of an output that could not show a character
 
 
 def prepare() -> None:
@@ -48,7 +48,7 @@ def prepare() -> None:
             os.fstat(number)
         except OSError:  # closed: the next opened file would get its number
             os.open(os.devnull, os.O_RDWR)
-    if sys.stderr is None:  # libraries write to it without asking
+    if sys.stderr is None:  # libraries write to it without a check
         sys.stderr = os.fdopen(2, "w", encoding="utf-8")
     if sys.stdout is None:
         _end(2, "Error: standard output is closed.")
@@ -70,9 +70,9 @@ def is_utf8(stream: TextIO) -> bool:
     return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
 
 
-def as_utf8(field: str, given: str) -> str:
-    """A command-line argument as the UTF-8 text that its bytes are, or a `RequestError`."""
-    return _decoded(field, os.fsencode(given))
+def as_utf8(field: str, argument: str) -> str:
+    """A command-line argument, decoded as UTF-8; `RequestError` if it is not UTF-8."""
+    return _decoded(field, os.fsencode(argument))
 
 
 def as_typed() -> str:
@@ -93,12 +93,12 @@ def read_line(field: str) -> str:
     return _decoded(field, sys.stdin.buffer.readline())
 
 
-def _decoded(field: str, given: bytes) -> str:
+def _decoded(field: str, data: bytes) -> str:
     try:
-        return given.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
-        wrong = given[max(error.start - 10, 0) : error.end + 10]
-        raise RequestError(field, wrong, "UTF-8 text") from None
+        excerpt = data[max(error.start - 10, 0) : error.end + 10]
+        raise RequestError(field, excerpt, "UTF-8 text") from None
 
 
 @contextmanager
@@ -157,32 +157,32 @@ def _end(code: int, text: str) -> NoReturn:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """End by an exception instead of at once, so that progress bars give the cursor back."""
+    """Have SIGTERM raise `SystemExit`, so that progress bars show the cursor again."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, raise_exit)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def say(text: str, style: str = "", interrupted: bool = False) -> None:
     """Print a message on the error stream, in colour if the terminal has it."""
-    shown = console(stderr=True, highlight=False, soft_wrap=True)
+    error_console = console(stderr=True, highlight=False, soft_wrap=True)
     try:
         if interrupted:
-            shown.show_cursor()  # a progress bar may have been hiding it
-        shown.print(text, style=style, markup=False)
+            error_console.show_cursor()  # a progress bar may have been hiding it
+        error_console.print(text, style=style, markup=False)
     except OSError:  # the error stream has no reader
         with suppress(OSError):
             _discard(sys.stderr)
 
 
 def console(**options: Any) -> Console:
-    """A Rich console that leaves a closed pipe to `reporting`."""
+    """A Rich console; on a closed pipe it raises `BrokenPipeError`, which `reporting` handles."""
     from rich.console import Console
 
     class Plain(Console):

@@ -1,7 +1,8 @@
-"""Access: clients send a key, compared in constant time, or else call this machine by its name.
+"""Access: clients must send a key or, if the server has none, call this machine by its own name.
 
-Any web site can have its own name resolve to 127.0.0.1; its page then calls a server here as its
-own origin (DNS rebinding). The browser still sends the site's `Host`, which is refused here.
+Keys are compared in constant time. The check of names is against DNS rebinding: any web site can
+have its own name resolve to 127.0.0.1, and a page of it then calls a server here as its own origin.
+The browser sends the site's name as `Host`, so such a request is refused.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Has every path begin with the prefix under which a proxy has this server, as ASGI demands.
+    """Adds the prefix under which a proxy has this server to paths that lack it.
 
-    A proxy may keep the prefix or remove it, so it is added only where it is missing. The router
-    removes it once.
+    A proxy may keep the prefix or remove it. ASGI demands that paths have it; the router removes it
+    once.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -62,15 +63,15 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and own_path(scope) not in OPEN:
             headers = Headers(scope=scope)
-            scheme, _, sent = headers.get("authorization", "").partition(" ")
-            bearer = sent.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
+            scheme, _, credentials = headers.get("authorization", "").partition(" ")
+            bearer = credentials.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
             has_key = False
-            for given, key in product((bearer, headers.get("x-api-key", "")), self._keys):
-                has_key |= hmac.compare_digest(given.encode("latin-1"), key)
+            for sent_key, key in product((bearer, headers.get("x-api-key", "")), self._keys):
+                has_key |= hmac.compare_digest(sent_key.encode("latin-1"), key)
             if not has_key:
                 message = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
-                refused = Refusal(401, message, "invalid_request_error", code="invalid_api_key")
-                await refused.response(scope)(scope, receive, send)
+                refusal = Refusal(401, message, "invalid_request_error", code="invalid_api_key")
+                await refusal.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -82,7 +83,10 @@ class HostCheck:
         self._app, self._allowed = app, {name.lower() for name in options.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests to this machine's names, or of HTTP/1.0, which no browser speaks."""
+        """Pass on a request if its `Host` is a name of this machine, or if it has no `Host`.
+
+        A request without `Host` is of HTTP/1.0, which no browser speaks.
+        """
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
@@ -91,17 +95,17 @@ class HostCheck:
                 "server answers by these names alone, so that no web page can reach it by its "
                 "own. Start it with --allowed-hosts, or with --api-key."
             )
-            refused = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
-            await refused.response(scope)(scope, receive, send)
+            refusal = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
+            await refusal.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_allowed(self, host: str) -> bool:
         if "*" in self._allowed:
             return True
-        if not (found := _HOST.fullmatch(host.strip().lower())):
+        if not (match := _HOST.fullmatch(host.strip().lower())):
             return False
-        name = found[1].strip("[]")
+        name = match[1].strip("[]")
         if name in self._allowed or name.rpartition(".")[2] == "localhost":  # RFC 6761, 6.3
             return True
         try:

@@ -24,10 +24,11 @@ from foretoken.serve.running import Lifetime
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = True) -> FastAPI:
-    """OpenAI's API over an engine. At its end the application closes the engine.
+    """OpenAI's API over an engine. When the application ends, it closes the engine.
 
     Args:
-        guarded: whether it checks access and logs requests; False in a replica: its front does.
+        guarded: whether the application checks access and logs requests. That of a replica does
+            not, since the front of the replicas does both.
 
     Raises:
         ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
@@ -42,32 +43,32 @@ def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = Tru
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
-        responses=errors.documented(errors.Refusal(400, "", "").body),
+        responses=errors.error_responses(errors.Refusal(400, "", "").body),
     )  # fmt: skip
     app.state.context = context
     errors.install(app)
     for part in (generate, state, page):
         app.include_router(part.router(context))
-    # The last middleware added sees a request first: without access its body is not read.
-    most = context.served.max_model_len
-    app.add_middleware(BodyLimits, options=options, max_model_len=most)
-    for kind, given in guards(options) if guarded else ():
-        app.add_middleware(kind, **given)
+    # The last middleware added sees a request first, so no body is read before access is checked.
+    longest = context.served.max_model_len
+    app.add_middleware(BodyLimits, options=options, max_model_len=longest)
+    for kind, arguments in guards(options) if guarded else ():
+        app.add_middleware(kind, **arguments)
     return app
 
 
 def guards(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
-    """Middleware classes and their arguments; the last one sees a request first."""
-    found: list[tuple[Any, dict[str, Any]]] = []
+    """Middleware classes for access and logs, with arguments. The last one sees a request first."""
+    middleware: list[tuple[Any, dict[str, Any]]] = []
     if options.keys:
-        found.append((KeyCheck, {"keys": options.keys}))
+        middleware.append((KeyCheck, {"keys": options.keys}))
     if options.allowed_origins:
-        every = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        shown = {"allow_origins": options.allowed_origins, "expose_headers": ["X-Request-Id"]}
-        found.append((CORSMiddleware, {**every, **shown}))
+        any_request = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        any_answer = {"allow_origins": options.allowed_origins, "expose_headers": ["X-Request-Id"]}
+        middleware.append((CORSMiddleware, {**any_request, **any_answer}))
     if options.checks_host:
-        found.append((HostCheck, {"options": options}))
-    found.append((RequestLog, {}))
+        middleware.append((HostCheck, {"options": options}))
+    middleware.append((RequestLog, {}))
     if options.root_path:
-        found.append((RootPath, {"root": options.root_path}))
-    return found
+        middleware.append((RootPath, {"root": options.root_path}))
+    return middleware

@@ -1,7 +1,8 @@
 """Every error as OpenAI's body and a status.
 
-Charter: the status says what a client can do: mend a 4xx, wait out a 429 or 503; 500 is our bug. A
-message names fields as the client wrote them, and of a wrong body one field with its bound.
+Charter: the status says what a client can do. It can mend a request that got 4xx, and repeat one
+that got 429 or 503; 500 is our bug. A message names fields as the client wrote them. For a wrong
+body it names one field, and what its value must be.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from foretoken.errors import (
 from foretoken.serve.protocol.common import Fields
 
 _log = logging.getLogger(__name__)
-_OF_SEVERAL = {
+_BATCH_ERRORS = {
     EngineBrokenError: "The engine's device failed: it serves nobody any more.",
     EngineMemoryError: "The engine ran out of memory in work for several requests.",
     StepError: "The engine failed in work for several requests.",
 }
-_UNAVAILABLE = (*_OF_SEVERAL, UsageError)
+_UNAVAILABLE = (*_BATCH_ERRORS, UsageError)
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -49,9 +50,9 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_LATER = {"Retry-After": "1"}
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
-_HERE = (
+_RETRY_LATER = {"Retry-After": "1"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY_LATER, 503: _RETRY_LATER}
+_WHAT_IS_SERVED = (
     "This server generates text and does nothing else: no embeddings, scores, ranks or classes, no "
     "images or audio, no files. POST /v1/chat/completions, /v1/completions, /v1/responses or "
     "/v1/messages; GET /docs says the rest."
@@ -108,15 +109,15 @@ class Refusal(NamedTuple):
 
     def response(self, scope: Scope | None = None) -> Response:
         """The error as a response, in the shape that clients of the request's path read."""
-        is_theirs = scope is not None and own_path(scope).startswith("/v1/messages")
-        body = self.anthropic if is_theirs else self.body
+        is_anthropic = scope is not None and own_path(scope).startswith("/v1/messages")
+        body = self.anthropic if is_anthropic else self.body
         # ASCII, since a quoted value may be invalid Unicode.
         text = json.dumps(body, separators=(",", ":"))
         return Response(text, self.status, _HEADERS.get(self.status), "application/json")
 
 
-def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's description of errors of this shape."""
+def error_responses(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's `responses` for errors with bodies of the same shape as `body`."""
 
     def schema(value: Any) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -136,7 +137,7 @@ class UnknownModelError(RequestError):
 
 
 def refusal(error: BaseException) -> Refusal:
-    """An error as the client gets it; logs faults of the engine and bugs of ours."""
+    """The refusal that a client gets for an error; engine faults and bugs are logged as well."""
     if isinstance(error, OverloadedError):
         return Refusal(429, str(error), "rate_limit_error", code="overloaded")
     if isinstance(error, UnknownModelError):
@@ -147,47 +148,55 @@ def refusal(error: BaseException) -> Refusal:
     if isinstance(error, UnavailableError):
         return Refusal(503, str(error), "server_error", code="unavailable")
     if isinstance(error, _UNAVAILABLE):
-        _log_where("not served", error)
-        name = request_id.get() if isinstance(error, (*_OF_SEVERAL,)) else None
+        _log_error("not served", error)
+        name = request_id.get() if isinstance(error, (*_BATCH_ERRORS,)) else None
         where = f" Look for request_id {name} there." if name else ""
         return Refusal(503, public_message(error) + where, "server_error", code="unavailable")
-    _log_where("a request failed", error)
+    _log_error("a request failed", error)
     message = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
     return Refusal(500, message, "server_error", code="internal_error")
 
 
 def public_message(error: ForetokenError) -> str:
-    """An error's message for any client: that of a batch is replaced, as it may quote others."""
-    for kind, message in _OF_SEVERAL.items():
+    """An error's message for clients.
+
+    The message of an error in work for several requests is replaced, since it may quote a request of
+    another client.
+    """
+    for kind, message in _BATCH_ERRORS.items():
         if isinstance(error, kind):
             return f"{message} The server's log says where."
     return str(error)
 
 
-def _log_where(what: str, error: BaseException) -> None:
-    """Log where an error was raised. Its message may quote a prompt, so only `debug` shows it."""
+def _log_error(summary: str, error: BaseException) -> None:
+    """Log where an error was raised. Only `debug` logs its message, which may quote a prompt."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)[-1:]
     places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
-    _log.error("%s: %s in %s", what, type(cause).__name__, places or "another thread")
-    _log.debug("what it failed by", exc_info=error)
+    _log.error("%s: %s in %s", summary, type(cause).__name__, places or "another thread")
+    _log.debug("details of the failure", exc_info=error)
 
 
 @contextmanager
 def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors name fields as the client wrote them; `names`: the client's names by ours."""
+    """Have a `RequestError` raised within name its field as the client wrote it.
+
+    Args:
+        names: the client's name of each field, by our name.
+    """
     try:
         yield
     except RequestError as error:
-        for ours in sorted(names, key=len, reverse=True):
-            if error.field == ours or error.field.startswith((f"{ours}.", f"{ours}[")):
-                theirs = names[ours] + error.field[len(ours) :]
-                raise type(error)(theirs, error.value, error.bound, error.remedy) from None
+        for our_name in sorted(names, key=len, reverse=True):
+            if error.field == our_name or error.field.startswith((f"{our_name}.", f"{our_name}[")):
+                client_name = names[our_name] + error.field[len(our_name) :]
+                raise type(error)(client_name, error.value, error.bound, error.remedy) from None
         raise
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer errors with these bodies; `limits.py` answers for bugs."""
+    """Have the application answer known errors as a `Refusal`; `BodyLimits` answers all others."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -198,14 +207,14 @@ def install(app: FastAPI) -> None:
         path = own_path(request.scope)
         message, code = f"{request.method} {path}: {error.detail}", None
         if error.status_code == 404:
-            message, code = f"{request.method} {path} is not here. {_HERE}", "unknown_url"
+            message, code = f"{request.method} {path} is not here. {_WHAT_IS_SERVED}", "unknown_url"
         answer = Refusal(error.status_code, message, "invalid_request_error", code=code)
         response = answer.response(request.scope)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(ForetokenError)
-    async def raised(request: Request, error: ForetokenError) -> Response:
+    async def refused(request: Request, error: ForetokenError) -> Response:
         return refusal(error).response(request.scope)
 
 
@@ -225,41 +234,47 @@ def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
 
 
 def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> RequestError:
-    """The error of the first wrong field; of a union's members, of those that fitted furthest.
+    """The error of the first wrong field.
+
+    A union has errors for each of its members. The member that the value fits furthest is reported.
 
     Args:
-        kind: the type that was to be read.
-        errors: errors of a `ValidationError`, with places relative to `kind`.
-        where: name of the object in the body; empty: the body itself.
+        kind: the type that the value should have.
+        errors: errors of a `ValidationError`; their `loc` begins at an object of type `kind`.
+        where: name of this object in the body; empty: it is the body itself.
     """
-    near = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
-    # A wrong `type` tells more than the fields that another `type` would need.
-    first = max(near, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
+    alternatives = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
+    # If `type` is wrong, say so, rather than what fields an object of another `type` would need.
+    first = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
     name, fields = _place(kind, first["loc"], where)
-    raised = first.get("ctx", {}).get("error")
-    if isinstance(raised, RequestError):  # for a field of the table `foreign`
-        place = f"{name}.{raised.field}" if name else raised.field
-        return RequestError(place, raised.value, raised.bound, raised.remedy)
+    own_error = first.get("ctx", {}).get("error")
+    if isinstance(own_error, RequestError):  # for a field of the table `foreign`
+        path = f"{name}.{own_error.field}" if name else own_error.field
+        return RequestError(path, own_error.value, own_error.bound, own_error.remedy)
     if first["type"] == "extra_forbidden":
         last = str(first["loc"][-1])
         name = f"{name}.{last}" if name else last
-        found = get_close_matches(last, fields, n=1, cutoff=0.6)
-        remedy = f"Did you mean `{found[0]}`?" if found else ""
+        close_names = get_close_matches(last, fields, n=1, cutoff=0.6)
+        remedy = f"Did you mean `{close_names[0]}`?" if close_names else ""
     else:
-        near = [e for e in near if _place(kind, e["loc"], where)[0] == name]
+        alternatives = [e for e in alternatives if _place(kind, e["loc"], where)[0] == name]
         remedy = ""
     bounds = [
         _BOUNDS.get(e["type"], "{msg}").format_map({**e, **e.get("ctx", {})})
-        for e in (near if name else [first])
+        for e in (alternatives if name else [first])
     ]
     value = None if first["type"] == "missing" else first["input"]
     return RequestError(name, value, ", or ".join(dict.fromkeys(bounds)), remedy)
 
 
 def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:
-    """The client's name of a place, and the fields that an object there may have.
+    """The client's name for a pydantic `loc`, and the fields that an object at this place may have.
 
-    Parts of `loc` that are no fields are members of unions, or keys of a map.
+    Parts of `loc` that are not fields are names of a union's members, or keys of a map. They are left
+    out of the name.
+
+    Args:
+        name: the name of the object of type `kind` at which `loc` begins.
     """
     fields = dict(_fields(kind))
     for part in loc:

@@ -33,14 +33,14 @@ _KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
 
 
 class BodyLimits:
-    """Reads a body, refuses one that is too long or too deep, and hands it on in one piece."""
+    """Reads a body, refuses one that is too long or too deep, and passes it on in one piece."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, max_model_len: int) -> None:
         self._app, self._options = app, options
         self._max_values = options.max_json_values or max(2**17, 2 * max_model_len)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve; an exception before the answer has begun becomes the answer."""
+        """Serve a request; an exception becomes the answer, if none has begun yet."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -64,20 +64,21 @@ class BodyLimits:
                 await refused.response(scope)(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
-        most = self._options.max_body_bytes
-        said = Headers(scope=scope).get("content-length", "0")
-        parts, size = [], int(said) if said.isdecimal() and len(said) < 20 else 0
+        """The body, or the refusal of one that exceeds a limit; None if the client disconnects."""
+        limit = self._options.max_body_bytes
+        length = Headers(scope=scope).get("content-length", "0")
+        parts, size = [], int(length) if length.isdecimal() and len(length) < 20 else 0
         is_announced = size > 0
         has_more = True
-        while has_more and size <= most:
+        while has_more and size <= limit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size += 0 if is_announced else len(parts[-1])
             has_more = message.get("more_body", False)
-        if size > most:
-            text = f"The body must have at most {most} bytes."
+        if size > limit:
+            text = f"The body must have at most {limit} bytes."
             return Refusal(413, text, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return await aside(size, self._check, body) or body
@@ -87,22 +88,23 @@ class BodyLimits:
         if not json.detect_encoding(body).startswith("utf-8"):  # brackets could not be counted
             text = "The body must be UTF-8."
             return Refusal(400, text, "invalid_request_error", code="body_not_utf8")
-        num_brackets, most = body.count(b"[") + body.count(b"{"), self._max_values
-        if num_brackets + body.count(b",") > most:
-            text = f"The body must have at most {most} commas and opening brackets."
+        num_brackets, limit = body.count(b"[") + body.count(b"{"), self._max_values
+        if num_brackets + body.count(b",") > limit:
+            text = f"The body must have at most {limit} commas and opening brackets."
             return Refusal(400, text, "invalid_request_error", code="body_too_large")
-        deepest = self._options.max_json_depth
-        if num_brackets > deepest and json_depth(body) > deepest:
-            text = f"Lists and objects must not be nested more than {deepest} deep."
+        max_depth = self._options.max_json_depth
+        if num_brackets > max_depth and json_depth(body) > max_depth:
+            text = f"Lists and objects must not be nested more than {max_depth} deep."
             return Refusal(400, text, "invalid_request_error", code="body_too_deep")
         return None
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint takes `body`, a JSON object, and perhaps `request`.
+    """A route with an endpoint that takes `body`, a JSON object, and perhaps `request`.
 
-    FastAPI only describes it in OpenAPI. Running it there, with its dependencies, which these
-    routes lack, took nearly a fifth of the CPU time of a short request.
+    FastAPI only describes the route in OpenAPI; this class calls the endpoint. FastAPI's own way to
+    call it resolves dependencies, which these endpoints do not have, and took nearly a fifth of the
+    CPU time of a short request.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -110,51 +112,57 @@ class JsonRoute(APIRoute):
         takes_request = "request" in signature(endpoint).parameters
 
         async def handle(request: Request) -> Response:
-            given: dict[str, Any] = {"body": await _read_body(request, kind)}
+            arguments: dict[str, Any] = {"body": await _read_body(request, kind)}
             if takes_request:
-                given["request"] = request
-            response: Response = await endpoint(**given)
+                arguments["request"] = request
+            response: Response = await endpoint(**arguments)
             return response
 
         self._answer = handle
         return handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; the application has handlers for errors around all routes."""
+        """Call the endpoint and send its response; the application's handlers catch its errors."""
         if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)  # refuses it
+            await super().handle(scope, receive, send)  # which refuses the method
             return
         response = await self._answer(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
-    """The body as this model; `RequestValidationError` as FastAPI raises it."""
+    """The body as an object of class `kind`; errors are those that FastAPI would raise.
+
+    Raises:
+        HTTPException: the body is compressed.
+        RequestValidationError: the body is not JSON, or does not fit `kind`.
+    """
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
         raise HTTPException(415, f"Send the body as it is, without `Content-Encoding: {coding}`.")
-    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_json = sent == "application/json" or (
-        sent.startswith("application/") and sent.endswith("+json")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = content_type == "application/json" or (
+        content_type.startswith("application/") and content_type.endswith("+json")
     )
-    said = await request.body()
-    return await aside(len(said), _parse, said, kind, is_json=is_json)
+    body = await request.body()
+    return await aside(len(body), _parse, body, kind, is_json=is_json)
 
 
-def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
+def _parse(body: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
+    """As `_read_body`; a body that is not sent as JSON reaches the check of `kind` unparsed."""
     try:
-        if said and is_json:
+        if body and is_json:
             # Python also reads NaN and 1e999, which an answer's JSON could not hold.
-            said = json.loads(said, parse_constant=_finite, parse_float=_finite)
+            body = json.loads(body, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
-        found = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
-        raise RequestValidationError([found]) from None
+        details = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
+        raise RequestValidationError([details]) from None
     except UnicodeDecodeError as error:
-        raise _unreadable(f"JSON in UTF-8, not {said[error.start : error.end]!r}") from None
+        raise _unreadable(f"JSON in UTF-8, not {body[error.start : error.end]!r}") from None
     except (ValueError, RecursionError) as error:
         raise _unreadable(f"JSON: {error}") from None
     try:
-        return kind.model_validate(said)
+        return kind.model_validate(body)
     except ValidationError as error:
         errors = error.errors(include_url=False)
         raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in errors]) from None
@@ -185,10 +193,10 @@ def json_depth(text: bytes) -> int:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first, then what comes after it."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """A `receive` that returns the body first, and then the messages of the given `receive`."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
-        return left.pop() if left else await receive()
+        return pending.pop() if pending else await receive()
 
     return replayed

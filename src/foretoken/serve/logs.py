@@ -45,7 +45,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(level: str) -> None:
-    """Have this process write its logs to standard error; Foretoken's from this level on."""
+    """Have this process log to standard error, and Foretoken's loggers log at `level` and above."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler])
@@ -53,7 +53,7 @@ def set_up(level: str) -> None:
 
 
 class RequestLog:
-    """Names each request, by its `X-Request-Id` if it has one, and logs its outcome.
+    """Names each request, by its valid `X-Request-Id` or by chance, and logs its outcome.
 
     Probes, scrapes and the page's files are logged at level `debug`.
     """
@@ -65,11 +65,11 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get("x-request-id", "")
-        name = sent if _ID.fullmatch(sent) else uuid.uuid4().hex
+        client_name = Headers(scope=scope).get("x-request-id", "")
+        name = client_name if _ID.fullmatch(client_name) else uuid.uuid4().hex
         start, status, is_complete = time.perf_counter(), 0, False
 
-        async def passed_on(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -79,7 +79,7 @@ class RequestLog:
 
         token = request_id.set(name)
         try:
-            await self._app(scope, receive, passed_on)
+            await self._app(scope, receive, send_named)
         finally:
             fields: dict[str, Any] = {
                 "method": scope["method"],
@@ -95,9 +95,9 @@ class RequestLog:
 
 
 def log_fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields for the log's line from a request's `state`, where the application noted them.
+    """The fields of a request's line in the log that the application noted in the request's `state`.
 
-    In front of replicas they are in `log_fields`, as the replica sent them.
+    In a front, `state["log_fields"]` has the fields that the replica sent.
     """
     fields: dict[str, Any] = {**state.get("log_fields", {})}
     if answer_id := state.get("answer_id"):

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: plain counts, made into its families when it scrapes.
+"""Metrics for Prometheus: plain counts, from which a scrape makes metric families.
 
-Charter: names that existing dashboards read begin with `vllm:`, ours with `foretoken:`. A delta
-costs additions and one search in a list of bounds; everything else is done at the scrape.
+Charter: names that existing dashboards read begin with `vllm:`, ours with `foretoken:`. Counting a
+delta takes additions and one search in a list of bounds; everything else is done at the scrape.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts of values by upper bounds."""
+    """Counts of values by upper bound, and the sum of the values."""
 
     def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
         self._bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -55,7 +55,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds, and how many values are at most each."""
+        """For each upper bound the number of values up to it, as Prometheus wants them."""
         bounds = [*map(str, self._bounds), "+Inf"]
         return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
@@ -82,26 +82,29 @@ class Record:
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._start = time.perf_counter()
-        self._last: dict[int, float] = {}
+        self._last: dict[int, float] = {}  # by prompt: the time of its last delta
+        # By prompt: the tokens of each of its samples so far.
         self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def observe(self, item: PromptDelta) -> None:
-        """Count a delta; a step's tokens count as evenly spread over the time since the last."""
+        """Count a delta. Its tokens count as evenly spread over the time since the last delta."""
         number, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
             counts.observe("request_prompt_tokens", len(delta.prompt_token_ids))
-        before = self._last.get(number)
+        last_time = self._last.get(number)
         for sample in delta.outputs:
-            size = len(sample.token_ids)
-            counts.generation_tokens += size
-            self._sizes[number][sample.index] += size
-            if size and before is not None:
-                counts.observe("inter_token_latency_seconds", (now - before) / size, size)
+            num_tokens = len(sample.token_ids)
+            counts.generation_tokens += num_tokens
+            self._sizes[number][sample.index] += num_tokens
+            if num_tokens and last_time is not None:
+                counts.observe(
+                    "inter_token_latency_seconds", (now - last_time) / num_tokens, num_tokens
+                )
             if sample.finish_reason is not None:
                 counts.finished[sample.finish_reason] += 1
-        if before is None and delta.outputs and delta.outputs[0].token_ids:
+        if last_time is None and delta.outputs and delta.outputs[0].token_ids:
             counts.observe("time_to_first_token_seconds", now - self._start)
         self._last[number] = now
         if delta.metrics is not None:
@@ -111,26 +114,30 @@ class Record:
             self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
 
     def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
-        """Phases of a prompt by the engine's clock; `sizes`: tokens of each of its samples."""
-        counts, queued, first = self._counts, metrics.queue_time, metrics.time_to_first_token
+        """Count the phases of a prompt that has ended, by the engine's clock.
+
+        Args:
+            sizes: the number of tokens of each of its samples.
+        """
+        counts, queued, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
         for size in sizes:
             counts.observe("request_generation_tokens", size)
         if queued is None:
-            return  # it ended before it had a slot
+            return  # the prompt's requests ended before one had a slot
         counts.observe("request_queue_time_seconds", queued)
-        if first is None or not metrics.tokens_per_second:
+        if first_token is None or not metrics.tokens_per_second:
             return
-        end = max(sum(sizes) / metrics.tokens_per_second, first)
-        counts.observe("request_prefill_time_seconds", first - queued)
-        counts.observe("request_decode_time_seconds", end - first)
+        end = max(sum(sizes) / metrics.tokens_per_second, first_token)
+        counts.observe("request_prefill_time_seconds", first_token - queued)
+        counts.observe("request_decode_time_seconds", end - first_token)
         counts.observe("request_inference_time_seconds", end - queued)
         if max(sizes) > 1:
-            each = (end - first) / (max(sizes) - 1)
-            counts.observe("request_time_per_output_token_seconds", each)
+            mean = (end - first_token) / (max(sizes) - 1)
+            counts.observe("request_time_per_output_token_seconds", mean)
 
 
 class EngineCollector(Collector):
-    """All families, with the name of the model as a label."""
+    """All metric families of a server, with the name of the model as a label."""
 
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
@@ -175,27 +182,31 @@ class EngineCollector(Collector):
         return family
 
     def _speculation(self) -> Iterator[Metric]:
+        """The metric families about drafts."""
         metrics = self._engine.metrics
         drafts = {
             "num_drafts": ("Verifications with drafts.", metrics.num_drafts),
             "num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
-            "num_accepted_tokens": ("Of those, accepted.", metrics.num_accepted_tokens),
+            "num_accepted_tokens": (
+                "Tokens drafted that were accepted.",
+                metrics.num_accepted_tokens,
+            ),
         }
         for name, (text, value) in drafts.items():
             yield self._counter(f"vllm:spec_decode_{name}", text, {"": value})
-        lists = {
+        per_position = {
             "vllm:spec_decode_num_accepted_tokens_per_pos": metrics.accepted_per_position,
             "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,
         }
-        for name, values in lists.items():
+        for name, values in per_position.items():
             yield self._counter(name, "By index of the draft.", _numbered(values), "position")
         steps = _numbered(metrics.steps_per_k)
         yield self._counter("foretoken:steps_per_k", "Steps by drafts verified.", steps, "k")
         synthetic = {"": metrics.num_synthetic_drafts}
         yield self._counter("foretoken:synthetic_drafts", "Verified by `synthetic`.", synthetic)
         for name in ("num_draft_tokens", "num_accepted_tokens"):
-            each = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
-            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", each, "drafter")
+            by_drafter = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
+            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", by_drafter, "drafter")
         for name in ("estimated", "realised"):
             speedup = getattr(metrics, f"{name}_speedup", None)
             if speedup is not None:  # K is fixed, or none was chosen yet
@@ -222,12 +233,12 @@ class EngineCollector(Collector):
 
 
 def process_metrics() -> list[Metric]:
-    """Families of this process (`process_*`)."""
+    """The metric families of this process (`process_*`)."""
     return list(_PROCESS.collect())
 
 
 def exposition(collector: Collector) -> bytes:
-    """All families as Prometheus reads them, and those of this process (`process_*`)."""
+    """The families of a collector and of this process (`process_*`), as text for Prometheus."""
     registry = CollectorRegistry()
     registry.register(collector)
     registry.register(_PROCESS)

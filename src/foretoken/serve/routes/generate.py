@@ -17,7 +17,7 @@ from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, EventReader
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.conversions import read_messages, read_responses
-from foretoken.serve.errors import Refusal, documented, written_as
+from foretoken.serve.errors import Refusal, error_responses, written_as
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
@@ -73,15 +73,15 @@ def router(context: Context) -> APIRouter:
         generation = await read(read_responses, body, request)
         return await answer(context, request, generation, ResponsesWriter(generation, body, model))
 
-    in_theirs = documented(Refusal(400, "", "").anthropic)
+    anthropic_errors = error_responses(Refusal(400, "", "").anthropic)
 
-    @routes.post("/messages", response_model=None, responses=in_theirs)
+    @routes.post("/messages", response_model=None, responses=anthropic_errors)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation as Anthropic's API does."""
         generation = await read(read_messages, body, request)
         return await answer(context, request, generation, MessagesWriter(generation, model))
 
-    @routes.post("/messages/count_tokens", response_model=None, responses=in_theirs)
+    @routes.post("/messages/count_tokens", response_model=None, responses=anthropic_errors)
     async def count(body: CountBody, request: Request) -> Response:
         """Count the tokens of a conversation, as its answer would."""
         generation = await read(read_messages, body, request)

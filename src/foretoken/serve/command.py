@@ -10,7 +10,7 @@ from foretoken.config import EngineConfig
 from foretoken.config.checks import set_in_environment
 from foretoken.errors import ConfigError
 from foretoken.serve.fleet.config import ReplicaOptions
-from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions, described
+from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions, describe_model
 
 _OWN_CLUSTER = {
     # Ray's ports are open to the network. By default Ray runs all code that is sent there; with a
@@ -56,7 +56,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
         app = build_app(AsyncEngine(**engine), options)
         collect_when_idle()
         context = app.state.context
-        lines = [described(context.served.names, config), context.served.format.summary]
+        lines = [describe_model(context.served.names, config), context.served.format.summary]
         serve(app, context.lifetime, bound_socket, lines, say)
     leave(0)
 

@@ -1,8 +1,8 @@
 """A fleet as an application of Ray Serve, for existing clusters: `serve deploy` calls `build`.
 
-Charter: deployments, their options, and calls of them, with Ray's errors as ours. `fleet/config.py`
-defines a fleet; in `fleet/command.py` the same engines have our own server in front. Needs the
-extra `ray`.
+Charter: deployments, their options, and calls of deployments, which raise our errors for Ray's.
+`fleet/config.py` defines a fleet. `fleet/command.py` puts our own server in front of the same
+engines. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 def build(args: dict[str, Any]) -> serve.Application:
     """The application of a file for `serve deploy`: engines, and an ingress in front of them.
 
-    Where the file has no key, clients must send that of FORETOKEN_API_KEY, if it is in the
-    environment of the cluster's processes.
+    If the file has no key, the key is FORETOKEN_API_KEY of the environment of the cluster's
+    processes. If that is missing, too, clients need no key.
 
     Args:
-        args: see `Fleet` and docs/scale.md.
+        args: the file's `args`; see `Fleet` and docs/scale.md.
 
     Raises:
         ConfigError: an option is unknown or out of bounds, or the cluster lacks resources.
@@ -64,7 +64,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     if not fleet.server.keys and (key := from_environment("FORETOKEN_API_KEY")):
         fleet = replace(fleet, server=replace(fleet.server, api_key=key))
     engines = [
-        engine(model, fleet.server, each) for model, each in zip(fleet.models, needs, strict=True)
+        engine_deployment(model, fleet.server, replica_needs)
+        for model, replica_needs in zip(fleet.models, needs, strict=True)
     ]
     ingress = serve.deployment(Ingress).options(
         name=INGRESS,
@@ -98,69 +99,75 @@ class Ingress:
         """The application for Ray Serve, without `x-request-id`: its proxies add their own."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            async def unnamed(message: Message) -> None:
+            async def send_unnamed(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    kept = [each for each in message["headers"] if each[0] != b"x-request-id"]
-                    message = {**message, "headers": kept}
+                    headers = [each for each in message["headers"] if each[0] != b"x-request-id"]
+                    message = {**message, "headers": headers}
                 await send(message)
 
-            await self._front.app(scope, receive, unnamed)
+            await self._front.app(scope, receive, send_unnamed)
 
         return app
 
 
-def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
-    """The engines of one model."""
+def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
+    """The Ray deployment of one model: an engine in each replica.
+
+    Args:
+        needs: what each replica needs of a machine.
+    """
     scale, config = model.scale, model.engine
     config = replace(config, device="cuda" if needs.gpus else "cpu")
     if not needs.gpus and config.threads is None:
         config = replace(config, threads=engine_threads(needs.cpus))
     count = scale.replicas or 1
-    number: dict[str, Any] = {"num_replicas": count}
+    replica_count: dict[str, Any] = {"num_replicas": count}
     if scale.max_replicas is not None:
         scaling = AutoscalingConfig(
             min_replicas=count,
             max_replicas=scale.max_replicas,
             target_ongoing_requests=scale.target_requests or config.max_num_seqs,
         )
-        number = {"num_replicas": "auto", "autoscaling_config": scaling}
-    actor = {"num_cpus": needs.cpus, "num_gpus": needs.gpus}
-    made = serve.deployment(Replica).options(
+        replica_count = {"num_replicas": "auto", "autoscaling_config": scaling}
+    actor_options = {"num_cpus": needs.cpus, "num_gpus": needs.gpus}
+    deployment = serve.deployment(Replica).options(
         name=model.deployment,
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=actor | ({"memory": needs.memory} if needs.memory else {}),
+        ray_actor_options=actor_options | ({"memory": needs.memory} if needs.memory else {}),
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        # Lets a replica finish that scaling removes. A front that ends has drained all of them.
+        # The time for a replica that scaling removes to finish its requests. When a front ends, it
+        # has drained all replicas before.
         graceful_shutdown_timeout_s=server.request_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=STARTS,
         logging_config=_QUIET,
-        **number,
+        **replica_count,
     )
-    own = replace(
+    replica_server = replace(
         server, served_model_name=model.names, api_key=None, allowed_origins=(), host="0.0.0.0",
         allowed_hosts=(), ssl_keyfile=None, ssl_certfile=None, ssl_ca_certs=None, ssl_cert_reqs=0,
     )  # fmt: skip
-    return made.bind(config, own, __version__)
+    return deployment.bind(config, replica_server, __version__)
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:
-    """What a replica of each model needs; the cluster has it for all of them.
+    """What a replica of each model needs of a machine, in the order of `fleet.models`.
 
     Raises:
-        ConfigError: the cluster lacks a resource; names it, and how many replicas have room.
+        ConfigError: the cluster lacks resources for all replicas, and does not grow. The error
+            names the resource, and how many replicas have room.
     """
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     needs = [needs_of(model, has_gpus=has_gpus) for model in fleet.models]
     if not fleet.grows:
-        nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
-        asked = {
-            model.names[0]: (model.scale.replicas or 1, each)
-            for model, each in zip(fleet.models, needs, strict=True)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        requested = {
+            model.names[0]: (model.scale.replicas or 1, replica_needs)
+            for model, replica_needs in zip(fleet.models, needs, strict=True)
         }
-        check_cluster(asked, nodes)
+        check_cluster(requested, nodes)
     return needs
 
 
@@ -175,7 +182,7 @@ class RayReplicas:
         self._by_grpc = handle.options(method_name="answer", stream=True, _by_reference=False)
 
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
-        """As `Replicas.answer`; a request once sent is not sent to another replica."""
+        """Have one replica answer, as `Replicas.answer`; no second replica gets the request."""
         handle = self._by_grpc if len(call.body) <= MESSAGE_BYTES else self._by_store
         response = handle.remote(call)
         is_over = False
@@ -197,24 +204,24 @@ class RayReplicas:
         except Exception as error:  # raised in the replica; Ray passes it on
             is_over = True
             _log.error("a replica failed by %s", type(error).__name__)
-            _log.debug("what it failed by", exc_info=error)
+            _log.debug("details of the failure", exc_info=error)
             raise UnavailableError("The replica failed by an error: its log has it.") from None
         finally:
             if not is_over:
                 response.cancel()
 
-    async def ask(self, what: str, seconds: float) -> list[Any]:
-        """As `Replicas.ask`."""
+    async def ask(self, method: str, seconds: float) -> list[Any]:
+        """Call a method of all replicas, as `Replicas.ask`."""
         try:
             async with asyncio.timeout(seconds):
                 # `results_async` gives all results or none: one slow replica would hide the others.
-                found = await self._handle.broadcast(what)._fetch_replica_results_async()
+                responses = await self._handle.broadcast(method)._fetch_replica_results_async()
         except (TimeoutError, RayError, RayServeException, RuntimeError):
             return []
-        results = [asyncio.ensure_future(each.get_async()) for each in found]
+        results = [asyncio.ensure_future(response.get_async()) for response in responses]
         if not results:
             return []
-        done, late = await asyncio.wait(results, timeout=seconds)
-        for task in late:
+        done, unfinished = await asyncio.wait(results, timeout=seconds)
+        for task in unfinished:
             task.cancel()
         return [task.result() for task in done if not task.cancelled() and not task.exception()]

@@ -160,8 +160,8 @@ def refusal(error: BaseException) -> Refusal:
 def public_message(error: ForetokenError) -> str:
     """An error's message for clients.
 
-    The message of an error in work for several requests is replaced, since it may quote a request of
-    another client.
+    The message of an error in work for several requests is replaced, since it may quote another
+    client's request.
     """
     for kind, message in _BATCH_ERRORS.items():
         if isinstance(error, kind):
@@ -270,8 +270,8 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
 def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:
     """The client's name for a pydantic `loc`, and the fields that an object at this place may have.
 
-    Parts of `loc` that are not fields are names of a union's members, or keys of a map. They are left
-    out of the name.
+    Parts of `loc` that are not fields are names of a union's members, or keys of a map. The name
+    leaves them out.
 
     Args:
         name: the name of the object of type `kind` at which `loc` begins.

@@ -95,7 +95,7 @@ class RequestLog:
 
 
 def log_fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request's line in the log that the application noted in the request's `state`.
+    """The fields for a request's line in the log, as the application noted them in its `state`.
 
     In a front, `state["log_fields"]` has the fields that the replica sent.
     """

@@ -18,9 +18,11 @@ _OWN_PATHS = {
     *("v1", "tokenize", "detokenize", "health", "ping", "load", "metrics", "version"),
     *("server_info", "tokenizer_info", "docs", "openapi.json", "page"),
 }
-"""How the server's own paths begin; `RootPath` could not tell a `root_path` that begins so."""
+"""First parts of the server's own paths. With a `root_path` that begins in the same way, `RootPath`
+could not tell whether a path has the prefix."""
 MAX_STEP_SECONDS = 0.15
-"""The default of `max_step_seconds` on a CPU: how long streams wait for others' prompts."""
+"""The default of `max_step_seconds` on a CPU: how long a step may make streams wait, while it
+computes prompts of other requests."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -31,55 +33,62 @@ class ServeOptions:
     Attributes:
         host: address to listen on; `0.0.0.0` is every network of the machine.
         port: port to listen on; 0 takes a free one.
-        api_key: key that clients must send as `Authorization: Bearer KEY`; any of several. None:
-            no key. Other users of this machine can read a command line: FORETOKEN_API_KEY in the
-            environment does the same.
+        api_key: key that clients must send as `Authorization: Bearer KEY`; of several keys, clients
+            send any one. None: no key is needed. Other users of this machine can read a command
+            line: FORETOKEN_API_KEY in the environment does the same.
         allowed_hosts: names that a client's `Host` may have, without a port, besides `localhost`
-            and the loopback's addresses; `*` is any. Others are refused: see docs/server.md. Only
-            for a `host` of the loopback without a key; otherwise any name is answered.
+            and the loopback's addresses; `*` is any. Requests with other names are refused: see
+            docs/server.md. Names are checked only if `host` is an address of the loopback and there
+            is no key.
         served_model_name: names of the model in requests; answers use the first. Default: `model`.
         root_path: path under which a proxy has this server, such as `/llm`. Requests are answered
             with and without it.
-        ssl_keyfile: a private key in PEM: the server speaks TLS, with it and `ssl_certfile`.
-        ssl_certfile: the certificate of that key, and those between it and a root, in PEM.
+        ssl_keyfile: a private key in PEM. With it and `ssl_certfile` the server speaks TLS.
+        ssl_certfile: the certificate of that key, and the intermediate certificates up to a root,
+            in PEM.
         ssl_ca_certs: CA certificates by which clients' certificates are checked, in PEM; see
             `ssl_cert_reqs`.
-        ssl_cert_reqs: client certificates: 0 not asked for, 1 optional, 2 required.
+        ssl_cert_reqs: whether clients send certificates: 0 no, 1 optional, 2 required.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: such a
             text means nothing.
-        chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
-        trust_request_chat_template: let a request bring a `chat_template`. It is a program, run in
-            the engine's thread: Jinja's sandbox keeps it from files, but not from taking long.
-        allow_priority: let requests set their `priority`. The lowest is served first, and can keep
-            all others waiting.
+        chat_template: a Jinja template, or the name of one of the tokenizer's templates; None: the
+            tokenizer's own.
+        trust_request_chat_template: let a request bring a `chat_template`. A template is a program
+            that runs in the engine's thread: Jinja's sandbox keeps it from files, but not from
+            running long.
+        allow_priority: let requests set their `priority`. The request with the lowest number is
+            served first, and can keep all others waiting.
         allowed_origins: other origins whose web pages may call this server from a browser; `*` is
             any. Default: none.
         queue_timeout: seconds until a request must have its first token; then it is refused by 503.
         request_timeout: seconds until an answer must be complete; then it ends with its text so
-            far, its `finish_reason` `length`, its `stop_reason` `timeout`.
-        io_timeout: seconds for a client to send a request, head and body, or to read what waits to
-            be sent; then its connection is closed.
-        drain_timeout: seconds for requests under way after SIGTERM or Ctrl-C; those not complete by
-            then end as at `request_timeout`, their `stop_reason` `shutdown`. The process ends up to
-            7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
+            far, with `finish_reason` `length` and `stop_reason` `timeout`.
+        io_timeout: seconds for a client to send a request, head and body, or to read data that
+            waits to be sent; then its connection is closed.
+        drain_timeout: seconds for requests under way after SIGTERM or Ctrl-C; answers not complete
+            by then end as at `request_timeout`, with `stop_reason` `shutdown`. The process ends up
+            to 7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
-        max_json_values: most commas and opening brackets in a body, including those in texts, since
-            nothing else runs while JSON is decoded (0.05 s for 2**17 of the slowest kind); None:
-            2**17, or two for each token of the context where that is more.
+        max_json_values: most commas and opening brackets in a body, including those in texts. The
+            bound exists because nothing else runs while JSON is decoded (0.05 s for 2**17 of the
+            slowest kind); None: 2**17, or two for each token of the context where that is more.
         max_prompt_chars: most characters of a prompt or conversation, so that the engine's thread
-            does not encode what cannot fit; None: 64 for each token of the context.
-        max_samples: most samples of one request, prompts times `n`.
-        max_answer_logprobs: most log-probabilities in one answer: of a prompt its tokens times
-            `prompt_logprobs` + 1, with `echo` for each sample; of a sample its `max_tokens` (by
-            default what is left) times `logprobs` + 1; a token's trace counts as K + 1.
-        log_level: lines of JSON on standard error: `info` has one for each request, `debug` also
-            for probes, and failures, which may quote a request; `warning`, `error`.
-        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
-            `none` (tools are refused), or `auto`: as its template shows.
-        reasoning_parser: `think` (by vLLM's names `qwen3`, `deepseek_r1`) reads `<think>` and
-            `</think>`, `none` leaves them in the text, `auto`: as its template shows.
+            does not encode a text that cannot fit; None: 64 for each token of the context.
+        max_samples: most samples of one request: its prompts times `n`.
+        max_answer_logprobs: most log-probabilities in one answer. A prompt counts as its tokens
+            times `prompt_logprobs` + 1, with `echo` once for each sample. A sample counts as its
+            `max_tokens` (by default the rest of the context) times `logprobs` + 1. A token's trace
+            counts as K + 1.
+        log_level: level of the log, which is lines of JSON on standard error: `debug`, `info`,
+            `warning` or `error`. `info` has a line for each request. `debug` also has lines for
+            probes, and details of failures, which may quote a request.
+        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json` or `mistral`.
+            With `none` tools are refused; `auto` finds the format in the chat template.
+        reasoning_parser: how reasoning in an answer is read: `think` (by vLLM's names `qwen3`,
+            `deepseek_r1`) reads `<think>` and `</think>`, `none` leaves them in the text, `auto`
+            finds out from the chat template.
     """
 
     host: str = "127.0.0.1"
@@ -170,12 +179,12 @@ class ServeOptions:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether other machines can call without a key."""
+        """Whether clients on other machines can call the server without a key."""
         return not self.keys and not self._is_loopback
 
     @property
     def checks_host(self) -> bool:
-        """Whether `Host` must be known, as nothing else keeps web pages out."""
+        """Whether `Host` is checked: without a key nothing else keeps web pages out."""
         return not self.keys and self._is_loopback
 
     @property
@@ -194,10 +203,11 @@ class ServeOptions:
             raise ConfigError(where, rule, bound, "--allow-synthetic serves such texts.")
 
 
-def described(names: Sequence[str], config: EngineConfig) -> str:
+def describe_model(names: Sequence[str], config: EngineConfig) -> str:
     """A line with the names under which a model is served, and its drafters."""
-    speculation, drafts = config.speculative_config, "nothing drafts"
+    speculation, summary = config.speculative_config, "nothing drafts"
     if speculation is not None:
-        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
-        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
-    return f"{', '.join(names)}: {drafts}."
+        drafters, max_drafts = ", ".join(speculation.members), speculation.num_speculative_tokens
+        rule = speculation.rejection_sample_method
+        summary = f"drafts by {drafters}, K = {max_drafts}, rule {rule}"
+    return f"{', '.join(names)}: {summary}."

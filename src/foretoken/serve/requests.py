@@ -34,15 +34,19 @@ from foretoken.serve.protocol.chat import (
 )
 from foretoken.serve.protocol.common import GenerationFields, Speculative
 
-# `logit_bias` and `prediction` have one name in both, and two types.
-_SAME = {field.name for field in fields(SamplingParams)} & set(GenerationFields.model_fields)
-_SAME -= {"logit_bias", "prediction"}
+# Fields that `SamplingParams` and bodies have by the same name. Those of `logit_bias` and
+# `prediction` have different types.
+_SHARED_FIELDS = {field.name for field in fields(SamplingParams)} & set(
+    GenerationFields.model_fields
+)
+_SHARED_FIELDS -= {"logit_bias", "prediction"}
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_MOST_WORDS = {"stop": 64, "bad_words": 1024}
-"""The most texts of each: every step, or the admission of the request, looks at all of them."""
+_MAX_TEXTS = {"stop": 64, "bad_words": 1024}
+"""The most texts of each field: every step, or the admission of a request, looks at all of them."""
 _STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
-_SPECULATIVE = {
+# By parameter: the client's name for it.
+_SPECULATIVE_NAMES = {
     "num_speculative_tokens": "speculative.num_speculative_tokens",
     "drafter": "speculative.drafter",
     "rejection_sample_method": "speculative.rule",
@@ -52,13 +56,13 @@ _SPECULATIVE = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served, fixed at start.
+    """The served model and the options of its server, fixed at start.
 
     Attributes:
         names: names of the model; answers use the first.
-        root: the model as the engine was given it.
+        root: the model, as the engine's option `model` names it.
         max_model_len: longest prompt and output together, in tokens.
-        num_drafts: K of the engine, or its maximum where K is `auto`; 0: it drafts nothing.
+        num_drafts: K of the engine, or its maximum where K is `auto`; 0: the engine drafts nothing.
         defaults: the values of fields that a request leaves out.
         predictors: drafters that read `prediction`.
         drafter: the drafter of requests that name none.
@@ -77,7 +81,7 @@ class Served:
 
     @classmethod
     def of(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
-        """What this engine serves; `ConfigError` for options that it must not be served with."""
+        """The record for this engine; `ConfigError` if the options do not allow to serve it."""
         options.check_engine(engine.config)
         limits, root = engine.engine.limits, engine.config.model
         return cls(
@@ -98,14 +102,14 @@ class Served:
         )
 
     def check_name(self, name: str | None) -> None:
-        """Raise `UnknownModelError` for a model that is not served; None stands for any."""
+        """Raise `UnknownModelError` unless this is a name of the served model, or None."""
         if name is not None and name not in self.names:
             raise UnknownModelError("model", name, f"one of {', '.join(self.names)}")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request over HTTP, whichever API it came by.
+    """One request over HTTP, in the same form for all APIs.
 
     Attributes:
         params: the parameters of every prompt.
@@ -113,17 +117,19 @@ class GenerationRequest:
         messages: a conversation to answer; None where there are prompts.
         template: options of the chat template.
         echo: put the prompt before its completion.
-        num_top: how many likely tokens an answer shows next to each of its own; None: it shows no
-            log-probabilities.
+        num_top: how many of the likeliest tokens the answer shows next to each of its tokens; None:
+            it shows no log-probabilities.
         num_drafts: K of the request, or its maximum where K changes.
-        stream, include_usage, continuous_usage, split_tokens: how the answer comes.
-        parsing: what to look for in the answer; None: all of it is text.
+        stream: whether the answer is streamed.
+        include_usage, continuous_usage: whether the stream's end, or each chunk, has the usage.
+        split_tokens: whether each token of the stream has a chunk of its own.
+        parsing: which parts to look for in the answer's text; None: all of it is content.
         include_reasoning: whether the answer shows the model's reasoning.
         return_token_ids: whether the answer shows its token ids and those of the prompt.
-        tokens_as_ids: whether log-probabilities call a token `token_id:` and its number.
+        tokens_as_ids: whether log-probabilities show a token as `token_id:` and its number.
         add_special_tokens: whether a prompt's text gets special tokens at its start; None: yes.
-        name: the client's name for the request; None: a new one is made.
-        written: by our name of a parameter the client's name, where it is another.
+        name: the client's name for the request; None: the answer gets a random name.
+        written: the client's name of a parameter by ours, where they differ.
     """
 
     params: SamplingParams
@@ -146,7 +152,7 @@ class GenerationRequest:
     written: Mapping[str, str] = field(default_factory=dict)
 
     def answer_id(self, prefix: str) -> str:
-        """The `id` of its answer."""
+        """The `id` of the request's answer."""
         name = self.name or uuid.uuid4().hex
         return name if name.startswith(prefix) else prefix + name
 
@@ -154,38 +160,38 @@ class GenerationRequest:
 def read_completion(body: CompletionBody, served: Served) -> GenerationRequest:
     """The request of a body of `/v1/completions`; raises `RequestError`."""
     prompt: Any = body.prompt
-    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-    prompts = (prompt,) if is_one else tuple(prompt)
+    is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts = (prompt,) if is_single else tuple(prompt)
     if not prompts:
         raise RequestError("prompt", prompt, "at least one")
-    given: dict[str, Any] = {}
+    param_values: dict[str, Any] = {}
     if body.logprobs is not None:
-        given["logprobs"] = body.logprobs
+        param_values["logprobs"] = body.logprobs
         if body.echo:
-            given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    generation = _read(body, served, given)
+            param_values["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    generation = _read(body, served, param_values)
     return replace(generation, prompts=prompts, echo=bool(body.echo), num_top=body.logprobs)
 
 
 def read_chat(body: ChatBody, served: Served) -> GenerationRequest:
     """The request of a body of `/v1/chat/completions`; raises `RequestError`."""
-    given: dict[str, Any] = {"max_tokens": body.max_tokens}
+    param_values: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):
             bound = "left out beside `max_completion_tokens`, which is its newer name"
             raise RequestError("max_tokens", body.max_tokens, bound)
-        given["max_tokens"] = body.max_completion_tokens
+        param_values["max_tokens"] = body.max_completion_tokens
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", body.top_logprobs, "left out without `logprobs`: true")
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     if num_top is not None:
-        given["logprobs"] = num_top
+        param_values["logprobs"] = num_top
     template = chat_options(body, served)
     tools = read_tools(_chosen_tools(body), served.format)
     if tools.shown is not None:
         template["tools"] = tools.shown
     generation = replace(
-        _read(body, served, given),
+        _read(body, served, param_values),
         messages=body.messages,
         template=template,
         num_top=num_top,
@@ -195,22 +201,24 @@ def read_chat(body: ChatBody, served: Served) -> GenerationRequest:
 
 
 def _chosen_tools(body: ChatBody) -> ChatBody:
-    """The body with only the tools that `allowed_tools` names; without tools also without a choice.
+    """The body with only the tools that `allowed_tools` names.
+
+    A choice that means nothing, since the body has no tools, is removed.
 
     Raises:
-        RequestError: `allowed_tools` names a tool that is not there.
+        RequestError: `allowed_tools` names a tool that the body does not have.
     """
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
-        place = "tool_choice.allowed_tools"
+        field_name = "tool_choice.allowed_tools"
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
-        known = {tool.function.name: tool for tool in body.tools or ()}
-        if not known:
-            raise RequestError(place, sorted(allowed), "left out without `tools`")
-        if not allowed or not allowed <= known.keys():
-            wrong = sorted(allowed - known.keys())
-            raise RequestError(place, wrong, f"some of {', '.join(known)}")
-        tools = [tool for name, tool in known.items() if name in allowed]
+        by_name = {tool.function.name: tool for tool in body.tools or ()}
+        if not by_name:
+            raise RequestError(field_name, sorted(allowed), "left out without `tools`")
+        if not allowed or not allowed <= by_name.keys():
+            wrong = sorted(allowed - by_name.keys())
+            raise RequestError(field_name, wrong, f"some of {', '.join(by_name)}")
+        tools = [tool for name, tool in by_name.items() if name in allowed]
         return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
     if not body.tools and choice in (None, "auto", "none"):
         return body.model_copy(update={"tool_choice": None, "parallel_tool_calls": None})
@@ -220,9 +228,9 @@ def _chosen_tools(body: ChatBody) -> ChatBody:
 def _with_message(
     generation: GenerationRequest, tools: ToolUse, form: MessageFormat
 ) -> GenerationRequest:
-    """The request with its answer read as a message: reasoning, calls of tools, and text.
+    """The request with `parsing` set, and with a grammar for its calls if they need one.
 
-    A grammar holds from the first token on, so an answer under a grammar has no reasoning.
+    A grammar begins at the first token, so an answer under a grammar has no reasoning.
     """
     params, written = generation.params, generation.written
     if not params.detokenize:
@@ -254,35 +262,36 @@ def _with_message(
 
 
 def check_size(generation: GenerationRequest, served: Served) -> None:
-    """Raise `RequestError` for what would keep the engine's thread too long, even if it fitted."""
-    params, most = generation.params, served.options.max_samples
+    """Raise `RequestError` for a request that would keep the engine's thread busy for too long."""
+    params, limit = generation.params, served.options.max_samples
     num_samples = max(len(generation.prompts), 1) * params.n
-    if num_samples > most:
-        bound = f"at most {most}: every prompt gets `n` of them"
+    if num_samples > limit:
+        bound = f"at most {limit}: every prompt gets `n` of them"
         raise RequestError("n", f"{num_samples} samples", bound, "Send several requests.")
     for prompt in generation.prompts:
         check_text("prompt", prompt, served)
     check_text("messages", generation.messages or "", served)
     for name in ("prediction", "bad_words", "stop"):  # the engine encodes or searches all of them
         check_text(name, getattr(params, name), served)
-    for name, given in generation.template.items():
-        if name != "chat_template":  # the server's own, unless it trusts its clients
-            check_text(name, given, served)
-    for name, most in _MOST_WORDS.items():
-        if (count := len(getattr(params, name))) > most:
-            raise RequestError(name, f"{count} texts", f"at most {most}", "Leave some out.")
+    for name, value in generation.template.items():
+        if name != "chat_template":  # of the server, or of a client that it trusts
+            check_text(name, value, served)
+    for name, limit in _MAX_TEXTS.items():
+        if (count := len(getattr(params, name))) > limit:
+            raise RequestError(name, f"{count} texts", f"at most {limit}", "Leave some out.")
 
 
 def check_text(name: str, text: Any, served: Served) -> None:
-    """Raise `RequestError` for more characters, or token ids, than a context could hold."""
-    count, most = _size(text), served.options.max_prompt_chars or 64 * served.max_model_len
-    if count > most:
-        bound = f"at most {most}, for a context of {served.max_model_len} tokens"
+    """Raise `RequestError` if a text has more characters, or token ids, than a context can hold."""
+    count, limit = _size(text), served.options.max_prompt_chars or 64 * served.max_model_len
+    if count > limit:
+        bound = f"at most {limit}, for a context of {served.max_model_len} tokens"
         kind = CapacityError if name in ("prompt", "messages") else RequestError
         raise kind(name, f"{count} characters", bound, "Shorten it.")
 
 
 def _size(value: Any) -> int:
+    """The number of characters in all texts of a value, keys included; a token id counts as one."""
     if isinstance(value, Mapping):
         return sum(_size(key) + _size(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -292,7 +301,7 @@ def _size(value: Any) -> int:
 
 
 def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
-    """Options of the chat template: all it gets except the messages."""
+    """Options of the chat template: all that it gets except messages and tools."""
     options: ChatOptions = {"chat_template": served.options.chat_template}
     if body.chat_template is not None:
         if not served.options.trust_request_chat_template:
@@ -319,20 +328,26 @@ def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
     return options
 
 
-def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> GenerationRequest:
-    """The fields that completions and chats share, as a request."""
+def _read(
+    body: GenerationFields, served: Served, param_values: dict[str, Any]
+) -> GenerationRequest:
+    """A request from the fields that completions and chats share.
+
+    Args:
+        param_values: parameters that completions and chats read in different ways.
+    """
     served.check_name(body.model)
     if body.priority and not served.options.allow_priority:
         bound = "0, or left out: this server serves requests in the order in which they come"
         raise RequestError("priority", body.priority, bound, "See --allow-priority.")
     structure, written = read_structure(body)
-    written |= _SPECULATIVE
+    written |= _SPECULATIVE_NAMES
     if isinstance(body, ChatBody):
         written["logprobs"] = "top_logprobs"
         if body.max_completion_tokens is not None:
             written["max_tokens"] = "max_completion_tokens"
     if structure is not None:
-        given["structured_outputs"] = structure
+        param_values["structured_outputs"] = structure
     stream, options = bool(body.stream), body.stream_options
     if stream and body.prompt_logprobs is not None:
         bound = "left out where the answer is streamed"
@@ -342,10 +357,10 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Gene
         shown = {name: value for name, value in given_options.items() if value is not None}
         raise RequestError("stream_options", shown, "left out without `stream`: true")
     split = bool(options and options.split_tokens)
-    if split and "logprobs" not in given:
-        given["logprobs"] = 0  # log-probabilities bring each token's text
+    if split and "logprobs" not in param_values:
+        param_values["logprobs"] = 0  # log-probabilities bring each token's text
     with written_as(written):
-        params = _params(body, served, given)
+        params = _sampling_params(body, served, param_values)
     num_drafts = params.num_speculative_tokens
     return GenerationRequest(
         params,
@@ -362,98 +377,114 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Gene
     )
 
 
-def _params(body: GenerationFields, served: Served, given: dict[str, Any]) -> SamplingParams:
-    """`given`, then the body's fields that `SamplingParams` has by the same name."""
-    same = {name: getattr(body, name) for name in _SAME}
-    given = {**{name: value for name, value in same.items() if value is not None}, **given}
+def _sampling_params(
+    body: GenerationFields, served: Served, values: dict[str, Any]
+) -> SamplingParams:
+    """The request's parameters: `values`, then the body's fields, then the server's defaults."""
+    shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
+    values = {**{name: value for name, value in shared.items() if value is not None}, **values}
     if body.logit_bias is not None:
-        given["logit_bias"] = _token_keys(body.logit_bias)
-    given |= _speculation(body.speculative, served)
+        values["logit_bias"] = _token_keys(body.logit_bias)
+    values |= _speculation(body.speculative, served)
     if body.prediction is not None:
-        given["prediction"] = body.prediction.text
-        if given.get("num_speculative_tokens") == 0:
+        values["prediction"] = body.prediction.text
+        if values.get("num_speculative_tokens") == 0:
             raise RequestError("prediction", "a text", "left out where K is 0: nothing reads it")
         if served.drafter not in served.predictors:
-            # If no predictor is loaded, admission refuses the request and says which would read it.
-            given.setdefault("drafter", next(iter(served.predictors), None))
-        if served.predictors and given.get("drafter", served.drafter) not in served.predictors:
+            # If no drafter reads `prediction`, admission refuses the request and says which would.
+            values.setdefault("drafter", next(iter(served.predictors), None))
+        if served.predictors and values.get("drafter", served.drafter) not in served.predictors:
             bound = f"one that reads `prediction`: {', '.join(served.predictors)}"
-            raise RequestError("drafter", given["drafter"], bound)
-    return replace(served.defaults, **given)
+            raise RequestError("drafter", values["drafter"], bound)
+    return replace(served.defaults, **values)
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
-    """Token ids from JSON's keys; Python would read more texts as numbers than are ids."""
-    found = {int(token): value for token, value in bias.items() if _TOKEN_ID.fullmatch(token)}
-    if len(found) < len(bias):
+    """`logit_bias` by token id. Python's `int` would also accept keys that are no token ids."""
+    by_token = {int(token): value for token, value in bias.items() if _TOKEN_ID.fullmatch(token)}
+    if len(by_token) < len(bias):
         raise RequestError("logit_bias", dict(bias), 'keyed by token ids in decimal, as in "42"')
-    return found
+    return by_token
 
 
-def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
-    if given is None:
+def _speculation(speculative: Speculative | None, served: Served) -> dict[str, Any]:
+    """The parameters that `speculative` sets, by the names of `SamplingParams`."""
+    if speculative is None:
         return {}
-    if given.rule not in (None, *LOSSLESS_METHODS) and not served.options.allow_synthetic:
+    if speculative.rule not in (None, *LOSSLESS_METHODS) and not served.options.allow_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}"
         remedy = "This server does not allow it: see --allow-synthetic."
-        is_known = given.rule in REJECTION_SAMPLE_METHODS
-        raise RequestError("rejection_sample_method", given.rule, bound, remedy if is_known else "")
-    num = given.num_speculative_tokens
-    if given.enabled is False:
-        if num not in (None, 0):
+        is_known = speculative.rule in REJECTION_SAMPLE_METHODS
+        raise RequestError(
+            "rejection_sample_method", speculative.rule, bound, remedy if is_known else ""
+        )
+    num_drafts = speculative.num_speculative_tokens
+    if speculative.enabled is False:
+        if num_drafts not in (None, 0):
             bound = "left out, or 0, beside `enabled`: false"
-            raise RequestError("num_speculative_tokens", num, bound)
-        num = 0
-    if num == 0 and given.drafter is not None:
-        raise RequestError("drafter", given.drafter, "left out where K is 0: nothing drafts")
-    if given.enabled and (num == 0 or not served.num_drafts):
-        bound = "false or left out: " + ("K is 0" if num == 0 else "this engine drafts nothing")
+            raise RequestError("num_speculative_tokens", num_drafts, bound)
+        num_drafts = 0
+    if num_drafts == 0 and speculative.drafter is not None:
+        raise RequestError("drafter", speculative.drafter, "left out where K is 0: nothing drafts")
+    if speculative.enabled and (num_drafts == 0 or not served.num_drafts):
+        bound = "false or left out: " + (
+            "K is 0" if num_drafts == 0 else "this engine drafts nothing"
+        )
         raise RequestError("speculative.enabled", True, bound)
-    named = {ours: getattr(given, place.partition(".")[2]) for ours, place in _SPECULATIVE.items()}
-    named["num_speculative_tokens"] = num
-    return {name: value for name, value in named.items() if value is not None}
+    values = {
+        name: getattr(speculative, client_name.partition(".")[2])
+        for name, client_name in _SPECULATIVE_NAMES.items()
+    }
+    values["num_speculative_tokens"] = num_drafts
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
-    """`SamplingParams.structured_outputs` of a body, and the client's names for its fields."""
-    given = {name: getattr(body, name) for name in _STRUCTURES}
-    sent = [name for name, value in given.items() if value is not None]
-    if not sent:
+    """`SamplingParams.structured_outputs` of a body, and the client's names for its fields.
+
+    Options of white space may come in `structured_outputs` next to another field.
+
+    Raises:
+        RequestError: the body states two structures, or no schema.
+    """
+    values = {name: getattr(body, name) for name in _STRUCTURES}
+    names = [name for name, value in values.items() if value is not None]
+    if not names:
         return None, {}
     spaces: dict[str, Any] = {}
-    if len(sent) > 1 and {*(body.structured_outputs or ("",))} <= {*WHITE_SPACE}:
-        sent.remove("structured_outputs")
+    if len(names) > 1 and {*(body.structured_outputs or ("",))} <= {*WHITE_SPACE}:
+        names.remove("structured_outputs")
         spaces = dict(body.structured_outputs or {})
-    name = sent[0]
-    value: Any = given[name]
-    if len(sent) > 1:
-        second = sent[1]
-        raise RequestError(second, given[second], f"left out beside `{name}`")
+    name = names[0]
+    value: Any = values[name]
+    if len(names) > 1:
+        second = names[1]
+        raise RequestError(second, values[second], f"left out beside `{name}`")
     if name == "structured_outputs":
         return dict(value), {}
-    kind, place = name.removeprefix("guided_"), name
+    kind, client_name = name.removeprefix("guided_"), name
     if name == "response_format":
         if value.type == "text":
             return None, {}
         kind, value, schema = value.type, True, value.json_schema
         if kind == "json_schema":
-            kind, place = "json", "response_format.json_schema.schema"
+            kind, client_name = "json", "response_format.json_schema.schema"
             value = schema and schema.schema_
             if value is None:
-                raise RequestError(place, None, "a JSON schema")
+                raise RequestError(client_name, None, "a JSON schema")
     written = {f"structured_outputs.{option}": f"structured_outputs.{option}" for option in spaces}
-    written |= {"structured_outputs": name, f"structured_outputs.{kind}": place}
+    written |= {"structured_outputs": name, f"structured_outputs.{kind}": client_name}
     return {kind: value, **spaces}, written
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools.
+    """How an answer may use tools.
 
     Attributes:
-        shown: tools that the template gets; None: none.
-        names: functions that the answer may call; () where it may call none.
-        forced: tools of which the answer must call one; () where the model decides.
+        shown: tools that the template gets; None: it gets no tools.
+        names: functions that the answer may call; (): it may call none.
+        forced: tools of which the answer must call one; (): the model decides.
         parallel: whether the answer may hold several calls.
     """
 
@@ -463,14 +494,16 @@ class ToolUse:
     parallel: bool = True
 
     def grammar(self, form: MessageFormat, structure: Any) -> str | None:
-        """A grammar of the answer, in Lark: forced calls, or else calls or a text.
+        """A grammar of the answer, in Lark; None if the answer needs none.
+
+        The grammar allows only calls if they are forced, and else calls or a text.
 
         Args:
-            structure: `SamplingParams.structured_outputs`, which a text must satisfy; None: any
-                text will do, so only forced calls need a grammar.
+            structure: `SamplingParams.structured_outputs`, which a text must satisfy; None: a text
+                is free, so only forced calls need a grammar.
 
         Raises:
-            RequestError: `structure` asks for something other than JSON.
+            RequestError: `structure` is neither a JSON schema nor any JSON object.
         """
         if form.calls is None or not (self.forced or (self.names and structure)):
             return None
@@ -486,10 +519,13 @@ class ToolUse:
 
 
 def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
-    """`tools`, `tool_choice` and `parallel_tool_calls`; with `none` the model sees no tools.
+    """The tool use that `tools`, `tool_choice` and `parallel_tool_calls` of a body describe.
+
+    With a `tool_choice` of `none` the model sees no tools.
 
     Raises:
-        RequestError: they contradict each other, or the format of the model's calls is not known.
+        RequestError: these fields contradict each other, or the format of the model's calls is not
+            known.
     """
     choice = body.tool_choice
     if not body.tools:

@@ -1,9 +1,10 @@
 """Sending an answer, whole or as server-sent events, without blocking the event loop.
 
 Charter: the stream of one answer, from its first delta to its end, and all work on the event loop
-that grows with an answer or a body. An answer is made piece by piece: after `SLICE` seconds of work
-the task sleeps as long. A step's tokens are one write, unless making it takes longer. A long body
-is read in a thread, so that Python can switch to others meanwhile.
+that grows with an answer or a body. An answer is written in slices: after `SLICE` seconds of work
+the task sleeps for the same time. The tokens of a step are sent together, unless writing them takes
+longer than a slice. A long body is read in a thread, so that Python can run other threads
+meanwhile.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.running import PromptDelta
 
 SLICE = 0.002
-"""Seconds of work on an answer, then of sleep. The engine's thread takes the interpreter many times
-in a step, and each time waits for the rest of a slice; while the task sleeps it need not wait."""
+"""Seconds of work on an answer, and then of sleep. The engine's thread takes the interpreter many
+times in a step. Each time it waits for the rest of a slice, except while the task sleeps."""
 LONG_BODY = 2**15
-"""Bytes. Reading a body of this size takes a millisecond or two, starting a thread 0.1 ms."""
+"""Bytes from which a body counts as long. Reading a body of this size takes a millisecond or two,
+starting a thread 0.1 ms."""
 DONE = b"data: [DONE]\n\n"
 Choices = dict[int, list[Event]]
-"""All events of an answer, by choice. Writers empty it as they go: freeing all of it at once would
-stall the event loop."""
+"""All events of an answer, by the index of their choice. Writers remove the choices that they have
+written, since freeing all events at once would stall the event loop."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class LazyList:
-    """A long list in an answer; its items are made as they are written, and only once."""
+    """A long list in an answer. Its items are made while they are written, and only once."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -48,7 +50,7 @@ class LazyList:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON of a value without `LazyList`."""
+    """The JSON of a value that contains no `LazyList`."""
     try:
         return to_json(value, inf_nan_mode="null")
     except ValueError:  # half a surrogate pair, for example in a tool's description
@@ -56,7 +58,7 @@ def dumps(value: Any) -> bytes:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value, in pieces: one for each value of a dict and each item of `LazyList`."""
+    """The JSON of a value in pieces: one for each value of a dict and each item of `LazyList`."""
     if isinstance(value, dict):
         prefix = b"{"
         for name, item in value.items():
@@ -75,34 +77,38 @@ def pieces(value: Any) -> Iterator[bytes]:
 
 
 async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The parts, joined into one chunk per slice of work, with a sleep after each slice."""
-    made: list[bytes] = []
+    """The parts, joined into one chunk per slice of work. After each slice the task sleeps.
+
+    Args:
+        parts: an iterator that makes the parts, which is the work.
+    """
+    chunk: list[bytes] = []
     start = perf_counter()
     for part in parts:
-        made.append(part)
+        chunk.append(part)
         if perf_counter() - start > SLICE:
-            yield b"".join(made)
-            made = []
+            yield b"".join(chunk)
+            chunk = []
             await asyncio.sleep(SLICE)
             start = perf_counter()
-    yield b"".join(made)
+    yield b"".join(chunk)
 
 
 async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work` on a body of `size` bytes; a long one is done in a thread."""
+    """The result of `work` on a body of `size` bytes; work on a long body runs in a thread."""
     if size < LONG_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 class AnswerWriter(Protocol):
-    """How an API writes one answer: in order, in pieces that are each made quickly."""
+    """How an API writes one answer: in order, and in pieces that each take little time to make."""
 
     def body(self, choices: Choices, usage: Usage) -> Iterable[bytes]:
         """The whole answer."""
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterable[bytes]:
-        """Chunks of the stream for these events; none if they hold no news for the client."""
+        """Chunks of the stream for these events; none if they tell the client nothing new."""
 
     def last(self, usage: Usage) -> Iterable[bytes]:
         """The end of the stream."""
@@ -112,7 +118,7 @@ class AnswerWriter(Protocol):
 
 
 class WholeAnswer(Response):
-    """JSON that is complete before its first byte is sent; it is sent in parts."""
+    """A response of JSON that is complete before its first byte is sent, and is sent in parts."""
 
     media_type = "application/json"
 
@@ -121,19 +127,23 @@ class WholeAnswer(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; each part waits until the client has read most of those before it."""
+        """Send the parts; each waits until the client has read most of the parts before it."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        *most, last = self._parts
-        for part in most:
+        *parts, last = self._parts
+        for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": last})
 
 
 class EventStream(StreamingResponse):
-    """A streamed answer that begins with `first`; when its client disconnects, it ends.
+    """A streamed answer, which ends early if its client disconnects.
 
-    It uses only the head of Starlette's response: one task takes each delta from the engine to the
+    Of Starlette's response only the head is used: one task takes each delta from the engine to the
     socket.
+
+    Args:
+        first, rest: the deltas.
+        observe: is called with each delta, to count it.
     """
 
     media_type = "text/event-stream"
@@ -151,7 +161,7 @@ class EventStream(StreamingResponse):
         self._reader, self._writer, self._observe = reader, writer, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; `rest` is closed however this ends, even before it began."""
+        """Send the whole stream; in the end `rest` is closed, also if it was never read."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._rest):
             with suppress(ClientDisconnect):
@@ -169,7 +179,7 @@ class EventStream(StreamingResponse):
                     if part:
                         await send({**body, "body": part})
                 item = await anext(self._rest, None)
-        except Exception as error:  # the status is sent already, so the stream tells of it
+        except Exception as error:  # the status is sent, so only the stream can report it
             last = self._writer.failed(refusal(error))
         else:
             last = self._writer.last(self._reader.usage)
@@ -179,29 +189,30 @@ class EventStream(StreamingResponse):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises `ClientDisconnect` if the client disconnects.
+    """The result of `work`; if the client disconnects, cancel `work` and raise `ClientDisconnect`.
 
-    The work runs in the calling task, which is cancelled in the way of `asyncio.timeout`.
+    `work` runs in the calling task. As in `asyncio.timeout`, this task is cancelled, and the
+    cancellation is taken back.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
-    before, has_left, is_over = task.cancelling(), False, False
+    num_cancellations, has_left, is_over = task.cancelling(), False, False
 
-    def leave(gone: asyncio.Task[None]) -> None:
+    def cancel_work(disconnected: asyncio.Task[None]) -> None:
         nonlocal has_left
         if not is_over:
             has_left = task.cancel()
 
-    gone = asyncio.ensure_future(_gone(receive))
-    gone.add_done_callback(leave)
+    disconnected = asyncio.ensure_future(_gone(receive))
+    disconnected.add_done_callback(cancel_work)
     try:
         return await work
     except asyncio.CancelledError:
-        if has_left and task.cancelling() == before + 1:
+        if has_left and task.cancelling() == num_cancellations + 1:
             raise ClientDisconnect from None
         raise
     finally:
         is_over = True
-        gone.cancel()
+        disconnected.cancel()
         if has_left:
             task.uncancel()
 

@@ -1,7 +1,7 @@
-"""Deltas as events: what is new in each choice of an answer, and what it cost.
+"""Deltas as events, which say what is new in each choice of an answer; and the usage of a request.
 
-Charter: what an answer says, whichever API it is written for. A parser (`parsers/`) reads the text
-of one choice and tells content, reasoning and calls apart.
+Charter: the content of answers, in the same form for all APIs. A parser (`parsers/`) reads the text
+of one choice and separates content, reasoning and calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class Event(NamedTuple):
     """What is new in one choice.
 
     Attributes:
-        choice: its index: samples of the first prompt, then those of the second.
-        parts: what the new tokens say; may be empty.
+        choice: the index of the choice: samples of the first prompt, then those of the second.
+        parts: the content, reasoning and calls in the new text; may be empty.
         sample: the new tokens with their details, and why the sample ended, if it has.
-        echo: the delta with the prompt, in a choice's first event, if the request has `echo`.
-        prompt_ids: the prompt's token ids, in a choice's first event, if the request wants them.
-        prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
+        echo: with `echo`, the delta that has the prompt; only in a choice's first event.
+        prompt_logprobs: of the engine; only in one event of the prompt's first choice.
+        prompt_ids: the prompt's token ids, if the request wants them; only in a choice's first
+            event.
     """
 
     choice: int
@@ -38,11 +39,11 @@ class Event(NamedTuple):
 
 
 class Usage:
-    """Counts of one request over HTTP, in OpenAI's shape; cached tokens are known at the end.
+    """Counts of one request over HTTP, in OpenAI's shape. Cached tokens are known only at the end.
 
     Attributes:
-        metrics: one for each prompt that has ended.
-        num_reasoning: tokens of reasoning, also counted as output.
+        metrics: the metrics of each prompt that has ended.
+        num_reasoning: tokens of reasoning, which are also counted as output.
     """
 
     def __init__(self, generation: GenerationRequest) -> None:
@@ -62,18 +63,18 @@ class Usage:
             self.metrics.append(delta.metrics)
 
     def body(self) -> dict[str, Any]:
-        """`usage` of an answer."""
-        drafters = [m.drafters.get("prediction") for m in self.metrics]
-        counts = [c for c in drafters if c is not None]
-        # Drafts accepted after the token that ended the answer are no part of it.
-        accepted = min(sum(c.num_accepted_tokens for c in counts), self._num_accepted)
-        rejected = sum(c.num_draft_tokens for c in counts) - accepted
+        """The key `usage` of an answer."""
+        predictions = [metrics.drafters.get("prediction") for metrics in self.metrics]
+        counts = [count for count in predictions if count is not None]
+        # The engine also counts drafts accepted after the token that ended the answer.
+        accepted = min(sum(count.num_accepted_tokens for count in counts), self._num_accepted)
+        rejected = sum(count.num_draft_tokens for count in counts) - accepted
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_output,
             "total_tokens": self._num_prompt + self._num_output,
             "prompt_tokens_details": {
-                "cached_tokens": sum(m.num_cached_tokens for m in self.metrics)
+                "cached_tokens": sum(metrics.num_cached_tokens for metrics in self.metrics)
             },
             "completion_tokens_details": {
                 "reasoning_tokens": self.num_reasoning,
@@ -83,7 +84,7 @@ class Usage:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """`metrics` of an answer, as load generators read them; null for several samples."""
+        """The key `metrics` of an answer, as load generators read it; null for several samples."""
         if (
             len(self.metrics) != 1
             or self._generation.params.n > 1
@@ -108,14 +109,15 @@ class Usage:
 
 
 class EventReader:
-    """Turns the deltas of one request into events, and counts them."""
+    """Turns the deltas of one request over HTTP into events, and counts their tokens in `usage`."""
 
     def __init__(self, generation: GenerationRequest) -> None:
         self.usage = Usage(generation)
         self._generation = generation
-        self._parsers: dict[int, MessageParser | Plain] = {}
-        self._prompts: dict[int, RequestDelta] = {}
-        self._rows: dict[int, Any] = {}  # log-probabilities of prompts, until the first choice
+        self._parsers: dict[int, MessageParser | Plain] = {}  # by choice
+        self._prompts: dict[int, RequestDelta] = {}  # by prompt: the delta that has it
+        # By prompt: its log-probabilities, until an event has them.
+        self._rows: dict[int, Any] = {}
 
     def read(self, item: PromptDelta) -> list[Event]:
         """The events of a delta, one for each choice in which something is new."""
@@ -151,22 +153,25 @@ class EventReader:
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:
     """A delta of several tokens as one delta per token.
 
-    Together they have the text of the whole. A token gets the text that it alone decodes to, if the
-    delta's text continues with it. If not, as within a character or a stop string, that text goes
+    Together they have the same text as the delta. A token gets its own decoded text if the delta's
+    text continues with it. If not, for example within a character or a stop string, this text goes
     to a later token.
     """
-    left, last = sample.text, len(sample.token_ids) - 1
+    remaining, last = sample.text, len(sample.token_ids) - 1
     if last < 1 or sample.logprobs is None:
         yield sample
         return
     for i, token in enumerate(sample.token_ids):
-        said = sample.logprobs[i][token].decoded_token or ""
-        said = left if i == last else said if left.startswith(said) else ""
-        left = left[len(said) :]
+        token_text = sample.logprobs[i][token].decoded_token or ""
+        if i == last:
+            token_text = remaining
+        elif not remaining.startswith(token_text):
+            token_text = ""
+        remaining = remaining[len(token_text) :]
         yield replace(
             sample,
             token_ids=[token],
-            text=said,
+            text=token_text,
             logprobs=[sample.logprobs[i]],
             origins=sample.origins[i : i + 1],
             trace=None if sample.trace is None else sample.trace[i : i + 1],

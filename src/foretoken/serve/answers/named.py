@@ -1,4 +1,4 @@
-"""Answers as named events: items of `/v1/responses`, blocks of `/v1/messages`.
+"""Answers that are streamed as named events: of `/v1/responses` and `/v1/messages`.
 
 Charter: the same steps write a stream and build the whole answer, so that they agree.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from foretoken.outputs import CompletionDelta, TokenTrace
-from foretoken.serve.answers.choices import traced
+from foretoken.serve.answers.choices import trace_dicts
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall
@@ -26,10 +26,11 @@ from foretoken.serve.sse import Choices, LazyList, pieces
 
 
 class NamedEvents:
-    """An answer that grows by events, some of which are not sent yet.
+    """Writes an answer by events that each add to it; `_events` holds events that are not sent yet.
 
-    A subclass starts it (`_start`), adds parts (`_add_part`), notes why the model stopped
-    (`_note_stop`), and finishes it (`_finish`). Root keys that the API does not have are made here.
+    A subclass starts the answer (`_start`), adds parts (`_add_part`), notes why the model stopped
+    (`_note_stop`), and finishes the answer (`_finish`). `_extras` makes the keys of the answer that
+    the API itself does not have.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ class NamedEvents:
         raise NotImplementedError
 
     def _extras(self, usage: Usage) -> dict[str, Any]:
-        trace = {} if self._trace is None else {"trace": LazyList(traced(self._trace))}
+        trace = {} if self._trace is None else {"trace": LazyList(trace_dicts(self._trace))}
         return {"metrics": usage.speculation(), **trace}
 
     def _emit(self, kind: str, **fields: Any) -> None:
@@ -97,19 +98,23 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
 
 
 def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
-    """The event that ends a failed stream of the Responses API; `number`: of events before it."""
+    """The event that ends a failed stream of the Responses API.
+
+    Args:
+        number: how many events the stream has sent before.
+    """
     fields = {"code": refused.code, "message": refused.message, "param": refused.param}
     return named_event("error", {"type": "error", "sequence_number": number, **fields})
 
 
 class ResponsesWriter(NamedEvents):
-    """Items, and the events that build them."""
+    """Writes an answer of `/v1/responses`: items, and the events that build them."""
 
     def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
-        self._number = 0
+        self._num_events = 0  # made so far: the sequence number of the next one
         self._item: dict[str, Any] = {}  # the open item; {} if none is open
-        self._reason: str | None = None
-        self._cut_by: str | int | None = None
+        self._reason: str | None = None  # why the model stopped
+        self._stop_detail: str | int | None = None  # such as the timeout that ended the answer
         params = generation.params
         answer: dict[str, Any] = {
             "id": generation.answer_id("resp_"),
@@ -128,9 +133,9 @@ class ResponsesWriter(NamedEvents):
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": _plain(body.text) or {"format": {"type": "text"}},
-            "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": [_plain(tool) for tool in body.tools or ()],
+            "text": _request_field(body.text) or {"format": {"type": "text"}},
+            "tool_choice": _request_field(body.tool_choice) or "auto",
+            "tools": [_request_field(tool) for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -143,16 +148,16 @@ class ResponsesWriter(NamedEvents):
 
     def last(self, usage: Usage) -> Iterator[bytes]:
         self._finish(usage)
-        whole = self._answer | self._extras(usage)
-        self._emit(f"response.{whole['status']}", response=whole)
+        answer = self._answer | self._extras(usage)
+        self._emit(f"response.{answer['status']}", response=answer)
         return self._written()
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
         yield from self._written()
-        yield from error_event(refused, self._number)
+        yield from error_event(refused, self._num_events)
 
     def _note_stop(self, sample: CompletionDelta) -> None:
-        self._reason, self._cut_by = sample.finish_reason, sample.stop_reason
+        self._reason, self._stop_detail = sample.finish_reason, sample.stop_reason
 
     def _finish(self, usage: Usage) -> None:
         status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
@@ -169,15 +174,15 @@ class ResponsesWriter(NamedEvents):
             },
         }
         if status == "incomplete":
-            why = "max_output_tokens" if self._reason == "length" else self._reason
-            cut = {} if self._cut_by is None else {"cut_by": self._cut_by}
-            self._answer["incomplete_details"] = {"reason": why, **cut}
+            reason = "max_output_tokens" if self._reason == "length" else self._reason
+            cut_by = {} if self._stop_detail is None else {"cut_by": self._stop_detail}
+            self._answer["incomplete_details"] = {"reason": reason, **cut_by}
 
     def _add_part(self, part: Part) -> None:
         if isinstance(part, ToolCall):
             self._close()
-            made = {"call_id": part.id, "name": part.name, "arguments": ""}
-            self._begin("function_call", "fc_", made)
+            call_fields = {"call_id": part.id, "name": part.name, "arguments": ""}
+            self._open("function_call", "fc_", call_fields)
             self._append("response.function_call_arguments", part.arguments)
             if part.is_whole:  # otherwise `_finish` closes it as incomplete
                 self._close()
@@ -186,20 +191,21 @@ class ResponsesWriter(NamedEvents):
         if self._item.get("type") != kind:
             self._close()
             if kind == "message":
-                self._begin(kind, "msg_", {"role": "assistant", "content": []})
+                self._open(kind, "msg_", {"role": "assistant", "content": []})
                 text: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
             else:
-                self._begin(kind, "rs_", {"summary": [], "content": []})
+                self._open(kind, "rs_", {"summary": [], "content": []})
                 text = {"type": "reasoning_text"}
             self._emit_item("response.content_part.added", part={**text, "text": ""})
             self._item["content"].append(text | {"text": ""})
         self._append(f"response.{self._item['content'][0]['type']}", part.text)
 
-    def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
-        made = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
-        self._item = {**made, **fields}
-        shown = {key: [] if key == "content" else value for key, value in self._item.items()}
-        self._emit("response.output_item.added", output_index=self._index, item=shown)
+    def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
+        """Begin an item; its event shows it without content, which the next events bring."""
+        head = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
+        self._item = {**head, **fields}
+        sent_item = {key: [] if key == "content" else value for key, value in self._item.items()}
+        self._emit("response.output_item.added", output_index=self._output_index, item=sent_item)
 
     def _append(self, name: str, text: str) -> None:
         if self._item["type"] == "function_call":
@@ -213,18 +219,18 @@ class ResponsesWriter(NamedEvents):
             return
         item, self._item["status"] = self._item, status
         if item["type"] == "function_call":
-            said = {name: item[name] for name in ("name", "arguments")}
-            self._emit_item("response.function_call_arguments.done", **said)
+            call_fields = {name: item[name] for name in ("name", "arguments")}
+            self._emit_item("response.function_call_arguments.done", **call_fields)
         else:
             (text,) = item["content"]
             self._emit_item(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
             self._emit_item("response.content_part.done", part=text)
-        self._emit("response.output_item.done", output_index=self._index, item=item)
+        self._emit("response.output_item.done", output_index=self._output_index, item=item)
         self._answer["output"].append(item)
         self._item = {}
 
     @property
-    def _index(self) -> int:
+    def _output_index(self) -> int:
         return len(self._answer["output"])
 
     @property
@@ -232,27 +238,27 @@ class ResponsesWriter(NamedEvents):
         return {"logprobs": []} if self._item["type"] == "message" else {}
 
     def _emit_item(self, kind: str, **fields: Any) -> None:
-        place = {"item_id": self._item["id"], "output_index": self._index}
+        place = {"item_id": self._item["id"], "output_index": self._output_index}
         if self._item["type"] != "function_call":
             place["content_index"] = 0
         self._emit(kind, **place, **fields)
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        super()._emit(kind, sequence_number=self._number, **fields)
-        self._number += 1
+        super()._emit(kind, sequence_number=self._num_events, **fields)
+        self._num_events += 1
 
 
-def _plain(value: Any) -> Any:
-    """A part of the request as its answer repeats it."""
+def _request_field(value: Any) -> Any:
+    """The value of a request's field as its answer repeats it."""
     is_model = isinstance(value, Fields)
     return value.model_dump(by_alias=True, exclude_none=True) if is_model else value
 
 
-_ENDS = {"length": "max_tokens", "stop": "end_turn"}
+_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class MessagesWriter(NamedEvents):
-    """Blocks, and the events that build them."""
+    """Writes an answer of `/v1/messages`: blocks, and the events that build them."""
 
     def __init__(self, generation: GenerationRequest, model: str) -> None:
         self._is_open = False
@@ -270,15 +276,15 @@ class MessagesWriter(NamedEvents):
         super().__init__(answer)
 
     def _start(self, usage: Usage) -> None:
-        began = self._answer | {"content": [], "usage": _usage(usage)}
-        self._emit("message_start", message=began)
+        message = self._answer | {"content": [], "usage": _usage(usage)}
+        self._emit("message_start", message=message)
 
     def last(self, usage: Usage) -> Iterator[bytes]:
         self._finish(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._answer.keys()
-        ended = {name: self._answer[name] for name in sorted(names)}
+        stop = {name: self._answer[name] for name in sorted(names)}
         extras = self._extras(usage)
-        self._emit("message_delta", delta=ended, usage=self._answer["usage"], **extras)
+        self._emit("message_delta", delta=stop, usage=self._answer["usage"], **extras)
         self._emit("message_stop")
         return self._written()
 
@@ -293,7 +299,8 @@ class MessagesWriter(NamedEvents):
             self._answer["cut_by"] = sample.stop_reason
         if reason == "stop" and has_calls and not self._is_cut:
             reason = "tool_use"
-        self._answer["stop_reason"] = "stop_sequence" if by_text else _ENDS.get(reason, reason)
+        reason = "stop_sequence" if by_text else _STOP_REASONS.get(reason, reason)
+        self._answer["stop_reason"] = reason
         self._answer["stop_sequence"] = sample.stop_reason if by_text else None
 
     @property
@@ -305,19 +312,19 @@ class MessagesWriter(NamedEvents):
             return
         if isinstance(part, ToolCall):
             block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-            self._begin(block)
+            self._open(block)
             self._delta("input_json_delta", "partial_json", part.arguments)
             self._close()
-            block["input"] = _object(part)
+            block["input"] = _parsed_arguments(part)
             return
         kind = "text" if isinstance(part, Content) else "thinking"
         if not self._is_open or self._blocks[-1]["type"] != kind:
-            signed = {} if kind == "text" else {"signature": ""}
-            self._begin({"type": kind, kind: "", **signed})
+            signature = {} if kind == "text" else {"signature": ""}
+            self._open({"type": kind, kind: "", **signature})
         self._blocks[-1][kind] += part.text
         self._delta(f"{kind}_delta", kind, part.text)
 
-    def _begin(self, block: dict[str, Any]) -> None:
+    def _open(self, block: dict[str, Any]) -> None:
         self._close()
         self._blocks.append(block)
         self._is_open = True
@@ -337,22 +344,22 @@ class MessagesWriter(NamedEvents):
         self._answer["usage"] = _usage(usage)
 
 
-def _object(call: ToolCall) -> dict[str, Any]:
-    """The arguments; those of a cut call as Anthropic's client would complete them in a stream."""
+def _parsed_arguments(call: ToolCall) -> dict[str, Any]:
+    """The arguments of a call. Those of a cut call are completed as Anthropic's client does it."""
     text = call.arguments
     if not call.is_whole:
         try:
             text = json.dumps(from_json(text or "{}", allow_partial=True))
-        except ValueError:  # half a character
+        except ValueError:  # the text ends within a character
             text = "{}"
-    found: dict[str, Any] = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    return found
+    arguments: dict[str, Any] = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    return arguments
 
 
 def _finite(text: str) -> float:
-    """A number as a float that JSON can hold: 1e999 becomes the largest one."""
-    most = sys.float_info.max
-    return max(-most, min(float(text), most))
+    """A number as a float that JSON can hold: 1e999 becomes the largest finite float."""
+    largest = sys.float_info.max
+    return max(-largest, min(float(text), largest))
 
 
 def _usage(usage: Usage) -> dict[str, int]:

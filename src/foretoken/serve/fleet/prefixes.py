@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 CHUNK = 64
-"""Characters that the index looks up together; on a CPU the prefix cache has blocks of 16 tokens."""
+"""Characters that the index looks up together. On a CPU the cache has blocks of 16 tokens."""
 MOST_CHARS = 2**16
 """The most characters of a prompt that the index reads."""
 _MOST_CHUNKS = 2**18  # chunks of all prompts in an index: 42 MB

@@ -95,23 +95,23 @@ class Replica:
         """
         yield Taken(self._name)
         scope = {**call.scope, "asgi": {"version": "3.0"}, "state": {}, "client": None}
-        unsent, has_unsent = list[Head | bytes](), asyncio.Event()
+        unsent, changed = list[Head | bytes](), asyncio.Event()
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 unsent.append(Head(message["status"], list(message["headers"])))
             else:
                 unsent.append(message.get("body", b""))
-            has_unsent.set()
+            changed.set()
 
         task = asyncio.create_task(self._run(scope, call, send))
-        task.add_done_callback(lambda _: has_unsent.set())
+        task.add_done_callback(lambda _: changed.set())
         self._num_streams += 1
         try:
             while unsent or not task.done():
-                await has_unsent.wait()
+                await changed.wait()
                 ready, unsent[:] = [*unsent], []
-                has_unsent.clear()
+                changed.clear()
                 for piece in _join_pieces(ready):
                     yield piece
                 if ready and not task.done():

@@ -4,13 +4,13 @@ import { bar, byId, explain, make, tokenElement } from "./detail.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [CELL, PITCH, WINDOW] = [14, 16, 8]; // px, px, steps: the first two as in page.css
-const EVERY = 5; // every fifth step has its number below it
+const EVERY = 5; // steps from one step number on the axis to the next
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
 
-/** The axis of tokens, from 0 to `most`, with room for its numbers. */
-function axis(most) {
-  const stride = [1, 2, 5, 10].find((n) => most / n <= 8) ?? 20;
-  const marks = Array.from({ length: Math.floor(most / stride) + 1 }, (_, i) => {
+/** The axis for the number of tokens in a step, from 0 to `max`, with labels that do not overlap. */
+function axis(max) {
+  const stride = [1, 2, 5, 10].find((n) => max / n <= 8) ?? 20;
+  const marks = Array.from({ length: Math.floor(max / stride) + 1 }, (_, i) => {
     const mark = make("span", { class: "tick" }, i * stride);
     mark.style.bottom = `${i * stride * CELL}px`;
     return mark;
@@ -26,7 +26,7 @@ export class TracedRun {
     this.byPosition = Array.from({ length: numDrafts }, () => ({ drafted: 0, accepted: 0 }));
     this.numTokens = 0;
     this.sizes = []; // tokens of each step
-    this.points = []; // of the line of means
+    this.points = []; // by step: its point on the line of running means
     this.known = new WeakMap(); // by element: the trace and likeliest tokens to explain
     this.start = performance.now();
     const svg = document.createElementNS(SVG, "svg");
@@ -37,7 +37,7 @@ export class TracedRun {
     this.show();
   }
 
-  /** Add a piece of one token, or of text that was held back before. @param {import("./api.js").Piece} piece */
+  /** Add a piece: one token, or text without one, which belongs to the last token. @param {import("./api.js").Piece} piece */
   add({ text, trace: [token], top }) {
     if (!token) {
       byId("tokens").lastElementChild?.append(text);
@@ -100,7 +100,7 @@ export class TracedRun {
 
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
 
-/** Show the numbers of the token under the pointer, or of the focused one; keys move the focus. */
+/** Explain the token under the pointer, or the focused token; keys move the focus. */
 export function watchTokens(current) {
   const [tokens, detail] = [byId("tokens"), byId("detail")];
 

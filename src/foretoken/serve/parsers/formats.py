@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning, found in their templates' text; grammars of calls.
+"""How models write tool calls and reasoning, as their chat templates show; grammars of calls.
 
 Transformers has a parser of its own (`PreTrainedTokenizer.parse_response`, `ResponseParser`). It is
 not used, for four reasons: it needs a `response_template`, which few tokenizers bring; it raises
@@ -18,25 +18,25 @@ from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 from foretoken.sampling.structured import as_text
 
-_TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # with one of these a schema states its type
-_SPACED = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
+_TYPE_KEYS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one of these states a type
+_JSON_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 THINK, END_THINK = "<think>", "</think>"
 REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
-"""Names of the only format of reasoning that is read: `<think>` and `</think>`."""
+"""Names of the only format of reasoning: the marks `<think>` and `</think>`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls: JSON between marks.
+    """How a family of models writes calls: as JSON between marks.
 
     Attributes:
-        opener, closer: the marks; closer "" where there is none, or where it need not be read.
+        opener, closer: the marks; `closer` is "" if there is none, or if it need not be read.
         inside: white space between a mark and the JSON, as the models write it.
         arguments: the key of a call's arguments.
         is_bare: whether an answer may also begin with the JSON, without a mark.
         is_list: whether all calls are one list after one mark.
         has_heads: whether the name may stand before the JSON, which then holds the arguments only.
-        id_length: characters of a call's id, where the template demands a length.
+        id_length: characters of a call's id, if the template demands a length.
     """
 
     opener: str
@@ -54,8 +54,9 @@ FORMATS = {
     "llama3_json": CallFormat("<|python_tag|>", arguments="parameters", is_bare=True),
     "mistral": CallFormat("[TOOL_CALLS]", is_list=True, has_heads=True, id_length=9),
 }
-# Qwen 3 Coder and 3.5 have the marks of `hermes`, but XML between them.
-_SIGNS = {
+# What shows a format in a template's text. Qwen 3 Coder and 3.5 have the marks of `hermes`, but XML
+# between them, which is not read.
+_TEMPLATE_PATTERNS = {
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "hermes": re.compile(r"<tool_call>(?!.*<function=)", re.DOTALL),
     "llama3_json": re.compile(r'<\|python_tag\|>|\{"name": function name, "parameters"'),
@@ -69,10 +70,10 @@ class MessageFormat:
     Attributes:
         calls: the format of tool calls; None if it is not known.
         reasons: whether `<think>` and `</think>` mark reasoning.
-        special: ids of special tokens by their texts; only these are left out of texts.
+        special: ids of special tokens by their texts. Detokenizing leaves out only these tokens.
         has_template: whether conversations can be written as prompts at all.
-        summary: a line for people: which template is used, and what is read.
-        decode: the tokenizer's method.
+        summary: a line for the user: which template is used, and which formats are read.
+        decode: the tokenizer's method `decode`.
     """
 
     calls: CallFormat | None = None
@@ -86,29 +87,35 @@ class MessageFormat:
     def of(cls, tokenizer: Any, template: str | None, calls: str, reasoning: str) -> MessageFormat:
         """The formats that options name, or that `auto` finds in the template.
 
+        Args:
+            template: a Jinja template, or the name of one of the tokenizer's; None: the default.
+            calls, reasoning: names of formats, `auto` or `none`.
+
         Raises:
             ConfigError: `template` is not a chat template.
         """
-        refused = "Chats are refused: there is no"
+        refusal = "Chats are refused: there is no"
         if tokenizer is None:
-            return cls(has_template=False, summary=f"{refused} tokenizer.")
+            return cls(has_template=False, summary=f"{refusal} tokenizer.")
         try:
-            text, tool_text = (find_template(tokenizer, template, t) for t in (None, ()))
+            text, tool_text = (find_template(tokenizer, template, tools) for tools in (None, ()))
         except RequestError as error:
             if template is not None:
                 raise ConfigError(error.field, template, error.bound) from None
-            return cls(has_template=False, summary=f"{refused} chat template.")
+            return cls(has_template=False, summary=f"{refusal} chat template.")
         if calls == "auto":
-            signs = (name for name, sign in _SIGNS.items() if sign.search(tool_text))
-            calls = next(signs, "none")
+            names = (
+                name for name, pattern in _TEMPLATE_PATTERNS.items() if pattern.search(tool_text)
+            )
+            calls = next(names, "none")
         decoder = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {token.content: i for i, token in decoder.items() if token.special}
+        special = {token.content: token_id for token_id, token in decoder.items() if token.special}
         reasons = reasoning in REASONING_PARSERS or (reasoning == "auto" and END_THINK in text)
-        where = "the checkpoint's own" if template is None else "of --chat-template"
+        source = "the checkpoint's own" if template is None else "of --chat-template"
         if template is not None and text != template:
-            where = f"the checkpoint's `{template}`"
-        thoughts = THINK if reasons else "none"
-        summary = f"Chat template: {where}; tool calls: {calls}; reasoning: {thoughts}."
+            source = f"the checkpoint's `{template}`"
+        marks = THINK if reasons else "none"
+        summary = f"Chat template: {source}; tool calls: {calls}; reasoning: {marks}."
         return cls(FORMATS.get(calls), reasons, special, summary=summary, decode=tokenizer.decode)
 
     def grammar(
@@ -119,30 +126,31 @@ class MessageFormat:
         parallel: bool,
         answer: str | None = None,
     ) -> str:
-        """A Lark grammar for llguidance: one call of these functions, or several if `parallel`.
+        """A Lark grammar for llguidance: a call of one of the tools, or several if `parallel`.
 
-        Each function's schema is a grammar of its own, since its `$ref`s are relative to it.
+        Each tool's schema is a grammar of its own, since its `$ref`s are relative to the schema.
 
         Args:
-            answer: the schema of an answer without calls; None: there are always calls.
+            answer: the schema of an answer without calls; None: every answer has calls.
         """
         rules, bodies = [], []
         for i, tool in enumerate(tools):
             function = tool["function"]
             name = json.dumps(function["name"])
-            # Split into JSON's lexemes: the lexer takes the longest, and `answer` may begin alike.
+            # Split into JSON's lexemes, since the lexer takes the longest lexeme that fits, and an
+            # `answer` may begin with the same characters.
             head = ("{", '"name"', ": ", name, ", ", f'"{form.arguments}"', ": ")
             schema = function.get("parameters") or {"properties": {}}
-            if not schema.keys() & _TYPED:
+            if not schema.keys() & _TYPE_KEYS:
                 schema = {"type": "object", **schema}  # arguments are always an object
             rules.append(f'body_{i}: {" ".join(map(json.dumps, head))} arguments_{i} "}}"')
-            arguments = as_text(f"tools.{function['name']}", schema, **_SPACED)
+            arguments = as_text(f"tools.{function['name']}", schema, **_JSON_SEPARATORS)
             rules.append(f"arguments_{i}: %json {arguments}")
             bodies.append(f"body_{i}")
         opener = "" if form.is_bare else self._mark(form.opener, suffix=form.inside)
         if form.is_list:
-            more = ' (", " body)*' if parallel else ""
-            call = f'{opener} "[" body{more} "]"'
+            repetition = ' (", " body)*' if parallel else ""
+            call = f'{opener} "[" body{repetition} "]"'
             start = "call"
         else:
             call = f"{opener} body {self._mark(form.closer, prefix=form.inside)}"
@@ -156,7 +164,10 @@ class MessageFormat:
         )
 
     def _mark(self, text: str, *, prefix: str = "", suffix: str = "") -> str:
-        """A mark in Lark, with white space around it; a special token is written by its id."""
+        """A mark as a term of Lark, with white space around it; "" for an empty mark.
+
+        A mark that is a special token is written by its id.
+        """
         if not text:
             return ""
         token = f"<[{self.special[text]}]>" if text in self.special else json.dumps(text)

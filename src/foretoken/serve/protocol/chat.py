@@ -17,7 +17,11 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Fields):
-    """A function; `strict` changes nothing: forced calls always fit, others are up to the model."""
+    """A function that the model may call.
+
+    `strict` changes nothing: forced calls always fit the schema, other calls are the model's
+    choice.
+    """
 
     foreign = TOOL
     name: FunctionName
@@ -48,21 +52,21 @@ class NamedTool(Fields):
 
 
 class AllowedNames(Fields):
-    """The tools that may be called, and whether one must be."""
+    """The tools that may be called, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Items[NamedTool]
 
 
 class AllowedTools(Fields):
-    """A choice of tools; the model sees only these."""
+    """A restriction of the tools; the model sees only those that it names."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedNames
 
 
 class ChatBody(GenerationFields, TemplateFields):
-    """A conversation, options of its template, and what the answer holds."""
+    """A conversation, options of its template, and options of the answer."""
 
     foreign = CHAT
     messages: Items[dict[str, Any]]

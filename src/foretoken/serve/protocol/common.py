@@ -1,8 +1,8 @@
 """Fields that APIs share, and marks of fields that are not honoured.
 
-Charter: names and types. `SamplingParams` checks bounds, so that they are the same everywhere.
-A field is honoured, `Inert` (accepted, changes nothing), or in the table `foreign` of its object:
-accepted at values that would change nothing, and refused at any other.
+Charter: names and types of fields. `SamplingParams` checks bounds, so that these are the same for
+all APIs. A field is honoured, `Inert` (accepted, but without effect), or in the table `foreign` of
+its object: accepted with values that would have no effect, and refused with any other value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.foreign import Foreign, without_foreign
 from foretoken.serve.protocol.foreign import CACHE, GENERATION
 
 Inert = Annotated[Any, "inert"]
-"""A field of the public API that changes nothing here: any value is accepted."""
+"""A field of a public API that has no effect here: any value is accepted."""
 REQUEST_ID = r"^[A-Za-z0-9_.:+/=@-]{1,128}$"
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 Item = TypeVar("Item")
@@ -30,12 +30,12 @@ class _First(FailFast):
 
 
 Items = Annotated[list[Item], _First()]
-"""A list that stops at its first error: in a long one each item may be wrong."""
-_MOST_KEYS = 256
+"""A list that is checked up to its first error, since every item of a long list may be wrong."""
+_MAX_KEYS = 256
 
 
 class Fields(BaseModel):
-    """A JSON object with exact keys and types: no text for a number, no unknown key."""
+    """A JSON object with exact keys and types: unknown keys and texts for numbers are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     foreign: ClassVar[Mapping[str, Foreign]] = {}
@@ -43,17 +43,19 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, given: Any) -> Any:
-        """Refuse objects of too many keys, before each key is an error, and values that `foreign`
-        does not accept."""
+        """Refuse an object with too many keys, or with a value that `foreign` does not accept.
+
+        Too many keys are one error, since otherwise each key could be one.
+        """
         if not isinstance(given, dict):
             return given
-        if len(given) > _MOST_KEYS:
-            raise ValueError(f"an object of at most {_MOST_KEYS} keys")
+        if len(given) > _MAX_KEYS:
+            raise ValueError(f"an object of at most {_MAX_KEYS} keys")
         return without_foreign(given, cls.foreign, RequestError) if cls.foreign else given
 
 
 class StreamOptions(Fields):
-    """What chunks hold."""
+    """What the chunks of a stream hold."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -79,7 +81,7 @@ class TextPart(Fields):
 
 
 class Prediction(Fields):
-    """A text that the answer may be like."""
+    """A text that the answer is likely to resemble."""
 
     type: Literal["content"]
     content: str | Items[TextPart]
@@ -91,7 +93,7 @@ class Prediction(Fields):
 
 
 class JsonSchema(Fields):
-    """A schema that the answer must satisfy; its name and `strict` change nothing."""
+    """A schema that the answer must satisfy; `name` and `strict` have no effect."""
 
     name: Inert = None
     description: Inert = None
@@ -100,16 +102,16 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """A text, any JSON object, or JSON of a schema."""
+    """The format of the answer: a text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class SamplingFields(Fields):
-    """Fields of every API that generates; None is always the default.
+    """Fields of all APIs that generate; None is always the default.
 
-    A name of `SamplingParams` has the same meaning as there.
+    A field with the name of a field of `SamplingParams` has the same meaning.
     """
 
     foreign = GENERATION
@@ -140,7 +142,7 @@ class SamplingFields(Fields):
 
 
 class CacheOptions(Fields):
-    """Options of OpenAI's prompt cache; here equal prefixes are always found."""
+    """Options of OpenAI's prompt cache. This server always looks for equal prefixes."""
 
     foreign = CACHE
     mode: Inert = None
@@ -149,7 +151,7 @@ class CacheOptions(Fields):
 
 
 class InertFields(Fields):
-    """Fields for OpenAI's own accounts and caches."""
+    """Fields about OpenAI's accounts and caches, which have no effect here."""
 
     user: Inert = None
     metadata: Inert = None
@@ -192,5 +194,5 @@ class GenerationFields(SamplingFields, InertFields):
 
 
 def by_type(*kinds: type[Fields]) -> dict[str, type[Any]]:
-    """Kinds of objects by the only value of their field `type`."""
+    """The classes of objects, by the only value that their field `type` may have."""
     return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}

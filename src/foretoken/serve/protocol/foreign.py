@@ -1,6 +1,6 @@
 """Fields of public schemas that are accepted where they change nothing, and refused elsewhere.
 
-Charter: one table for each body, as in `foretoken/foreign.py`. null is always harmless.
+Charter: one table for each body, as in `foretoken/foreign.py`. null is accepted for every field.
 """
 
 from __future__ import annotations

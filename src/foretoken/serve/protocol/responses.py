@@ -38,7 +38,7 @@ log-probabilities exist, but this API does not show them."""
 
 
 class InputText(Fields):
-    """A text of a message or of a function's output; a refusal is read as one."""
+    """A text of a message or of a function's output; the text of a refusal is read, too."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str
@@ -49,14 +49,14 @@ class InputText(Fields):
     @model_validator(mode="before")
     @classmethod
     def read_refusal(cls, given: Any) -> Any:
-        """Rename a refusal's `refusal` to `text`."""
+        """Rename the field `refusal` of a refusal to `text`."""
         if isinstance(given, dict) and given.get("type") == "refusal":
             given = {"text" if key == "refusal" else key: value for key, value in given.items()}
         return given
 
 
 class MessageItem(Fields):
-    """A message; messages of earlier answers come back unchanged."""
+    """A message, also one of an earlier answer, which clients send back unchanged."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -93,7 +93,7 @@ class CallOutputItem(Fields):
 
 
 class ReasoningItem(Fields):
-    """Reasoning before the assistant's next item."""
+    """Reasoning that precedes the assistant's next item."""
 
     type: Literal["reasoning"]
     content: Items[InputText] | None = None
@@ -107,7 +107,7 @@ ITEMS = by_type(MessageItem, CallItem, CallOutputItem, ReasoningItem)
 
 
 class FunctionTool(Function):
-    """A function, as in a chat, in one object with its type."""
+    """A function as in a chat, but with its `type` in the same object."""
 
     type: Literal["function"]
 
@@ -120,7 +120,7 @@ class ChosenFunction(Fields):
 
 
 class AllowedFunctions(Fields):
-    """The functions that may be called, and whether one must be."""
+    """The functions that may be called, and whether one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -128,7 +128,7 @@ class AllowedFunctions(Fields):
 
 
 class TextFormat(JsonSchema):
-    """A text, any JSON object, or JSON of a schema."""
+    """The format of the answer: a text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -141,14 +141,14 @@ class TextOptions(Fields):
 
 
 class Reasoning(Fields):
-    """How much the model reasons; the answer has all of it, without a summary."""
+    """How much the model reasons; the answer has the whole reasoning, without a summary."""
 
     foreign = REASONING
     effort: Effort | None = None
 
 
 class ResponsesBody(SamplingFields, InertFields):
-    """An input, options of its template, and what the answer holds."""
+    """An input, options of its template, and options of the answer."""
 
     foreign = RESPONSES
     input: str | Items[dict[str, Any]]

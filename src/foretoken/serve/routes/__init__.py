@@ -1,4 +1,4 @@
-"""Endpoints: one module for each group, with a `router`; and the record that all of them read."""
+"""Endpoints: each group has a module with a `router`; all of them read the record `Context`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from foretoken.serve.running import Lifetime
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The engine, how it is served, the counts, the time of the start, and the requests."""
+    """The objects that endpoints share.
+
+    Attributes:
+        engine: the engine.
+        served: the model's names, and the options of the server.
+        counts: sums for the metrics.
+        started: the time of the server's start, in seconds since 1970.
+        lifetime: the requests under way.
+    """
 
     engine: AsyncEngine
     served: Served

@@ -52,8 +52,8 @@ def router(context: Context) -> APIRouter:
     served, model = context.served, context.served.names[0]
 
     async def read(reader: Reader[Body], body: Body, request: Request) -> GenerationRequest:
-        """The request of a body; a long body is read in a thread, so that others need not wait."""
-        return await aside(len(await request.body()), _checked, reader, body, served)
+        """The request of a body. A long body is read in a thread, so that other requests go on."""
+        return await aside(len(await request.body()), _read_and_check, reader, body, served)
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -83,7 +83,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/messages/count_tokens", response_model=None, responses=anthropic_errors)
     async def count(body: CountBody, request: Request) -> Response:
-        """Count the tokens of a conversation, as its answer would."""
+        """Count the tokens of a conversation, as its answer would count them."""
         generation = await read(read_messages, body, request)
         ids = await context.engine.encode_chat(generation.messages or (), **generation.template)
         return WholeAnswer([dumps({"input_tokens": len(ids)})])
@@ -91,7 +91,7 @@ def router(context: Context) -> APIRouter:
     return routes
 
 
-def _checked(read: Reader[Body], body: Body, served: Served) -> GenerationRequest:
+def _read_and_check(read: Reader[Body], body: Body, served: Served) -> GenerationRequest:
     generation = read(body, served)
     with written_as(generation.written):
         check_size(generation, served)
@@ -101,10 +101,11 @@ def _checked(read: Reader[Body], body: Body, served: Served) -> GenerationReques
 async def answer(
     context: Context, request: Request, generation: GenerationRequest, writer: AnswerWriter
 ) -> Response:
-    """Have the engine generate, and write the answer.
+    """Have the engine generate; returns the response with the whole answer or with its stream.
 
-    A stream begins with its first tokens, so that a refusal before them has its own HTTP status. A
-    client that disconnects ends its request, before and after the stream begins.
+    A stream's response is returned when the first tokens are there, so that a refusal before them
+    has an HTTP status of its own. A client that disconnects ends its request, before and after
+    that.
     """
     record, reader = Record(context.counts), EventReader(generation)
     request.state.usage, request.state.answer_id = reader.usage, generation.name  # for the log
@@ -112,7 +113,7 @@ async def answer(
     deltas = run(context.engine, generation, flight, context.served.options.max_answer_logprobs)
     try:
         if not generation.stream:
-            work = whole(deltas, reader, writer, record)
+            work = whole_answer(deltas, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
         first = await while_connected(request.receive, _first(deltas))
     except BaseException as error:
@@ -123,7 +124,7 @@ async def answer(
     return EventStream(first, deltas, reader, writer, record.observe)
 
 
-async def whole(
+async def whole_answer(
     deltas: AsyncGenerator[PromptDelta, None],
     reader: EventReader,
     writer: AnswerWriter,

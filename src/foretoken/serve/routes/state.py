@@ -23,18 +23,18 @@ from foretoken.serve.sse import WholeAnswer, dumps
 
 
 def router(context: Context) -> APIRouter:
-    """Models, texts to tokens and back, and the server's state."""
+    """Endpoints for models, tokens, and the server's state."""
     routes = APIRouter()
 
     @routes.get("/v1/models", response_model=None, tags=["models"])
     async def models() -> JSONResponse:
-        """All names of the model."""
+        """All names of the model, as models."""
         listed = [_card(context, name) for name in context.served.names]
         return JSONResponse({"object": "list", "data": listed})
 
     @routes.get("/v1/models/{name:path}", response_model=None, tags=["models"])
     async def model(name: str) -> JSONResponse:
-        """One name of the model."""
+        """The model with this name; 404 if there is none."""
         context.served.check_name(name)
         return JSONResponse(_card(context, name))
 
@@ -45,9 +45,9 @@ def router(context: Context) -> APIRouter:
         """Token ids of a text or a conversation."""
         context.served.check_name(body.model)
         ids = await _encode(context, body)
-        most = context.served.max_model_len
-        found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
-        return WholeAnswer([dumps(found)])
+        longest = context.served.max_model_len
+        answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None}
+        return WholeAnswer([dumps(answer)])
 
     @tokens.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -62,6 +62,7 @@ def router(context: Context) -> APIRouter:
 
 
 def _state(context: Context) -> APIRouter:
+    """Endpoints for the server's state."""
     routes = APIRouter(tags=["state"])
     collector = EngineCollector(context.engine, context.counts, context.served.names[0])
 
@@ -73,7 +74,7 @@ def _state(context: Context) -> APIRouter:
         "foretoken_config": asdict(context.engine.config),
     }
 
-    # The engine is built before the socket listens, so it is ready as long as it works.
+    # The engine is built before the socket listens, so the server is ready until the engine fails.
     @routes.get("/health", response_model=None)
     async def health() -> Response:
         """200 while the engine serves, 503 once it has failed."""
@@ -122,6 +123,7 @@ def _state(context: Context) -> APIRouter:
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:
+    """What `/v1/models` lists for one name of the model."""
     return {
         "id": name,
         "object": "model",
@@ -134,6 +136,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
 
 
 async def _encode(context: Context, body: TokenizeBody) -> list[int]:
+    """The token ids of a body's prompt or messages; `RequestError` unless it has one of them."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt", body.prompt, "given, or else `messages`, and not both")
     if body.messages is None:
@@ -148,9 +151,9 @@ async def _encode(context: Context, body: TokenizeBody) -> list[int]:
 
 
 def tokenizer_facts(tokenizer: Any | None) -> dict[str, Any]:
-    """Facts of a tokenizer that clients need to count and show tokens; {} without a tokenizer.
+    """What clients need to know of a tokenizer to count and show tokens; {} if it is None.
 
-    The template of `--chat-template` is left out: it may be private.
+    The chat template is the tokenizer's own. That of `--chat-template` may be private.
     """
     if tokenizer is None:
         return {}

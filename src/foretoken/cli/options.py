@@ -136,6 +136,7 @@ def _parameters(
     without: Set[str] = frozenset(),
     also: Set[str] = frozenset(),
 ) -> list[inspect.Parameter]:
+    """A parameter for each field of a dataclass that becomes an option; see `with_fields`."""
     texts = _field_texts(cls)
     parameters = []
     for field in _option_fields(cls, also):

@@ -104,6 +104,7 @@ class _SamplePrinter:
         self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
 
     def show(self, output: RequestOutput) -> None:
+        """Print the text that is new in `output`."""
         for sample in output.outputs[self._index :]:
             if self._painter is None:
                 _write(self._title + sample.text[self._num_printed :])

@@ -101,6 +101,7 @@ class HostCheck:
         await self._app(scope, receive, send)
 
     def _is_allowed(self, host: str) -> bool:
+        """Whether the name in a `Host` is the loopback's, or one of `allowed_hosts`."""
         if "*" in self._allowed:
             return True
         if not (match := _HOST.fullmatch(host.strip().lower())):

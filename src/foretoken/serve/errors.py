@@ -244,7 +244,8 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
         where: name of this object in the body; empty: it is the body itself.
     """
     alternatives = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
-    # If `type` is wrong, say so, rather than what fields an object of another `type` would need.
+    # Prefer the error of a wrong `type` to errors about fields that an object of another type
+    # needs.
     first = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
     name, fields = _place(kind, first["loc"], where)
     own_error = first.get("ctx", {}).get("error")

@@ -31,6 +31,7 @@ class JsonLines(logging.Formatter):
     """A record as one line of JSON: time, level, message, and its further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON, with the name of the request during which it was logged."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

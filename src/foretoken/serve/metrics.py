@@ -151,6 +151,7 @@ class EngineCollector(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
+        """The metric families as they are now."""
         status, counts = self._engine.status, self._counts
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)

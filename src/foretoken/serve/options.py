@@ -160,6 +160,7 @@ class ServeOptions:
             raise ConfigError("allowed_hosts", self.allowed_hosts, bound, "Any `Host` is answered.")
 
     def _check_tls(self) -> None:
+        """Raise `ConfigError` if options of TLS are given without those that they need."""
         check_int("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2)
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         if None in pair.values() and (self.has_tls or self.ssl_ca_certs or self.ssl_cert_reqs):

@@ -169,6 +169,7 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
+        """Send the events of all deltas, and then the end of the stream or its error."""
         item: PromptDelta | None = self._first
         body: Message = {"type": "http.response.body", "more_body": True}
         try:

@@ -133,6 +133,7 @@ class ChunkWriter:
         return {}
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
+        """The whole answer, in pieces; removes each choice from `choices` when it is written."""
         prefix, root = self._head.removeprefix(b"data: "), dict[str, Any]()
         for index in sorted(choices):
             root |= self.root(choices[index])
@@ -142,6 +143,7 @@ class ChunkWriter:
         yield b"]," + dumps(root | _counts(usage))[1:]
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
+        """The stream's chunks for these events: a chunk has the head, one choice, and the root."""
         # Without `LazyList`, a choice is written in one piece.
         has_lazy_lists = self._num_top is not None or self._generation.params.trace
         tail = b"]}\n\n"
@@ -187,6 +189,7 @@ class CompletionWriter(ChunkWriter):
         self._text_ends: dict[int, int] = {}  # by choice: the end of its last token's text
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
+        """At most one choice: all its fields if the client wants tokens, else the text."""
         sample = event.sample
         if self._shows_tokens(event) or event.echo:
             return [self.whole([event])]
@@ -201,6 +204,7 @@ class CompletionWriter(ChunkWriter):
         return [choice | common_fields([event]) if sample.finish_reason else choice]
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """A choice with all of its fields, from all its events or from one event of a stream."""
         ids = events[0].prompt_ids
         texts = [event.echo.prompt or "" for event in events if event.echo]
         texts += [part.text for e in events for part in e.parts if isinstance(part, Content)]
@@ -297,6 +301,7 @@ class ChatWriter(ChunkWriter):
         return [part for part in event.parts if not isinstance(part, Reasoning)]
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """A choice with its message: content, reasoning and calls."""
         parts = [part for event in events for part in self._visible_parts(event)]
         calls = [part for part in parts if isinstance(part, ToolCall)]
         content = "".join(part.text for part in parts if isinstance(part, Content))

@@ -53,6 +53,7 @@ class Usage:
         self.num_reasoning = 0
 
     def count(self, delta: RequestDelta) -> None:
+        """Add the tokens of a delta, and the metrics if the prompt has ended."""
         if delta.prompt_token_ids is not None:
             self._num_prompt += len(delta.prompt_token_ids)
         for sample in delta.outputs:

@@ -55,6 +55,7 @@ class NamedEvents:
         return self._written()
 
     def _add_event(self, event: Event) -> None:
+        """Add an event's trace and parts to the answer, and note why the sample ended."""
         if event.sample.trace is not None:
             self._trace = self._trace or []
             self._trace += event.sample.trace
@@ -160,6 +161,7 @@ class ResponsesWriter(NamedEvents):
         self._reason, self._stop_detail = sample.finish_reason, sample.stop_reason
 
     def _finish(self, usage: Usage) -> None:
+        """Close the open item, and set the answer's status, usage and details of an early end."""
         status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
@@ -179,6 +181,7 @@ class ResponsesWriter(NamedEvents):
             self._answer["incomplete_details"] = {"reason": reason, **cut_by}
 
     def _add_part(self, part: Part) -> None:
+        """Add a call as an item of its own; add text to the open item, or begin another item."""
         if isinstance(part, ToolCall):
             self._close()
             call_fields = {"call_id": part.id, "name": part.name, "arguments": ""}
@@ -215,6 +218,7 @@ class ResponsesWriter(NamedEvents):
         self._emit_item(f"{name}.delta", delta=text, **self._logprobs)
 
     def _close(self, status: str = "completed") -> None:
+        """End the open item, if there is one, and add it to the answer."""
         if not self._item:
             return
         item, self._item["status"] = self._item, status
@@ -280,6 +284,7 @@ class MessagesWriter(NamedEvents):
         self._emit("message_start", message=message)
 
     def last(self, usage: Usage) -> Iterator[bytes]:
+        """The end of the stream: why the model stopped, the usage, and the keys of `_extras`."""
         self._finish(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._answer.keys()
         stop = {name: self._answer[name] for name in sorted(names)}
@@ -292,6 +297,7 @@ class MessagesWriter(NamedEvents):
         return named_event("error", refused.anthropic)
 
     def _note_stop(self, sample: CompletionDelta) -> None:
+        """Set `stop_reason` and `stop_sequence` from the engine's `finish_reason`."""
         reason = str(sample.finish_reason)
         by_text = isinstance(sample.stop_reason, str) and reason == "stop"
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
@@ -308,6 +314,7 @@ class MessagesWriter(NamedEvents):
         return self._answer["content"]  # type: ignore[no-any-return]
 
     def _add_part(self, part: Part) -> None:
+        """Add a call as a block of its own; add text to the open block, or begin another block."""
         if isinstance(part, Reasoning) and not self._shows_reasoning:
             return
         if isinstance(part, ToolCall):

@@ -356,6 +356,7 @@ class FleetCollector(Collector):
         self._gathered, self._num_died = gathered, num_died
 
     def collect(self) -> Iterator[Metric]:
+        """The replicas' families, the number of replicas per model, and the failures."""
         yield from with_replica_label(each for _, replicas in self._gathered for each in replicas)
         up = GaugeMetricFamily("foretoken:replicas", "Replicas that are up.", labels=["model_name"])
         for name, replicas in self._gathered:

@@ -4,8 +4,8 @@ Charter: a part is reported only when it is certain, and never taken back, so th
 depend on how tokens were split into deltas. Text that is not a valid call of a known function is
 reported unchanged; therefore a call is reported only when its JSON is complete. There is one
 exception: if `max_tokens` ends the answer within a call, the incomplete call is reported, provided
-that its function's name is complete. Under a grammar the same holds for any end within a call. Where
-a grammar allows only calls, other text that is left at the end is not reported.
+that its function's name is complete. Under a grammar the same holds for any end within a call.
+Where a grammar allows only calls, other text that is left at the end is not reported.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Fields(BaseModel):
     def check_names(cls, given: Any) -> Any:
         """Refuse an object with too many keys, or with a value that `foreign` does not accept.
 
-        Too many keys are one error, since otherwise each key could be one.
+        Too many keys are refused by one error, since each of them could be an error of its own.
         """
         if not isinstance(given, dict):
             return given

@@ -92,7 +92,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="And exit.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print it and exit."
+        ),
     ] = False,
 ) -> None:
     """Exactly lossless speculative decoding for language models."""
@@ -393,7 +396,7 @@ def _one_model(argument: str | None, option: str | None, embedded: bool = True) 
 
 
 def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> dict[str, Any]:
-    """The engine's options of a command line, with its `SPECULATION` as `speculative_config`.
+    """The engine's options of a command line, with those of `SPECULATION` as `speculative_config`.
 
     Args:
         also: fields of `NOT_OPTIONS` that this command has as options.

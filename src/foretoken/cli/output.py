@@ -210,7 +210,7 @@ def _summary(output: RequestOutput) -> str:
         f"{metrics.tokens_per_second:.0f} tokens/s",
     ]
     if metrics.num_drafts:
-        label = "set " if metrics.synthetic_acceptance else ""
+        label = "set " if metrics.synthetic_acceptance else ""  # by the rule `synthetic`
         parts.append(f"{label}mean acceptance length {metrics.mean_acceptance_length:.2f}")
     return " · ".join(parts)
 

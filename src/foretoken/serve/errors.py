@@ -199,11 +199,11 @@ def install(app: FastAPI) -> None:
     """Have the application answer known errors as a `Refusal`; `BodyLimits` answers all others."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
         return _invalid(request, error.errors()).response(request.scope)
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         path = own_path(request.scope)
         message, code = f"{request.method} {path}: {error.detail}", None
         if error.status_code == 404:
@@ -214,7 +214,7 @@ def install(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(ForetokenError)
-    async def refused(request: Request, error: ForetokenError) -> Response:
+    async def on_our_error(request: Request, error: ForetokenError) -> Response:
         return refusal(error).response(request.scope)
 
 

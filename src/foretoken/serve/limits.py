@@ -181,14 +181,14 @@ def _unreadable(bound: str) -> RequestValidationError:
 def json_depth(text: bytes) -> int:
     """How deep lists and objects are nested; brackets within strings do not count.
 
-    For invalid JSON at least the depth up to the first wrong character.
+    If the JSON is invalid, the result is at least the depth up to the first wrong character.
     """
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # remaining quotes delimit strings
     kinds = _KINDS[np.frombuffer(plain, np.uint8)]
     kinds = kinds[kinds != 0]
     is_quote = kinds == _QUOTE
-    is_within = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # wraps at 256, an even number
-    kinds[is_quote | is_within] = 0
+    is_in_string = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # wraps at 256, an even number
+    kinds[is_quote | is_in_string] = 0
     return int(np.cumsum(kinds, dtype=np.int32).max(initial=0))
 
 

@@ -28,7 +28,7 @@ from foretoken.serve.running import PromptDelta
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(m * 10**n for n in range(6) for m in (1, 2, 5))
 _PROCESS = ProcessCollector(registry=None)
-_BETWEEN = "Between tokens; of a step, its time over its tokens."
+_BETWEEN = "Time between tokens: that of a step, divided by its tokens."
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From request to first token.",
     "inter_token_latency_seconds": _BETWEEN,
@@ -188,10 +188,7 @@ class EngineCollector(Collector):
         drafts = {
             "num_drafts": ("Verifications with drafts.", metrics.num_drafts),
             "num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
-            "num_accepted_tokens": (
-                "Tokens drafted that were accepted.",
-                metrics.num_accepted_tokens,
-            ),
+            "num_accepted_tokens": ("Drafted tokens accepted.", metrics.num_accepted_tokens),
         }
         for name, (text, value) in drafts.items():
             yield self._counter(f"vllm:spec_decode_{name}", text, {"": value})
@@ -200,18 +197,19 @@ class EngineCollector(Collector):
             "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,
         }
         for name, values in per_position.items():
-            yield self._counter(name, "By index of the draft.", _numbered(values), "position")
+            yield self._counter(name, "Drafts by index.", _numbered(values), "position")
         steps = _numbered(metrics.steps_per_k)
-        yield self._counter("foretoken:steps_per_k", "Steps by drafts verified.", steps, "k")
+        yield self._counter("foretoken:steps_per_k", "Steps by number of drafts.", steps, "k")
         synthetic = {"": metrics.num_synthetic_drafts}
         yield self._counter("foretoken:synthetic_drafts", "Verified by `synthetic`.", synthetic)
         for name in ("num_draft_tokens", "num_accepted_tokens"):
             by_drafter = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
-            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", by_drafter, "drafter")
+            text = "Drafts by drafter."
+            yield self._counter(f"foretoken:drafter_{name}", text, by_drafter, "drafter")
         for name in ("estimated", "realised"):
             speedup = getattr(metrics, f"{name}_speedup", None)
-            if speedup is not None:  # K is fixed, or none was chosen yet
-                text = "Over plain decoding, where K is `auto`."
+            if speedup is not None:  # it is None if K is fixed, or none was chosen yet
+                text = "Speed over that of plain decoding, if K is `auto`."
                 yield self._gauge(f"{name}_speedup", text, speedup, prefix="foretoken")
 
     def _gauge(self, name: str, text: str, value: float, prefix: str = "vllm") -> Metric:

@@ -144,7 +144,7 @@ class ServeOptions:
             from foretoken.serve.parsers.formats import FORMATS, REASONING_PARSERS
 
             formats = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_PARSERS}
-        for name, known in formats.items():  # by default empty: `--help` must not load torch
+        for name, known in formats.items():  # empty by default, since importing them loads torch
             if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
                 remedy = "No other format is read here; `auto` finds these in the template."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)

@@ -354,10 +354,10 @@ def _read(
         raise RequestError("prompt_logprobs", body.prompt_logprobs, bound)
     given_options = {} if options is None else options.model_dump(exclude={"include_obfuscation"})
     if not stream and any(given_options.values()):
-        shown = {name: value for name, value in given_options.items() if value is not None}
-        raise RequestError("stream_options", shown, "left out without `stream`: true")
-    split = bool(options and options.split_tokens)
-    if split and "logprobs" not in param_values:
+        set_options = {name: value for name, value in given_options.items() if value is not None}
+        raise RequestError("stream_options", set_options, "left out without `stream`: true")
+    splits_tokens = bool(options and options.split_tokens)
+    if splits_tokens and "logprobs" not in param_values:
         param_values["logprobs"] = 0  # log-probabilities bring each token's text
     with written_as(written):
         params = _sampling_params(body, served, param_values)
@@ -368,7 +368,7 @@ def _read(
         stream=stream,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        split_tokens=split,
+        split_tokens=splits_tokens,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not params.detokenize,
         add_special_tokens=body.add_special_tokens,
@@ -380,7 +380,7 @@ def _read(
 def _sampling_params(
     body: GenerationFields, served: Served, values: dict[str, Any]
 ) -> SamplingParams:
-    """The request's parameters: `values`, then the body's fields, then the server's defaults."""
+    """The request's parameters: from `values`, else from the body, else from the server's defaults."""
     shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
     values = {**{name: value for name, value in shared.items() if value is not None}, **values}
     if body.logit_bias is not None:

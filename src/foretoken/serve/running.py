@@ -186,8 +186,8 @@ async def run(
 
     Raises:
         RequestError: the answer would have more than `most_logprobs` log-probabilities.
-        ForetokenError: as `AsyncEngine.generate` and `Flight` raise, and the fault that ended a
-            request.
+        ForetokenError: the errors of `AsyncEngine.generate` and `Flight`, and the error that ended
+            one of the engine's requests.
     """
     with written_as(generation.written), flight:
         params, template = generation.params, generation.template

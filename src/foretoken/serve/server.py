@@ -85,7 +85,7 @@ def collect_when_idle() -> None:
 
 
 def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.Config:
-    """Options of uvicorn, which logs no requests."""
+    """Uvicorn's options for this application. Uvicorn logs no requests."""
     options = life.options
     return uvicorn.Config(
         app,

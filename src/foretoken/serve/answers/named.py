@@ -211,6 +211,7 @@ class ResponsesWriter(NamedEvents):
         self._emit("response.output_item.added", output_index=self._output_index, item=sent_item)
 
     def _append(self, name: str, text: str) -> None:
+        """Append text to the open item, with an event `NAME.delta`."""
         if self._item["type"] == "function_call":
             self._item["arguments"] += text
         else:

@@ -68,9 +68,9 @@ class ReplicaOptions:
             if self.max_replicas is None:
                 bound = "given with max_replicas"
                 raise ConfigError("target_requests", self.target_requests, bound)
-        for name, most in (("replica_cpus", 4096), ("replica_gpus", 64)):
+        for name, limit in (("replica_cpus", 4096), ("replica_gpus", 64)):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0, most)
+                check_number(name, getattr(self, name), 0, limit)
         gpus = self.replica_gpus
         if gpus is not None and gpus > 1:
             remedy = "An engine computes on one GPU: give 1, or a part of one."

@@ -37,10 +37,10 @@ class PrefixIndex(Generic[Id]):
     def longest(self, prompt: str, among: Collection[Id]) -> tuple[Id | None, int]:
         """The replica that has seen the longest beginning of a prompt, and its length in chunks.
 
-        None and 0 if no replica has seen the first chunk.
+        None and 0 if no replica in `among` has seen a beginning.
 
         Args:
-            among: the replicas of which one is returned.
+            among: the replicas to choose from.
         """
         best: tuple[Id | None, int] = (None, 0)
         for number, key in enumerate(_chunk_keys(prompt)):

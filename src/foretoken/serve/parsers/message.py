@@ -146,6 +146,7 @@ class MessageParser:
         self._held_space = ""  # white space that is reported only if text follows
         self._json_end = _JsonEnd()
         self._text_marks = (*filter(None, (self._call_format.opener,)), *parsing.hidden)
+        # What begins a call without a mark.
         self._bare_head = '{"name": "' if parsing.is_either else "{"
         self._reasoning_marks = (END_THINK, *parsing.hidden)
         self.num_reasoning = 0  # tokens of the reasoning so far, including its marks
@@ -178,11 +179,16 @@ class MessageParser:
             pass
 
     def _allows_only_calls(self) -> bool:
-        """Whether the grammar allows only calls at this place of the answer."""
+        """Whether the grammar allows only calls at this place of the answer.
+
+        With `is_either` it does after a call, and where a call or its mark has begun.
+        """
         if self._parsing.is_forced or self._state is MessageParser._read_text:
             return self._parsing.is_forced
-        begins = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
-        return bool(self._num_calls) or begins or self._state is not MessageParser._read_lead
+        may_begin_call = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
+        return (
+            bool(self._num_calls) or may_begin_call or self._state is not MessageParser._read_lead
+        )
 
     def _report_cut_calls(self) -> bool:
         """Report the calls in the JSON that the answer's end cut off; False if there are none."""
@@ -427,8 +433,8 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 def _find_mark(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
     """The index of the first mark in a text, and the mark.
 
-    If the text ends with the beginning of a mark, its index and "". If there is no mark, the text's
-    length and "".
+    Without a mark the result is the length of the text and "". If the text may end within a mark,
+    it is the index where this mark begins and "".
     """
     matches = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
     if matches:

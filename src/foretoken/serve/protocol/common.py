@@ -42,16 +42,16 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def check_names(cls, given: Any) -> Any:
+    def check_names(cls, value: Any) -> Any:
         """Refuse an object with too many keys, or with a value that `foreign` does not accept.
 
         Too many keys are refused by one error, since each of them could be an error of its own.
         """
-        if not isinstance(given, dict):
-            return given
-        if len(given) > _MAX_KEYS:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > _MAX_KEYS:
             raise ValueError(f"an object of at most {_MAX_KEYS} keys")
-        return without_foreign(given, cls.foreign, RequestError) if cls.foreign else given
+        return without_foreign(value, cls.foreign, RequestError) if cls.foreign else value
 
 
 class StreamOptions(Fields):

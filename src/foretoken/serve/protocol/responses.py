@@ -48,11 +48,11 @@ class InputText(Fields):
 
     @model_validator(mode="before")
     @classmethod
-    def read_refusal(cls, given: Any) -> Any:
+    def read_refusal(cls, value: Any) -> Any:
         """Rename the field `refusal` of a refusal to `text`."""
-        if isinstance(given, dict) and given.get("type") == "refusal":
-            given = {"text" if key == "refusal" else key: value for key, value in given.items()}
-        return given
+        if isinstance(value, dict) and value.get("type") == "refusal":
+            value = {"text" if key == "refusal" else key: value for key, value in value.items()}
+        return value
 
 
 class MessageItem(Fields):

@@ -108,7 +108,7 @@ class _Line:
         self.own = [word for group in self._groups for word in group] + self._words
 
     def _read(self) -> None:
-        """Read the words before `--`; from there on they stay in `_words`, and hold MODEL."""
+        """Read the words before `--`. All words from `--` on stay in `_words`: they hold MODEL."""
         while self._words:
             if self._words[0] == "--":
                 self._has_model |= len(self._words) > 1

@@ -164,7 +164,7 @@ def _field_texts(cls: type) -> dict[str, str]:
 
 def _help(field: Field[Any], text: str) -> str:
     """A field's text as help: where the text says None, a command line leaves the option out."""
-    if field.default is not None:  # without the option the field has this default, and is not None
+    if field.default is not None:  # a field left out has its default, and so is not None
         text = re.sub(r"; None: [^.;]*", "", text)
     text = re.sub(r"(?<=\. )None\b", "Left out", text[:1].upper() + text[1:])
     return re.sub(r"\bNone\b", "left out", text)

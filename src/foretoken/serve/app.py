@@ -40,7 +40,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = Tru
         await engine.close()
 
     life = Lifetime(options, lambda: engine.status.failure)
-    context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
+    context = Context(engine, Served.from_engine(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
         responses=errors.error_responses(errors.Refusal(400, "", "").body),

@@ -161,7 +161,7 @@ def _read_as_chat(chat: ChatBody, served: Served, names: Mapping[str, str]) -> G
     with written_as(names):
         generation = read_chat(chat, served)
     body_names = {
-        name: ", ".join(names.get(one, one) for one in written.split(", "))
+        name: ", ".join(names.get(part, part) for part in written.split(", "))
         for name, written in generation.written.items()
     }
     return replace(generation, written={**names, **body_names})

@@ -244,8 +244,7 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
         where: name of this object in the body; empty: it is the body itself.
     """
     alternatives = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
-    # Prefer the error of a wrong `type` to errors about fields that an object of another type
-    # needs.
+    # Prefer the error of a wrong `type` to errors about fields that another type needs.
     first = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
     name, fields = _place(kind, first["loc"], where)
     own_error = first.get("ctx", {}).get("error")
@@ -288,7 +287,7 @@ def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str
 
 
 def _fields(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Names and types of the fields of a type; of a union, those of all members."""
+    """Names and types of the fields of a type. A union has the fields of all its members."""
     if isinstance(kind, type) and issubclass(kind, Fields):
         for name, field in kind.model_fields.items():
             yield field.alias or name, field.annotation

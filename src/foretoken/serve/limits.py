@@ -46,18 +46,18 @@ class BodyLimits:
             return
         has_begun = False
 
-        async def watched(message: Message) -> None:
+        async def send_watched(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
         try:
             if scope["method"] in BODILESS:
-                await self._app(scope, receive, watched)
+                await self._app(scope, receive, send_watched)
             elif isinstance(body := await self._read(scope, receive), Refusal):
-                await body.response(scope)(scope, receive, watched)
+                await body.response(scope)(scope, receive, send_watched)
             elif body is not None:  # else the client has left
-                await self._app(scope, _replay(body, receive), watched)
+                await self._app(scope, _replay(body, receive), send_watched)
         except Exception as error:
             refused = refusal(error)  # which also logs it
             if not has_begun:
@@ -196,7 +196,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that returns the body first, and then the messages of the given `receive`."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
+    async def receive_next() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replayed
+    return receive_next

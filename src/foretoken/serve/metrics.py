@@ -169,7 +169,7 @@ class EngineCollector(Collector):
         yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
         for name, text in _HISTOGRAMS.items():
             yield self._histogram(name, text, counts.histograms[name])
-        name = "time_per_output_token_seconds"  # an older name of it
+        name = "time_per_output_token_seconds"  # older name of the inter-token latency
         yield self._histogram(name, _BETWEEN, counts.histograms["inter_token_latency_seconds"])
         yield self._cache_config()
         yield from self._speculation()
@@ -177,7 +177,7 @@ class EngineCollector(Collector):
     def _cache_config(self) -> Metric:
         """A gauge of 1 with the cache's options as labels, under vLLM's names."""
         labels = ["model_name", *self._cache]
-        text = "How the cache is made."
+        text = "Options of the cache."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
         return family

@@ -196,7 +196,7 @@ class ServeOptions:
             return self.host == "localhost"
 
     def check_engine(self, config: EngineConfig) -> None:
-        """Raise `ConfigError` if the engine would produce meaningless texts unnoticed."""
+        """Raise `ConfigError` if the engine's rule is `synthetic`, and that is not allowed."""
         speculation = config.speculative_config
         rule = speculation.rejection_sample_method if speculation else None
         if rule == "synthetic" and not self.allow_synthetic:

@@ -80,8 +80,8 @@ class Served:
     format: MessageFormat = field(default_factory=MessageFormat)
 
     @classmethod
-    def of(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
-        """The record for this engine; `ConfigError` if the options do not allow to serve it."""
+    def from_engine(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
+        """What is served by this engine; `ConfigError` if the options do not allow its rule."""
         options.check_engine(engine.config)
         limits, root = engine.engine.limits, engine.config.model
         return cls(
@@ -93,7 +93,7 @@ class Served:
             predictors=limits.reads_prediction,
             drafter=limits.drafter,
             options=options,
-            format=MessageFormat.of(
+            format=MessageFormat.from_options(
                 engine.engine.tokenizer,
                 options.chat_template,
                 options.tool_call_parser,
@@ -242,12 +242,13 @@ def _with_message(
         grammar = tools.grammar(form, params.structured_outputs)
     if grammar is not None:
         params = replace(params, structured_outputs={"grammar": grammar})
+        # An error of this grammar may be due to the client's structure or to its tools.
         names = ("structured_outputs", "structured_outputs.grammar")
-        either = written.get(names[0], names[0])
-        place = "tools" if tools.forced else f"{either}, tools"
-        written = {**written, **dict.fromkeys(names, place)}
+        structure_name = written.get(names[0], names[0])
+        client_names = "tools" if tools.forced else f"{structure_name}, tools"
+        written = {**written, **dict.fromkeys(names, client_names)}
     reasons = form.reasons and params.structured_outputs is None
-    parsing = Parsing.of(form, tools.names, reasons=reasons, parallel=tools.parallel)
+    parsing = Parsing.for_format(form, tools.names, reasons=reasons, parallel=tools.parallel)
     if not (parsing.names or parsing.reasons):
         return generation
     if not params.skip_special_tokens:
@@ -380,7 +381,7 @@ def _read(
 def _sampling_params(
     body: GenerationFields, served: Served, values: dict[str, Any]
 ) -> SamplingParams:
-    """The request's parameters: from `values`, else from the body, else from the server's defaults."""
+    """The request's parameters: from `values`, else the body, else the server's defaults."""
     shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
     values = {**{name: value for name, value in shared.items() if value is not None}, **values}
     if body.logit_bias is not None:
@@ -442,8 +443,6 @@ def _speculation(speculative: Speculative | None, served: Served) -> dict[str, A
 def read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
     """`SamplingParams.structured_outputs` of a body, and the client's names for its fields.
 
-    Options of white space may come in `structured_outputs` next to another field.
-
     Raises:
         RequestError: the body states two structures, or no schema.
     """
@@ -452,6 +451,7 @@ def read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, di
     if not names:
         return None, {}
     spaces: dict[str, Any] = {}
+    # `structured_outputs` may have only options of white space, for the structure of another field.
     if len(names) > 1 and {*(body.structured_outputs or ("",))} <= {*WHITE_SPACE}:
         names.remove("structured_outputs")
         spaces = dict(body.structured_outputs or {})

@@ -241,10 +241,10 @@ async def _prepare_prompt(
     if is_text:
         ids = await engine.encode(prompt, add_special_tokens=adds_special is not False)
         text = prompt
-    kept = last_tokens(ids, params, engine.engine.limits)
-    if generation.echo and (not is_text or len(kept) < len(ids)):
-        text = await engine.decode(kept)
-    return {"prompt_token_ids": kept, "prompt": text}
+    kept_ids = last_tokens(ids, params, engine.engine.limits)
+    if generation.echo and (not is_text or len(kept_ids) < len(ids)):
+        text = await engine.decode(kept_ids)
+    return {"prompt_token_ids": kept_ids, "prompt": text}
 
 
 def _bound_logprobs(

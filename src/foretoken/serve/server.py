@@ -174,8 +174,7 @@ def serve(
     *,
     is_front: bool = False,
 ) -> None:
-    """Serve until a signal. The engine's threads still run afterwards; `leave` does not wait for
-    them.
+    """Serve until a signal. The engine's threads still run then; `leave` does not wait for them.
 
     Args:
         lines: messages about the model, for the user.
@@ -197,7 +196,7 @@ def serve(
         say(f"WARNING: whoever reaches {shown_host} can use this server: there is no --api-key.")
     for line in lines:
         say(line)
-    say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
+    say("Ctrl-C or SIGTERM ends it after requests under way are answered; a second one at once.")
     scheme = "https" if options.has_tls else "http"
     say(f"Serving on {scheme}://{shown_host}:{port}")
     process = Process(app, life, say, is_front=is_front)

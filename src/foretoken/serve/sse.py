@@ -196,28 +196,28 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     cancellation is taken back.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
-    num_cancellations, has_left, is_over = task.cancelling(), False, False
+    num_cancellations, has_cancelled, is_over = task.cancelling(), False, False
 
     def cancel_work(disconnected: asyncio.Task[None]) -> None:
-        nonlocal has_left
+        nonlocal has_cancelled
         if not is_over:
-            has_left = task.cancel()
+            has_cancelled = task.cancel()
 
-    disconnected = asyncio.ensure_future(_gone(receive))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     disconnected.add_done_callback(cancel_work)
     try:
         return await work
     except asyncio.CancelledError:
-        if has_left and task.cancelling() == num_cancellations + 1:
+        if has_cancelled and task.cancelling() == num_cancellations + 1:
             raise ClientDisconnect from None
         raise
     finally:
         is_over = True
         disconnected.cancel()
-        if has_left:
+        if has_cancelled:
             task.uncancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -281,7 +281,9 @@ class ChatWriter(ChunkWriter):
                 self._ends_with_call[index] = part.is_whole
         if not deltas and (sample.finish_reason or self._shows_tokens(event)):
             deltas = [{}]
-        reason = _reason(sample.finish_reason, called=self._ends_with_call.get(index, False))
+        reason = _reason(
+            sample.finish_reason, ends_with_call=self._ends_with_call.get(index, False)
+        )
         for i, delta in enumerate(deltas):
             if i < len(deltas) - 1:
                 choices.append(self._choice(index, {"delta": delta}, None, None))
@@ -310,7 +312,9 @@ class ChatWriter(ChunkWriter):
             message |= _reasoning(reasoning)
         if calls:
             message |= {"content": content or None, "tool_calls": [*map(_call, calls)]}
-        reason = _reason(events[-1].sample.finish_reason, called=bool(calls) and calls[-1].is_whole)
+        reason = _reason(
+            events[-1].sample.finish_reason, ends_with_call=bool(calls) and calls[-1].is_whole
+        )
         logprobs = self._logprobs(events)
         choice = self._choice(events[0].choice, {"message": message}, logprobs, reason)
         return choice | common_fields(events, token_ids=self._shows_ids)
@@ -364,5 +368,5 @@ def _call(part: ToolCall) -> dict[str, Any]:
     return call_fields(part.id, part.name, part.arguments)
 
 
-def _reason(reason: str | None, *, called: bool) -> str | None:
-    return "tool_calls" if called and reason == "stop" else reason
+def _reason(reason: str | None, *, ends_with_call: bool) -> str | None:
+    return "tool_calls" if ends_with_call and reason == "stop" else reason

@@ -93,11 +93,12 @@ class Usage:
         ):
             return {"speculative_decoding": None}
         metrics, num_drafts = self.metrics[0], self._generation.num_drafts
-        at_least = [metrics.num_drafts, *metrics.accepted_per_position]
-        at_least += [0] * (num_drafts + 2 - len(at_least))
+        # By i: the steps in which at least i drafts were accepted.
+        steps_by_min_accepted = [metrics.num_drafts, *metrics.accepted_per_position]
+        steps_by_min_accepted += [0] * (num_drafts + 2 - len(steps_by_min_accepted))
         return {
             "speculative_decoding": {
-                "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+                "acceptance_histogram": [a - b for a, b in pairwise(steps_by_min_accepted)],
                 "num_spec_steps": metrics.num_drafts,
                 "mean_acceptance_length": metrics.mean_acceptance_length,
                 "draft_acceptance_rate": metrics.acceptance_rate,

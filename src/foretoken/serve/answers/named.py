@@ -40,6 +40,7 @@ class NamedEvents:
         self._is_cut = False  # the answer ended within a call
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
+        """The whole answer, in pieces."""
         for event in choices[0]:
             self._add_event(event)
         self._events = []  # only a stream sends them
@@ -47,6 +48,7 @@ class NamedEvents:
         yield from pieces(self._answer | self._extras(usage))
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
+        """The part of the stream for these events."""
         if not self._has_begun:
             self._has_begun = True
             self._start(usage)
@@ -300,15 +302,15 @@ class MessagesWriter(NamedEvents):
     def _note_stop(self, sample: CompletionDelta) -> None:
         """Set `stop_reason` and `stop_sequence` from the engine's `finish_reason`."""
         reason = str(sample.finish_reason)
-        by_text = isinstance(sample.stop_reason, str) and reason == "stop"
+        is_stop_text = isinstance(sample.stop_reason, str) and reason == "stop"
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
         if reason == "length" and sample.stop_reason is not None:
             self._answer["cut_by"] = sample.stop_reason
         if reason == "stop" and has_calls and not self._is_cut:
             reason = "tool_use"
-        reason = "stop_sequence" if by_text else _STOP_REASONS.get(reason, reason)
+        reason = "stop_sequence" if is_stop_text else _STOP_REASONS.get(reason, reason)
         self._answer["stop_reason"] = reason
-        self._answer["stop_sequence"] = sample.stop_reason if by_text else None
+        self._answer["stop_sequence"] = sample.stop_reason if is_stop_text else None
 
     @property
     def _blocks(self) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def start(
         if address is not None:
             say(f"Ray Serve's application is {watch.application}.")
         handle = contexts.enter_context(
-            _deployed(engine_deployment(model, options, needs), watch, is_own=address is None)
+            _deploy(engine_deployment(model, options, needs), watch, is_own=address is None)
         )
         life = Lifetime(options, lambda: watch.failure)
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
@@ -102,7 +102,7 @@ def start(
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """Be connected to the Ray cluster at `address`; None: to a new one on this machine."""
+    """Connect to the Ray cluster at `address`, or to a new one on this machine if that is None."""
     own_options = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     if address not in (None, "auto"):
         _check_address(str(address))
@@ -151,7 +151,7 @@ def _no_cluster(address: str | None, error: Exception) -> ConfigError:
 
 
 @contextmanager
-def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> Iterator[Any]:
+def _deploy(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> Iterator[Any]:
     """Deploy the engines; yields their handle when they are up, and deletes them in the end.
 
     Args:
@@ -252,7 +252,7 @@ def _why_failed(name: str, status: ApplicationStatusOverview) -> str:
     """The message for a deployment that failed, with the last error in Ray Serve's messages.
 
     Args:
-        name: of the model.
+        name: the model's name.
     """
     deployments = status.deployments.values()
     messages = "\n".join(deployment.message for deployment in deployments) or status.message

@@ -199,7 +199,8 @@ class Relay:
         self._scope, self._send = scope, send
         self._head: Head | None = None
         self._replica = ""
-        self._unsent, self._num_events, self._has_begun = list[bytes](), 0, False
+        self._unsent, self._num_events = list[bytes](), 0
+        self._has_begun = False  # whether the head was sent
 
     async def run(self, pieces: AsyncGenerator[Piece, None], under_way: ForwardedRequest) -> None:
         """Send the replica's answer, from `Taken` to `Done`."""

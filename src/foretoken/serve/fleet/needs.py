@@ -70,8 +70,11 @@ def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
     if ":" in engine.device:
         bound = "left out, `cpu` or `cuda`: of a machine's GPUs Ray gives each replica its own"
         raise ConfigError("device", engine.device, bound)
-    uses_gpu = {"cpu": False, "auto": scale.replica_gpus != 0 and (has_gpus or scale.replica_gpus)}
-    on_gpu = bool(uses_gpu.get(engine.device, True))
+    gpu_by_device = {
+        "cpu": False,
+        "auto": scale.replica_gpus != 0 and (has_gpus or scale.replica_gpus),
+    }
+    on_gpu = bool(gpu_by_device.get(engine.device, True))
     gpus = scale.replica_gpus
     if gpus is None:
         gpus = 1 / max(int(1 / engine.memory_fraction), 1) if on_gpu else 0

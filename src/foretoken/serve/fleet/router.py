@@ -75,7 +75,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Note the replica that took a request. It is not the first choice if that was full."""
+        """Note the replica that took a request: the first choice or, if that was full, another."""
         prompt, name = _prompt(pending_request), replica_id.unique_id
         request = pending_request.metadata.internal_request_id
         if self._unsent.pop(request, None) is not None:  # otherwise the request has ended

@@ -84,7 +84,9 @@ class MessageFormat:
     decode: Callable[..., str] = field(default=lambda ids, **options: "", compare=False)
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None, calls: str, reasoning: str) -> MessageFormat:
+    def from_options(
+        cls, tokenizer: Any, template: str | None, calls: str, reasoning: str
+    ) -> MessageFormat:
         """The formats that options name, or that `auto` finds in the template.
 
         Args:

@@ -96,16 +96,16 @@ class Parsing:
     decode: Callable[[list[int]], str] = field(default=lambda ids: "", compare=False)
 
     @classmethod
-    def of(
+    def for_format(
         cls, form: MessageFormat, names: Sequence[str], *, reasons: bool, parallel: bool
     ) -> Parsing:
-        """The record for answers in this format.
+        """What to look for in answers of a model that writes in this format.
 
         If a mark is a special token, the text must keep all special tokens, so that the parser sees
-        the mark. `hidden` then has the others, which the parser removes.
+        the mark. `hidden` then has the other special tokens, which the parser removes.
 
         Args:
-            names: the functions that may be called.
+            names, reasons, parallel: see the attributes.
         """
         marks = [THINK, END_THINK] if reasons else []
         if names and form.calls:
@@ -511,7 +511,7 @@ class ReasoningCount:
         return len(self._ids)
 
     def end(self, num_after: int) -> int:
-        """The number of tokens up to the mark, with which the text so far need not end.
+        """The number of tokens up to and including the mark; the text may go on after the mark.
 
         Leading white space is ignored, since a decoder may drop that of its first token.
 

@@ -47,7 +47,7 @@ Reader = Callable[[Body, Served], GenerationRequest]
 
 
 def router(context: Context) -> APIRouter:
-    """OpenAI's `/v1/completions`, `/v1/chat/completions`, `/v1/responses`; `/v1/messages`."""
+    """Endpoints that generate: those of OpenAI, and Anthropic's `/v1/messages`."""
     routes = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
     served, model = context.served, context.served.names[0]
 

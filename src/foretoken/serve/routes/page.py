@@ -43,7 +43,7 @@ HEADERS = {
 
 
 def router(context: Context) -> APIRouter:
-    """`/`, its files, `/page/state`, and `/docs`."""
+    """Endpoints for the page `/` and its files, for `/page/state`, and for `/docs`."""
     routes = APIRouter(tags=["page"])
     served = _served(context)
 

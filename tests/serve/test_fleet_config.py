@@ -583,7 +583,7 @@ def test_the_files_of_the_documents_are_read(name: str, models: int, tmp_path: P
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for loaded in [name for name in sys.modules if name.split(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, loaded)
-    for name in ("deployment", "fleet.command", "fleet.handles", "fleet.router"):
+    for name in ("deployment", "fleet.command", "fleet.router"):
         monkeypatch.delitem(sys.modules, f"foretoken.serve.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("foretoken.serve.command.set_in_environment", lambda **values: None)

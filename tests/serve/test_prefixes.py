@@ -105,7 +105,7 @@ def test_a_short_prompt_is_known_as_a_whole() -> None:
 
 
 def test_what_was_not_used_for_longest_is_forgotten() -> None:
-    index = PrefixIndex[str](most=3)
+    index = PrefixIndex[str](max_chunks=3)
     for text in "abc":
         index.add(text, "p")
     index.add("a", "q")
@@ -116,7 +116,7 @@ def test_what_was_not_used_for_longest_is_forgotten() -> None:
 
 
 def test_a_beginning_outlives_what_follows_it() -> None:
-    index = PrefixIndex[str](most=3)
+    index = PrefixIndex[str](max_chunks=3)
     prompt = "".join(letter * CHUNK for letter in "abcd")
     index.add(prompt, "p")
     assert index.longest(prompt, "p") == ("p", 3)

@@ -15,7 +15,7 @@ from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.parsers.message import Content, Reasoning, ToolCall
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked
+from foretoken.serve.requests import GenerationRequest
 from tests.serve.running import post
 from tests.serve.test_tools import AREA, Area
 
@@ -139,8 +139,8 @@ def test_numbers_that_json_does_not_have_are_refused(http: httpx.Client) -> None
 def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
     """What has begun does not show what came later."""
     body = ResponsesBody(input="a", chat_template_kwargs={})
-    writer = ResponsesWriter(Asked(SamplingParams(), messages=()), body, "m")
-    usage = Usage(Asked(SamplingParams()))
+    writer = ResponsesWriter(GenerationRequest(SamplingParams(), messages=()), body, "m")
+    usage = Usage(GenerationRequest(SamplingParams()))
     parts = (Reasoning("r"), ToolCall(0, "c", "f", "{}"), Content("x"), Content("y"))
     sample = CompletionDelta(0, [1], "", "stop")
     pieces = [*writer.write([Event(0, parts, sample)], usage), *writer.last(usage)]
@@ -161,7 +161,7 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
 
 def test_an_answer_that_the_server_cut_says_so() -> None:
     """Here and in Messages: by its end, of a request that had not begun, and by a deadline."""
-    asked, body = Asked(SamplingParams()), ResponsesBody(input="a")
+    asked, body = GenerationRequest(SamplingParams()), ResponsesBody(input="a")
     for text, why in (("", "shutdown"), ("so", "timeout")):
         parts = (Content(text),) if text else ()
         event = Event(0, parts, CompletionDelta(0, [], text, "length", why))

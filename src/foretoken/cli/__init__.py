@@ -17,6 +17,6 @@ def main() -> None:
         try:
             app()
         finally:
-            if sys.stdout is not output:  # how Typer leaves when nobody reads its help
+            if sys.stdout is not output:  # Typer replaces it if its help meets a closed pipe
                 raise SystemExit(CLOSED_PIPE)
             output.flush()

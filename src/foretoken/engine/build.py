@@ -36,9 +36,9 @@ from foretoken.engine.memory_plan import (
     blocks_within,
     check_fits,
     fitting_plan,
+    format_bytes,
     graph_sizes,
     reserving,
-    shown,
 )
 from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.runner import Runner, Sampler
@@ -160,9 +160,9 @@ def _weights_remedy(folder: Path, free: int | None) -> str:
     remedy = "Take a smaller checkpoint or `dtype`."
     with suppress(CheckpointError, OSError):  # random weights have no files
         stored = sum(file.stat().st_size for file in check_weights(folder, plain=False))
-        remedy = f"The checkpoint's files hold {shown(stored)}. {remedy}"
+        remedy = f"The checkpoint's files hold {format_bytes(stored)}. {remedy}"
     if free is not None:
-        remedy += f" {shown(free)} of the GPU were free at the start."
+        remedy += f" {format_bytes(free)} of the GPU were free at the start."
     return remedy
 
 
@@ -229,7 +229,12 @@ def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
 
 
 class Assembly:
-    """Makes the parts of an engine from its loaded models; `on_host`: as in `SlotTable`."""
+    """Makes the parts of an engine from its loaded models; `on_host`: as in `SlotTable`.
+
+    Attributes:
+        captures: whether decode steps are captured as CUDA graphs.
+        adapts: whether K is `auto`.
+    """
 
     def __init__(
         self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool

@@ -67,7 +67,13 @@ class Launched:
 
 
 class Engine:
-    """Continuous batching of plain and speculative requests over one target."""
+    """Continuous batching of plain and speculative requests over one target.
+
+    Attributes:
+        on_step: called with the trace of each committed step; None: no step is timed.
+        runs_ahead: whether a step is launched before the last one is committed.
+        limits: bounds on requests.
+    """
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class Engine:
         times.append(time.perf_counter())
         launched = to_commit = self.launch(schedule)
         times.append(time.perf_counter())
-        if self.runs_ahead:
+        if self.runs_ahead:  # commit the last step, and leave this one to the next call
             to_commit, self._unread = self._unread, launched
         changed = self.commit(to_commit)
         times.append(time.perf_counter())
@@ -162,7 +168,7 @@ class Engine:
             message, shares = self._message(schedule)
             with self.threads.during(shares):
                 step = self.runner.begin(message)
-                del self._released[: len(message.released)]
+                del self._released[: len(message.released)]  # the runner has released these
                 if step is not None:
                     edits, launched.faults = self._edits(shares, step)
                     launched.result = self.runner.finish(step, edits)
@@ -284,11 +290,11 @@ class Engine:
 
     def encode_bad_words(self, params: SamplingParams) -> BadWords:
         """`bad_words` as token ids. Any thread may call this."""
-        words, known = tuple(params.bad_words or ()), self._bad_words
-        if words not in known:  # the last words are kept: prompts of one call often share them
+        words, cached = tuple(params.bad_words or ()), self._bad_words
+        if words not in cached:  # keeps the last words: prompts of one call often share them
             ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
-            self._bad_words = known = {(): (), words: ids}
-        return known[words]
+            self._bad_words = cached = {(): (), words: ids}
+        return cached[words]
 
     def check_works(self) -> None:
         """Raise `EngineBrokenError` once the device has failed."""

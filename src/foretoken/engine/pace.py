@@ -64,9 +64,9 @@ class PromptCosts:
             tokens: prompt tokens.
             pairs: pairs of a prompt token and an earlier token of the same prompt.
         """
-        alone = self.of_tokens(rows + tokens)
-        whole = np.maximum(decoding + alone - self.of_tokens(rows), alone)
-        return np.where(tokens > 0, whole + self.pair * pairs, decoding)
+        prompt_step = self.of_tokens(rows + tokens)
+        seconds = np.maximum(decoding + prompt_step - self.of_tokens(rows), prompt_step)
+        return np.where(tokens > 0, seconds + self.pair * pairs, decoding)
 
 
 @dataclass(slots=True)
@@ -133,20 +133,20 @@ class DecodeCosts:
         self._curves: dict[int, Curve] = {}
         self._index_K = np.arange(table.rest_JK1.shape[1] - 1)
 
-    def seconds(self, asked: Sequence[int], context: int) -> float:
+    def seconds(self, drafts: Sequence[int], context: int) -> float:
         """Seconds of a step.
 
         Args:
-            asked: number of drafts of each request.
+            drafts: number of drafts of each request.
             context: tokens of all requests together.
         """
-        batch, most = len(asked), max(asked, default=0)
+        batch, most = len(drafts), max(drafts, default=0)
         if not batch:
             return 0.0
         if batch not in self._curves:
             self._curves[batch] = self._costs.curve(batch)
         curve = self._curves[batch]
-        counts = [most] * batch if self._lockstep else asked
+        counts = [most] * batch if self._lockstep else drafts
         live_K = (np.array(counts)[:, None] > self._index_K).sum(axis=0)
         return float(curve.seconds(sum(counts) / batch, curve.drafting(live_K), context))
 
@@ -160,7 +160,7 @@ class Pace:
         self.prompts, self.max_seconds = prompts, max_seconds
         self._decode = DecodeCosts(table, lockstep=lockstep)
 
-    def room(self, asked: Sequence[int], context: int) -> Room:
-        """The room for prompts in a step; `asked` and `context` as in `DecodeCosts.seconds`."""
-        decoding, rows = self._decode.seconds(asked, context), len(asked) + sum(asked)
+    def room(self, drafts: Sequence[int], context: int) -> Room:
+        """The room for prompts in a step; `drafts` and `context` as in `DecodeCosts.seconds`."""
+        decoding, rows = self._decode.seconds(drafts, context), len(drafts) + sum(drafts)
         return Room.of_step(self.prompts, self.max_seconds, decoding, rows)

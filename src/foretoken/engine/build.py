@@ -78,8 +78,9 @@ def build_engine(config: EngineConfig) -> Engine:
             raise broken_engine(error) from error
         raise
     if not engine.runner.on_host:
-        # A full collection visits everything that PyTorch and Transformers have loaded: a device
-        # that decoded 512 requests waited 190 ms. Objects that exist now are left out of it.
+        # A full garbage collection visits everything that PyTorch and Transformers have loaded: a
+        # device that decoded 512 requests waited 190 ms. Later collections skip the objects that
+        # exist now.
         gc.unfreeze()  # to collect engines that are gone
         gc.collect()
         gc.freeze()
@@ -87,6 +88,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def _build(config: EngineConfig) -> Engine:
+    """Build an engine: device and backend, target, drafter, memory plan, then all parts."""
     _check_token_budget(config)
     device = choose_device(config.device)
     config, on_host = _completed(config, device), is_on_host(device)

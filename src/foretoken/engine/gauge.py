@@ -126,8 +126,8 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
     least = peak(1, 0)
     if least is None:
         raise EngineMemoryError(
-            f"Out of memory in a step of one request: {format_bytes(gauge.taken())} are taken by weights "
-            "and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
+            f"Out of memory in a step of one request: {format_bytes(gauge.taken())} are taken by "
+            "weights and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
         )
     while (decode := peak(requests, 0)) is None:
         requests = max(requests // 2, 1)

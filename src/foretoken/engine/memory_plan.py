@@ -141,7 +141,7 @@ class MemoryCosts:
     weights, draft_weights: memory taken by loading target and drafter
     libraries:   memory of kernels and libraries outside PyTorch's allocator
     steps:       memory of steps while they run
-    graph:       of a captured step, without its tensors; 0: no step is captured
+    graph:       memory of a captured step, without its tensors; 0: no step is captured
     """
 
     block_size: int
@@ -372,9 +372,9 @@ def shortage(demand: Demand) -> str:
     if changes:
         advice = f"Enough would be: {'; or '.join(changes)}."
     return (
-        f"The GPU's memory does not suffice: {format_bytes(demand.least)} are needed and {format_bytes(usable)} "
-        f"may be used ({source}), so {format_bytes(demand.missing)} are missing. {advice} Needed are "
-        f"{listed}, with a cache for {held}."
+        f"The GPU's memory does not suffice: {format_bytes(demand.least)} are needed and "
+        f"{format_bytes(usable)} may be used ({source}), so {format_bytes(demand.missing)} are "
+        f"missing. {advice} Needed are {listed}, with a cache for {held}."
     )
 
 

@@ -275,6 +275,7 @@ class Sampler:
         return self.backend.verify(batch._replace(values_fit=step.drafts.token_BK.shape[1] == 0))
 
     def _verify_batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
+        """The arguments of verification as one record."""
         requests = step.draft_requests
         return VerifyBatch(
             step.logits_NV, requests.params, requests.slot_B, requests.position_B, step.drafts,

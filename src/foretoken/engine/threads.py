@@ -106,6 +106,7 @@ class StepThreads:
         start = self._clock()
         yield
         faster.observe(count, (self._clock() - start) / tokens)
+        # `_for_prompts` goes once all threads suit decode steps again.
         if decodes and not faster.crowded:
             self._for_prompts = None
         elif self._for_prompts is None:
@@ -114,7 +115,7 @@ class StepThreads:
     def _use(self, count: int) -> None:
         self._backend.set_num_threads(count)
         openmp = 1 if self._native_target else count
-        if torch.get_num_threads() != openmp:  # each thread has a number of its own
+        if torch.get_num_threads() != openmp:  # PyTorch keeps a number for each calling thread
             torch.set_num_threads(openmp)
 
 

@@ -151,7 +151,7 @@ class SlotTable:
         return 4 * max_tokens + 8 * -(-max_tokens // block_size)
 
     def text(self, slot: int, first: int = 0) -> Array:
-        """Known tokens of a slot, without the `first` ones before, int32; only if `on_host`."""
+        """Known tokens of a slot, starting with index `first`, int32; only if `on_host`."""
         return self.token_SL[slot, first : self.length_S[slot]]
 
     def have_ended(self, slots: Sequence[int]) -> bool:

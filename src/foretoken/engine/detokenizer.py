@@ -107,7 +107,7 @@ class Detokenizer:
 
     @property
     def stable_text(self) -> str:
-        """The text that no later token can change: without an end that may begin a stop string."""
+        """The text without an end that may begin a stop string: no later token can change it."""
         num_held, text = 0, self.text
         for stop in self._stop:
             sizes = range(min(len(stop) - 1, len(text)), num_held, -1)

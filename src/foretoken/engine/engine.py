@@ -165,24 +165,27 @@ class Engine:
         launched = Launched(groups, StepTrace() if self.on_step else None)
         with self._ending_batch_on_error():
             use_device(self.runner.device)
-            message, shares = self._message(schedule)
+            plan, shares = self._plan_step(schedule)
             with self.threads.during(shares):
-                step = self.runner.begin(message)
-                del self._released[: len(message.released)]  # the runner has released these
+                step = self.runner.begin(plan)
+                del self._released[: len(plan.released)]  # the runner has released these
                 if step is not None:
                     edits, launched.faults = self._edits(shares, step)
                     launched.result = self.runner.finish(step, edits)
                     launched.shares = shares
         return launched
 
-    def _message(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
-        """The plan for the runner, and the shares of the requests in its step."""
+    def _plan_step(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
+        """The plan of a step for the runner, and the shares of the requests in the step.
+
+        Requests that ended after the schedule are left out.
+        """
         for slot in schedule.left_slots:
             self._release_slot(slot)
         released = self._released[:]
         admissions = []
         for request in schedule.admitted:
-            if request.status is Status.RUNNING:  # it was not aborted after the schedule
+            if request.status is Status.RUNNING:
                 try:
                     admissions.append(self._admit(request))
                 except Exception as error:
@@ -191,11 +194,11 @@ class Engine:
         for share in shares:
             share.request.launched_share = share
         step = StepInput(*zip(*map(_input_row, shares), strict=True)) if shares else StepInput()
-        message = StepPlan(
+        plan = StepPlan(
             released, admissions, schedule.new_blocks, schedule.fresh_blocks, step,
             timed=self.on_step is not None,
         )  # fmt: skip
-        return message, shares
+        return plan, shares
 
     def _edits(
         self, shares: Sequence[Share], step: OpenStep

@@ -93,8 +93,8 @@ class Room:
     def of_step(cls, costs: PromptCosts, max_seconds: float, decoding: Any, rows: Any) -> Room:
         """The room in a step that may take `max_seconds`.
 
-        If twice the time of this step with one prompt token is longer, that is the limit: prompts
-        get at least half of a step.
+        If twice the time of the step with one prompt token is longer, then that is the limit. So
+        prompts get at least half of a step.
         """
         least = costs.mixed_step(decoding, rows, 1, 0.0)
         return cls(costs, decoding, rows, np.maximum(max_seconds, 2 * least))
@@ -105,7 +105,7 @@ class Room:
         Args:
             start: tokens before the chunk in its prompt.
             wanted: the most tokens of the chunk.
-            part: the part of the room, 0..1, that may be used in all.
+            part: the part of the room, 0..1, that prompts may take, this chunk included.
         """
         most = self.decoding + part * (self.most - self.decoding)
         low, high = np.zeros_like(wanted), np.asarray(wanted)
@@ -125,7 +125,7 @@ class Room:
 
 
 class DecodeCosts:
-    """The time of decode steps by measured times; later steps do not change it."""
+    """Predicts the seconds of decode steps from measured times; later steps change nothing."""
 
     def __init__(self, table: StepTable, *, lockstep: bool) -> None:
         """lockstep: every request costs as many drafts as the request with the most drafts."""

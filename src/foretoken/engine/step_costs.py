@@ -160,11 +160,12 @@ class _Steps:
     def table(self, batch: int, drafts: Sequence[int], limit: float) -> tuple[Array, float]:
         """Time steps of `batch` requests with each of the N numbers of drafts in `drafts`.
 
-        A step with fewer drafts never counts as slower than one with more: it was disturbed.
+        If a step with fewer drafts took longer than a step with more, it was disturbed, and the
+        shorter time counts for both.
 
         Returns:
-            Seconds [2, N]: in the first row without drafting, in the second of drafting only. Then
-            the seconds in which the drafter catches up with one token that it has not seen.
+            Seconds [2, N]: row 0 without drafting, row 1 of drafting only. Second, the seconds that
+            the drafter takes to catch up with one token that it has not seen.
         """
         repeats, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
         self._admit(batch, _SHORT)

@@ -110,8 +110,8 @@ def _build(config: EngineConfig) -> Engine:
         )  # fmt: skip
     weights = gauge.taken() if gauge else 0
     native_target = isinstance(model.network, RoundStack)
-    asked_threads = config.threads if device.type == "cpu" else 1
-    threads = StepThreads(asked_threads, backend, native_target=native_target)
+    thread_count = config.threads if device.type == "cpu" else 1
+    threads = StepThreads(thread_count, backend, native_target=native_target)
     num_threads = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.", num_threads, torch.get_num_threads()

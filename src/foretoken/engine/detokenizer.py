@@ -45,7 +45,7 @@ class Detokenizer:
         self._includes_stop = include_stop
         self._unread: list[int] = []
         self._text = ""
-        self._num_before = 0  # characters before the last token's
+        self._num_before = 0  # characters before the text of the last token
 
     @property
     def text(self) -> str:

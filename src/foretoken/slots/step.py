@@ -274,7 +274,7 @@ _UNDECIDED = Outcome([])
 
 @dataclass
 class StepResult:
-    """What a step computed. Only reading it blocks; later steps do not change it.
+    """What a step computed. Only reading it blocks. Later steps change nothing of it except `aux`.
 
     Attributes:
         step: the requests of the step.

@@ -195,8 +195,8 @@ def read_gguf(path: Path) -> GgufFile:
     return _read(tuple(paths), tuple(versions))
 
 
-# Two entries: a target and a draft model. Each file is read for its configuration, its tokenizer and
-# its weights.
+# Two entries: a target and a draft model. Each is read for its configuration, its tokenizer and its
+# weights.
 @lru_cache(maxsize=2)
 def _read(paths: tuple[Path, ...], versions: tuple[tuple[int, int], ...]) -> GgufFile:
     """Read all parts of a model and check that they belong together.

@@ -205,7 +205,8 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
         # A partial character has no text of its own. Tokenizers of one kind give it the same name.
         return (True, name) if PARTIAL in text else (False, text.removeprefix(letter))
 
-    # `<0x41>` and `A` have the same text. `A` comes first here, because the text is encoded as it.
+    # `<0x41>` and `A` have the same text. The first one gets it: `A`, since a tokenizer encodes the
+    # text as `A`.
     names = sorted(tokenizer.get_vocab().items(), key=lambda e: (e[0].startswith("<0x"), e[1]))
     ids: dict[tuple[bool, str], int] = {}
     for name, i in names:

@@ -26,7 +26,7 @@ from foretoken.ops.steps import ForwardBatch
 
 
 class TargetView(NamedTuple):
-    """What a drafter reads of its target besides tokens.
+    """What a drafter reads of its target in addition to tokens.
 
     aux_layers: hidden states that every pass must return, numbered as in `ForwardOutput.aux`
     head:       whether `CausalLM.head` is needed; if the target changes the layout of its weights,

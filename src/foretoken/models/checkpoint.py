@@ -60,8 +60,8 @@ def has_file(path: Path) -> bool:
 
     Raises:
         CheckpointError: the path is not an ordinary file, or it is a broken link. An interrupted
-            download leaves broken links in the hub's cache. Such a file is missing, while a file
-            without a link was never part of the checkpoint.
+            download leaves broken links in the hub's cache: the checkpoint has such a file, but it
+            is missing here.
     """
     with reading(path):
         if path.is_file():
@@ -140,7 +140,7 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
 def check_generation_config(folder: Path) -> None:
     """Check `generation_config.json`, if there is one, or the same values of a GGUF file.
 
-    They say which tokens end a text.
+    These values say which tokens end a text.
 
     Raises:
         CheckpointError: the file is not a JSON object, or Transformers does not accept its values.

@@ -486,7 +486,7 @@ def _load_module(
         raise CheckpointError(
             f"The weights in `{folder}` do not fit `{model_class.__name__}`: {first_line(error)}"
         ) from error
-    # Entries of `mismatched_keys` are (name, shape stored, shape wanted).
+    # Entries of `mismatched_keys` are (name, stored shape, the module's shape).
     mismatched = sorted(key[0] for key in info["mismatched_keys"])
     check_fit(folder, {"missing": sorted(info["missing_keys"]), "mismatched": mismatched})
     check_leftovers(module, info["unexpected_keys"], folder)

@@ -135,8 +135,8 @@ def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[st
 def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
     """The shapes of a model's parameters by name, without allocating the parameters.
 
-    A shared parameter has one name. None if the model cannot be built: the loader then fails in the
-    same way and reports the error.
+    A shared parameter is listed once. None if the model cannot be built: the loader then fails in
+    the same way and reports the error.
     """
     try:
         with torch.device("meta"):

@@ -292,6 +292,7 @@ class DraftModel(_ModelDrafter):
         return DraftBlock(token_BK, num_B, cache if any(real) else None, real_q_B)
 
     def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+        """Draw the drafts [B, K] of a round; `masked`: the requests have grammars."""
         slot_B, length_B = requests.slot_B, requests.position_B
         missing_B = length_B - torch.from_numpy(self._num_computed_S[slot_B.numpy()])
         first = self._pack(slot_B, missing_B, requests.most - 1)
@@ -538,6 +539,7 @@ class Eagle3(Autoregressive):
         return self._block(token_BK, requests.num_B, cache)
 
     def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+        """Draw the drafts [B, K] of a round; `masked`: the requests have grammars."""
         slot_B, block_SL = requests.slot_B, self.slots.state.block_SL
         if self._rounds is not None and not masked:
             # The block table of all slots: gathering the requests' rows would take 45 us.

@@ -61,12 +61,16 @@ class DraftNetwork(NamedTuple):
     ids: IdMap | None
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
-        """Run the packed tokens and write their K/V."""
+        """Run the packed tokens, which have the target's ids, and write their K/V.
+
+        The logits have a column for each of the target's ids: -inf for tokens that the draft model
+        lacks.
+        """
         if self.ids is None:
             return self.model.forward(batch, kv)
-        own = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
-        logits = self.model.forward(own, kv).logits_NV[:, self.ids.draft_id_V]
-        return ForwardOutput(logits.masked_fill_(self.ids.missing_V, -torch.inf))
+        draft_batch = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
+        logits_NV = self.model.forward(draft_batch, kv).logits_NV[:, self.ids.draft_id_V]
+        return ForwardOutput(logits_NV.masked_fill_(self.ids.missing_V, -torch.inf))
 
 
 def load_draft(setup: DrafterSetup) -> DraftNetwork:

@@ -104,7 +104,8 @@ class ChatTemplate:
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation and its token ids.
 
-        The template writes all special tokens, so encoding adds none unless `add_special_tokens`.
+        The template writes all special tokens. Encoding adds special tokens only if the option
+        `add_special_tokens` is set.
 
         Raises:
             RequestError: `messages` is not a conversation, or the template refuses it.

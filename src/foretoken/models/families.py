@@ -276,7 +276,8 @@ def tensor_reader(
 def twin_of(
     model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, attention: str
 ) -> Any:
-    """Transformers' module without memory for weights, but with its RoPE frequencies."""
+    """Transformers' module of a configuration. Its weights have no memory (they are on the meta
+    device); its RoPE frequencies are on `device`."""
     with torch.device("meta"):
         module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
     rotary = getattr(module.base_model, "rotary_emb", None)

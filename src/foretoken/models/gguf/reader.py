@@ -102,10 +102,10 @@ class GgufTensor(NamedTuple):
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
 
     def values(self) -> NDArray[Any]:
-        """The numbers of a tensor of kind F32 or F16, in its shape, a view.
+        """The numbers of a tensor of kind F32 or F16, in the tensor's shape: a view of the file.
 
         Raises:
-            CheckpointError: it is of another kind.
+            CheckpointError: the tensor is of another kind.
         """
         if self.kind not in _PLAIN:
             raise CheckpointError(

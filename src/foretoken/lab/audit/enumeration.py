@@ -2,10 +2,10 @@
 
 The function is run many times with a symbolic generator. This generator returns `Uniform`s, which
 only know the interval that they lie in. A comparison with a threshold inside the interval forks the
-run in two, weighted by the threshold's position. The result covers *all* uniforms, without a grid or
-a sample. Thresholds may be floats, `Fraction`s for an exact result, numpy numbers and torch tensors.
-A uniform may be scaled, shifted and given to `np.log` before it is compared. Arrays of uniforms are
-numpy arrays of dtype object.
+run in two, weighted by the threshold's position. The result covers *all* uniforms, without a grid
+or a sample. Thresholds may be floats, `Fraction`s for an exact result, numpy numbers and torch
+tensors. A uniform may be scaled, shifted and given to `np.log` before it is compared. Arrays of
+uniforms are numpy arrays of dtype object.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ _LIKELY = 32  # number of likeliest tokens of a row that `rounding` looks at
 # audit, two OpenMP threads spent 22 s of CPU time on work that one thread does in 1.5 s: with 15M
 # parameters each thread has too little to do between two barriers.
 _SMALL = 100_000_000
-# Sampling parameters that the reference cannot apply. If it ignored them, this would look like a bug
-# of the subject.
+# Sampling parameters that the reference cannot apply. If it ignored them, this would look like a
+# bug of the subject.
 _UNKNOWN = ("structured_outputs", "bad_words", "min_tokens")
 
 
@@ -111,7 +111,7 @@ class Reference:
         return float(torch.stack(variances).mean().sqrt())
 
     def probabilities(self, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
-        """The distributions of each text's tokens, after edits, temperature, filters: float64 [R, V]."""
+        """The distributions of each text's tokens, edited and filtered: float64 [R, V]."""
         check_known(params)
         return [
             filtered(edited(logits.double(), text, params), params)
@@ -134,7 +134,7 @@ def check_known(params: SamplingParams) -> None:
 
 
 def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
-    """Logits with bias, with only allowed tokens, and with penalties for the tokens before each row."""
+    """Logits after bias, allowed tokens, and penalties for the tokens before each row."""
     logits_RV = logits_RV.clone()
     for token, bias in (params.logit_bias or {}).items():
         logits_RV[:, token] += bias

@@ -195,7 +195,7 @@ class Planner:
         return replicas.drafts
 
     def _replicas(self, replicas: Replicas, one: float, drafts: int, rate: float) -> None:
-        """Add rows with the capacity of 1, 2, .. replicas, and of the needed and allowed numbers."""
+        """Add rows with the capacity of 1, 2, .. replicas, the needed and the allowed number."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
         needed = replicas.needed(one, steps, rate)
         counts = {*range(1, min(replicas.most, _SHOWN) + 1), replicas.most, needed or 1}

@@ -3,10 +3,10 @@
 Under a small nucleus, texts of a few tokens have few outcomes, and the reference enumerates them
 all. Another engine's arithmetic differs without any bug. So the audit allows for independent normal
 noise on each logit; its standard deviation is `SPARE` times the effect of bfloat16 on this target
-(`Reference.rounding`). Noise must not make an impossible text possible. Therefore prompts are chosen
-for which no token is so near the edge of a nucleus that noise moves it across the edge. Texts
-outside the nuclei may have a share of `OTHER`. The distribution of texts inside may be as far from
-the reference's as noise moves it in 99 % of `NOISES` trials; that distance is `delta`.
+(`Reference.rounding`). Noise must not make an impossible text possible. Therefore prompts are
+chosen for which no token is so near the edge of a nucleus that noise moves it across. Texts outside
+the nuclei may have a share of `OTHER`. The distribution of texts inside may be as far from the
+reference's as noise moves it in 99 % of `NOISES` trials; that distance is `delta`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ServerAudit:
         self.chosen = self._choose(params.temperature or 1.0)
 
     def _choose(self, temperature: float) -> list[ChosenPrompt]:
-        """Choose prompts whose few outcomes are about equally likely; some at half the temperature."""
+        """Choose prompts with few, about equally likely outcomes; some at half the temperature."""
         candidates = [*self._most_even(temperature, *FULL), *self._most_even(temperature, *HALF)]
         self._rows.clear()
         if not candidates:
@@ -178,7 +178,7 @@ class ServerAudit:
         return chosen
 
     def _readable(self) -> list[list[int]]:
-        """Prompts whose text is encoded as the same tokens again, so that the server uses them, too."""
+        """Prompts whose text is encoded as the same tokens again, which the server then uses."""
         encode, decode = self.tokenizer.encode, self.tokenizer.decode
         prompts = (encode(item.prompt)[:PROMPT_TOKENS] for item in heldout())
         return [ids for ids in prompts if encode(decode(ids)) == ids]

@@ -90,7 +90,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """A line with the evidence of a refutation, or with the deviation that the draws exclude."""
+        """One line: the evidence of a refutation, or the deviation that the draws exclude."""
         evidence = self.evidence
         interrupted = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:

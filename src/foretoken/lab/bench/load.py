@@ -137,7 +137,7 @@ class Client(ABC):
         return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
-        """A context that collects requests: they reach the system all at once, if that is possible."""
+        """A context that collects requests; if possible, they reach the system all at once."""
         return nullcontext()
 
     @abstractmethod

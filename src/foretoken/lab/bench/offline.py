@@ -47,7 +47,7 @@ class Engines(Client):
 
     @asynccontextmanager
     async def opened(self, cases: Sequence[BenchCase]) -> AsyncIterator[None]:
-        """Load an engine with the settings of these cases, and close it at the end of the context."""
+        """A context with an engine for these cases: loaded at its start, closed at its end."""
         speculation = speculation_of(self._options["speculative_config"], cases[-1])
         start = time.perf_counter()
         self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
@@ -83,7 +83,7 @@ class Engines(Client):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context in which the engine begins no step, so that its next step has all new requests."""
+        """A context without new steps: the engine's next step has all requests sent in it."""
         all_sent = threading.Event()
         self._engine._worker.call(lambda engine: all_sent.wait())
         try:

@@ -234,7 +234,7 @@ class Server(Client):
             yield piece
 
     async def counts(self) -> SpeculationMetrics | None:
-        """Counts from the server's Prometheus metrics, with the names that vLLM and Foretoken use."""
+        """Counts from the server's Prometheus metrics, named as by vLLM and Foretoken."""
         try:
             return _read_metrics(str(await self.get("/metrics")))
         except (ServerGoneError, RequestFailedError, ValueError, OverflowError):

@@ -96,12 +96,16 @@ class TrainOptions:
             raise ConfigError("tied_head", True, "left out with `draft_vocab_size`", remedy)
 
     def to_resume(self) -> dict[str, Any]:
-        """The options that must be the same for a resumed training, as JSON."""
-        free = ("device", "output", "resume", "save_every")
-        return {name: value for name, value in asdict(self).items() if name not in free}
+        """The options that a resumed training must not change, by name."""
+        may_change = ("device", "output", "resume", "save_every")
+        return {name: value for name, value in asdict(self).items() if name not in may_change}
 
     def resumed(self, begun: Mapping[str, Any]) -> TrainOptions:
-        """These options with those of the begun training; `ConfigError` if one contradicts."""
+        """These options, completed by the options with which the training was begun.
+
+        Raises:
+            ConfigError: an option was given with another value.
+        """
         defaults = {field.name: field.default for field in fields(self)}
         begun = {**{name: defaults[name] for name in self.to_resume()}, **begun}
         for name, value in self.to_resume().items():

@@ -437,7 +437,7 @@ def test_what_cannot_be_is_not_allowed_for() -> None:
 
 def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
     """Alarms at alpha = 0.05, and the mean e-value, of uniforms in groups of any frequency."""
-    model, rng = Model("m", np.full(16, 0.25), {}, given=4), np.random.default_rng(3)
+    model, rng = Model("m", np.full(16, 0.25), {}, groups=4), np.random.default_rng(3)
     alarms, total = 0, 0.0
     for _ in range(runs):
         group = rng.choice(4, p=[0.7, 0.2, 0.07, 0.03], size=draws)
@@ -451,7 +451,7 @@ def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
 
 def test_shares_that_are_right_are_within_the_reach_that_a_plot_shows() -> None:
     rng, null = np.random.default_rng(3), np.array([0.5, 0.3, 0.2, 0.1, 0.4, 0.5])
-    model, within = Model("m", null, {}, given=2), []
+    model, within = Model("m", null, {}, groups=2), []
     for _ in range(2000):
         first, second = rng.multinomial(3000, null[:3]), rng.multinomial(1000, null[3:])
         source = Source(model, np.array([*first, *second], dtype=float), 4000)
@@ -466,7 +466,7 @@ def test_outcomes_given_their_group() -> None:
     assert alarms <= 25
     assert mean < 1.3  # of 1 at most, in expectation
     assert given_groups(0.2, runs=20, draws=1500)[0] == 20
-    source = Source(Model("m", np.full(4, 0.5), {}, given=2), np.array([450.0, 450, 50, 50]), 1000)
+    source = Source(Model("m", np.full(4, 0.5), {}, groups=2), np.array([450.0, 450, 50, 50]), 1000)
     assert (source.distance, source.p_value) == (0.0, 1.0)
 
 

@@ -169,13 +169,13 @@ class EngineAudit:
         samples = self.params.temperature > 0
         bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
         rounds, rule = self._drafts_of_an_outcome()
-        given = np.full(CELLS, 1 / SIDE)
+        null_in_group = np.full(CELLS, 1 / SIDE)
         models = [
             Model("tokens", FLAT, bugs, rounds, together=LENGTH, usual_rule=rule),
             Model("neighbours", FLAT, {}, together=LENGTH // 2),
             Model("requests", FLAT, {}, together=LENGTH),
-            Model("uniforms after ranks", given, {}, together=LENGTH, given=SIDE),
-            Model("uniforms in turn", given, {}, together=LENGTH, given=SIDE),
+            Model("uniforms after ranks", null_in_group, {}, together=LENGTH, groups=SIDE),
+            Model("uniforms in turn", null_in_group, {}, together=LENGTH, groups=SIDE),
             Model("two or three outcomes", FLAT, {}, together=LENGTH),
         ]
         models = [model._replace(shown=SHOWN[model.name]) for model in models]

@@ -178,16 +178,16 @@ class SymbolicRandom:
     """The generator of one run, with those methods of numpy's generator that verifiers use.
 
     Args:
-        taken: the first branches that the run takes.
+        branches: the first branches that the run takes.
 
     Attributes:
-        taken: all branches that the run has taken.
+        branches: all branches that the run has taken.
         weight: their probability.
-        others: the first branches of further runs, which take another branch at some fork.
+        unexplored: the first branches of further runs, which take another branch at some fork.
     """
 
-    def __init__(self, taken: list[int]) -> None:
-        self.taken, self.weight, self.others = taken, 1, list[list[int]]()
+    def __init__(self, branches: list[int]) -> None:
+        self.branches, self.weight, self.unexplored = branches, 1, list[list[int]]()
         self._num_forks = 0
 
     def fork(self, weights: Sequence[Any]) -> int:
@@ -195,11 +195,11 @@ class SymbolicRandom:
 
         Other branches with a probability above 0 are left for later runs.
         """
-        if self._num_forks == len(self.taken):
+        if self._num_forks == len(self.branches):
             possible = [k for k, weight in enumerate(weights) if weight > 0]
-            self.others += [[*self.taken, k] for k in possible[1:]]
-            self.taken = [*self.taken, possible[0]]
-        branch = self.taken[self._num_forks]
+            self.unexplored += [[*self.branches, k] for k in possible[1:]]
+            self.branches = [*self.branches, possible[0]]
+        branch = self.branches[self._num_forks]
         if branch >= len(weights) or not weights[branch] > 0:
             raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
         self._num_forks += 1
@@ -287,11 +287,13 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
     distribution: dict[_T, Any] = {}
     todo, runs = [list[int]()], 0
     while todo:
-        taken, runs = todo.pop(), runs + 1
-        first, again = SymbolicRandom(taken), SymbolicRandom(taken)
+        branches, runs = todo.pop(), runs + 1
+        first, again = SymbolicRandom(branches), SymbolicRandom(branches)
         try:
             outcome = function(first)
-            is_same = runs > TWICE or (function(again) == outcome and again.taken == first.taken)
+            is_same = runs > TWICE or (
+                function(again) == outcome and again.branches == first.branches
+            )
         except NotEnumerableError:
             raise
         except Exception as error:  # arithmetic, or a library's own conversion
@@ -306,5 +308,5 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
         if runs > MOST_RUNS:
             raise NotEnumerableError(f"it takes {runs} runs and more")
         distribution[outcome] = distribution.get(outcome, 0) + first.weight
-        todo += first.others
+        todo += first.unexplored
     return distribution

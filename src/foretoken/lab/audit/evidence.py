@@ -72,7 +72,7 @@ class Model(NamedTuple):
         delta: total variation from `null` that may be due only to arithmetic.
         closed: whether the last cell is for impossible outcomes; `delta` then does not add to its
             probability.
-        given: number of groups, each of equally many consecutive cells. The test is about an
+        groups: number of groups, each of equally many consecutive cells. The test is about an
             outcome's cell given its group: `null` is P(cell | group), and the frequencies of groups
             do not matter.
         shown: texts for plots.
@@ -88,7 +88,7 @@ class Model(NamedTuple):
     delta: float = 0.0
     usual_rule: str = "standard"
     closed: bool = False
-    given: int = 1
+    groups: int = 1
     shown: PlotText = PlotText()
 
 
@@ -118,7 +118,7 @@ class Source:
     @property
     def expected(self) -> Any:
         """The expected counts of a lossless subject, for the observed number of draws per group."""
-        grouped = self.counts.reshape(self.model.given, -1)
+        grouped = self.counts.reshape(self.model.groups, -1)
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
 
     @property
@@ -128,8 +128,8 @@ class Source:
         Each interval contains the observed share of a correct subject with `CONFIDENCE` (normal
         approximation).
         """
-        grouped = self.counts.reshape(self.model.given, -1).sum(axis=1, keepdims=True)
-        null = self.model.null.reshape(self.model.given, -1)
+        grouped = self.counts.reshape(self.model.groups, -1).sum(axis=1, keepdims=True)
+        null = self.model.null.reshape(self.model.groups, -1)
         spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)
         return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread + self.model.delta
 
@@ -154,7 +154,7 @@ class Source:
 
         It assumes that the number of draws was fixed beforehand.
         """
-        shape = self.model.given, -1
+        shape = self.model.groups, -1
         rows = zip(self.counts.reshape(shape), self.model.null.reshape(shape), strict=True)
         tests = [g_test(counts.tolist(), null.tolist()) for counts, null in rows]
         degrees = sum(max(test.degrees, 0) for test in tests)
@@ -302,7 +302,7 @@ class Evidence:
         one_hot = np.zeros((len(cells) + 1, len(null)))
         one_hot[index + 1, cells] = 1
         earlier = source.counts + one_hot.cumsum(axis=0)[:-1]  # counts before each outcome
-        groups, size = source.model.given, len(null) // source.model.given
+        groups, size = source.model.groups, len(null) // source.model.groups
         in_group = earlier.reshape(len(cells), groups, size).sum(axis=2)[index, cells // size]
         prior = np.array(CONCENTRATIONS)[:, None]
         chance = (prior * null[cells] + earlier[index, cells]) / (prior + in_group)

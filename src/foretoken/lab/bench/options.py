@@ -199,28 +199,31 @@ class BenchOptions:
 
     Attributes:
         url: an OpenAI-compatible server to measure; None: an engine in this process.
-        served_model: the name of a model of the server; None: the first that it lists.
-        api_key: the server's; it is kept out of the results.
+        served_model: the name of a model of the server; None: the first model that it lists.
+        api_key: the server's API key; it is kept out of the results.
         timeout: seconds without data after which a request to a server has failed.
         concurrency: requests that are under way at any time; several numbers, separated by commas,
             are measured one after another; None: 1,4,16, if there is no `request_rate`.
         request_rate: requests that arrive in a second, at random intervals (a Poisson process);
-            several, separated by commas.
-        num_requests: requests of each run, or several numbers, separated by commas, one for each
-            load; as many as the concurrency are all sent at once. None: twice the concurrency and
-            at least 8, or 32 under a rate.
-        input_len: tokens of a prompt; or two numbers with a dash, between which each is drawn.
-        output_len: tokens that a request generates, in the same way: nothing stops it earlier.
+            several rates are separated by commas.
+        num_requests: requests of each run; or several numbers, separated by commas, one for each
+            load. If it is equal to the concurrency, all requests are sent at once. None: twice the
+            concurrency and at least 8, or 32 under a rate.
+        input_len: tokens of a prompt; for two numbers with a dash, such as 64-256, each prompt's
+            length is drawn between them.
+        output_len: tokens that a request generates, or two numbers as for `input_len`; no answer
+            ends earlier.
         repeats: measured runs of each case; their median, quartiles and range are reported.
-        warmup: runs of each case before those, which are not measured.
+        warmup: runs of each case before the measured runs; their figures are left out.
         prompts: `heldout` (pieces of Python code that come with Foretoken), `random` (token ids), a
             file of text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or
             `random` if the model has no tokenizer.
-        seed: of prompts, arrivals and noise; every request of every run has its own.
-        compare: measure plain decoding as well, in turns with speculative decoding.
+        seed: seed of prompts, arrivals and noise; every request of every run has its own seed.
+        compare: measure plain decoding, too, in turns with speculative decoding.
         sweep: NAME=VALUE,VALUE with NAME one of k, drafter, rule, temperature, length and rate (of
             synthetic acceptance); every combination is measured.
-        slo: bounds in ms on each request, such as ttft=200,tpot=50,e2e=4000; itl is the longest.
+        slo: bounds in ms on each request, such as ttft=200,tpot=50,e2e=4000; a bound on itl is for
+            the longest gap of a request.
         bandwidth: GB/s at which the device reads its memory; None: measured at the start.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """

@@ -44,24 +44,26 @@ class Replicas:
     cores: int | None
     stream_s: float
 
-    def capacity(self, one: float, steps: float, replicas: int) -> float:
+    def capacity(self, engine_rate: float, steps: float, replicas: int) -> float:
         """Requests per second that `replicas` replicas serve within the bounds.
 
         Args:
-            one: requests per second of one engine, without the cost of streaming.
+            engine_rate: requests per second of one engine, without the cost of streaming.
             steps: mean steps per request.
         """
-        if self.cores is None or not one:
-            return one * replicas
+        if self.cores is None or not engine_rate:
+            return engine_rate * replicas
         streaming = steps * self.stream_s
-        request_s = 1 / one + streaming
+        request_s = 1 / engine_rate + streaming
         return min(replicas / request_s, self.cores / (self.threads * request_s + streaming))
 
-    def needed(self, one: float, steps: float, rate: float) -> int | None:
+    def needed(self, engine_rate: float, steps: float, rate: float) -> int | None:
         """The smallest number of replicas that serves a rate; None: no number of replicas does."""
-        single = self.capacity(one, steps, 1)
+        single = self.capacity(engine_rate, steps, 1)
         count = math.ceil(rate / single) if single else _MAX_REPLICAS + 1
-        served = self.capacity(one, steps, count) * (1 + 1e-9)  # allows for the division's rounding
+        served = self.capacity(engine_rate, steps, count) * (
+            1 + 1e-9
+        )  # allows for the division's rounding
         return count if count <= _MAX_REPLICAS and served >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:

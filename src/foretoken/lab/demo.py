@@ -66,6 +66,7 @@ def _code_prompts() -> list[DemoPrompt]:
 
 
 def _chat_prompts(template: ChatTemplate) -> list[DemoPrompt]:
+    """The held-out conversations, rendered with the chat template."""
     prompts = []
     for chat in heldout_chats():
         prompt = {"prompt_token_ids": template.render(chat.messages)[1]}
@@ -105,6 +106,7 @@ class Demo:
         self.check_losslessness(samples)
 
     def introduce(self) -> None:
+        """Print what the demo does, and the meaning of its styles."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
         done = "answers questions by" if self.is_chat else "completes Python files by"
@@ -148,6 +150,7 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
+        """Print a bar for each draft position: the share of its drafts that were accepted."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)

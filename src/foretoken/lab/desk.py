@@ -120,6 +120,7 @@ class Desk:
             self.console.print(line, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def show(self, tables: Mapping[str, Table], lines: Sequence[str]) -> None:
+        """Print tables with their titles, then lines; nothing with `as_json`."""
         for title, table in tables.items():
             self.say(title, "bold")
             self.say(as_text(table))

@@ -180,6 +180,7 @@ class AuditScope:
                 yield subject
 
     def _operators(self) -> Iterator[Subject]:
+        """The operators of a backend, under each lossless rule."""
         device = choose_device(self.engine.get("device", "auto"))
         backend = choose_backend(self.engine.get("backend", "auto"), device)
         for rule in RULES:
@@ -187,6 +188,7 @@ class AuditScope:
             yield backend_subject(name, backend, device, rule, self.options.seed, alpha=self.alpha)
 
     def _engine(self, status: Status) -> Iterator[Subject]:
+        """An engine in this process, which is loaded with its references."""
         with ExitStack() as stack:
             with status(f"Loading {self.engine['model']}, and what it is compared with"):
                 from foretoken.llm import LLM
@@ -200,6 +202,7 @@ class AuditScope:
             yield audit.subject(f"{Path(llm.config.model).name}, {drafter}")
 
     def _server(self) -> Subject:
+        """A server, compared with a reference of the checkpoint that it serves."""
         client = Client(str(self.options.url), self.options.api_key)
         model, revision = self.engine["model"], self.engine.get("revision")
         reference = Reference(model, revision)

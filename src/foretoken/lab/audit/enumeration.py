@@ -158,6 +158,7 @@ class Uniform:
         return self._apply(lambda value: math.exp(min(value, 700.0)))
 
     def __int__(self) -> int:
+        """The number rounded down: the run forks for each possible integer."""
         if self < 0:
             raise NotEnumerableError("it rounds a negative random number to an integer")
         for whole in range(MOST_STEPS):

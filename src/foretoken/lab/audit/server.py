@@ -265,6 +265,7 @@ class ServerAudit:
         return Subject(name, models, self._draw, self.checks, AT_ONCE, DRAWS, self.notes)
 
     def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
+        """The cells of `AT_ONCE` new texts of a prompt; the last cell is for unexpected texts."""
         chosen = self.chosen[number]
         names = ("max_tokens", "temperature", "top_p")
         fields = {name: getattr(chosen.params, name) for name in names}

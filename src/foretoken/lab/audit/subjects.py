@@ -80,6 +80,7 @@ class Toy:
 
     @property
     def shown(self) -> PlotText:
+        """The description of the toy's outcomes in plots."""
         filters = " and ".join(f"{name} {value}" for name, value in self.filters.items())
         about = (
             f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
@@ -183,6 +184,7 @@ class Toy:
         q = self.tables[1]
 
         def run(rng: Any) -> tuple[Prefix, ...]:
+            """Draw drafts and verify them, for one round or for a whole sample."""
             verify, tokens, rounds = begin(), prefix, list[Prefix]()
             while not rounds or (whole and len(tokens) < self.length):
                 drafts: list[int] = []

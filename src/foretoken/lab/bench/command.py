@@ -42,6 +42,7 @@ def run(desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[
 async def _run(
     desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> None:
+    """See `run`."""
     bench, notes, done = await make_bench(options, params, engine), list[str](), 0
 
     def count(ended: int, work: str) -> None:

@@ -123,6 +123,7 @@ class Server(Client):
         return {"url": self.url, "model": self.model, "sampling": self._params}
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
+        """Send a request and read the stream of its answer; see `Client.send`."""
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         body = {
             "model": self.model,

@@ -288,6 +288,7 @@ class TableDrafter:
     fp64_noise: bool = False
 
     def __call__(self, prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        """Draft after each prefix, of which the first `position_B` tokens are read."""
         num, device = len(slot_B), slot_B.device
         logits_CV = self.chain.logits_CV
         shape = (len(self.params.key_S), self.num_drafts, self.chain.vocabulary)

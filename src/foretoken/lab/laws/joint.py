@@ -101,6 +101,7 @@ class Case:
         return _next_token(Setting(self.temperature, **FILTERS[self.filters]))
 
     def make_propose(self, backend: Backend, device: torch.device) -> MakePropose:
+        """The case's drafter, on a backend."""
         target, draft = (chain.to(device) for chain in self.chains())
         lookup_C = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
         return partial(

@@ -61,9 +61,8 @@ class Replicas:
         """The smallest number of replicas that serves a rate; None: no number of replicas does."""
         single = self.capacity(engine_rate, steps, 1)
         count = math.ceil(rate / single) if single else _MAX_REPLICAS + 1
-        served = self.capacity(engine_rate, steps, count) * (
-            1 + 1e-9
-        )  # allows for the division's rounding
+        # The factor allows for the rounding of the division.
+        served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)
         return count if count <= _MAX_REPLICAS and served >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:

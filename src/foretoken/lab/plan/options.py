@@ -144,6 +144,7 @@ class PlanOptions:
 
     @property
     def rates(self) -> list[float] | None:
+        """`acceptance_rates` as numbers; None if the option was not given."""
         if self.acceptance_rates is None:
             return None
         try:

@@ -476,6 +476,7 @@ def _length_as_rate(options: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> Any:
+    """The contents of a file of JSON or YAML; `ConfigError` if it cannot be read."""
     import yaml  # type: ignore[import-untyped]  # reads JSON, too
 
     try:

@@ -142,6 +142,7 @@ class Simulation:
         self._commit(live, ended if self.profile.lockstep else ())
 
     def _add(self, ask: Ask) -> None:
+        """Submit a request to the scheduler."""
         limits = self.profile.limits
         length = ask.input_len + ask.output_len
         max_len = min(limits.max_model_len, limits.num_blocks * limits.block_size)

@@ -124,6 +124,7 @@ class _Flex:
         self._create_mask, self._masks = flex.create_block_mask, dict[int, Any]()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The result of `_causal`; block masks are kept by number of positions."""
         size = query.shape[2]
         if size not in self._masks:
             self._masks[size] = self._create_mask(

@@ -29,7 +29,7 @@ def score(product, scores: Scores):
 
 @triton.jit
 def normalized(top, total, acc, h_R, live_R, scores: Scores):
-    """The attended values of R rows of heads h: acc / total, a sink's weight included in total."""
+    """The attended values of R rows of heads h: acc / total, with the sink's weight in the total."""
     if scores.sink_H is not None:
         sink = tl.load(scores.sink_H + h_R, mask=live_R, other=0.0).to(tl.float32) * LOG2E
         highest = tl.maximum(top, sink)
@@ -44,7 +44,7 @@ Angles = namedtuple("Angles", "cos sin")
 
 @triton.jit
 def load_heads(p, live, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The heads at addresses p, with a last axis of WIDTH; 0 from D on, and where not live."""
+    """The heads at addresses p, as a last axis of WIDTH; 0 in dimensions >= D and where not live."""
     d = tl.arange(0, WIDTH)
     mask = tl.expand_dims(live, -1) & (d < D)
     return tl.load(tl.expand_dims(p, -1) + d, mask=mask, other=0.0)
@@ -52,7 +52,7 @@ def load_heads(p, live, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_angles(heads: HeadInputs, position, live, SHAPE: tl.constexpr, ROTARY: tl.constexpr):
-    """The angles at these positions. No earlier kernel writes what this reads."""
+    """The `Angles` of these positions. No kernel of a pass writes what this reads."""
     HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, SHAPE.WIDTH)
     turns = tl.expand_dims(live, -1) & (d < ROTARY)
@@ -86,7 +86,7 @@ def rotated_heads(
 
 @triton.jit
 def value_head(row_p, h, SHAPE: tl.constexpr):
-    """Where value head h of rows of qkv is: after all query and key heads."""
+    """The address of value head h in rows of qkv: after all query and key heads."""
     return row_p + (SHAPE.H + SHAPE.H_KV) * SHAPE.D + h * SHAPE.D_V
 
 
@@ -101,7 +101,7 @@ def write_new_kernel(
     AT_ONCE: how many requests the search for each token's request compares at once.
     """
     let_next_start(OVERLAP)
-    rows, cache = rows, cache  # 1s as values, see `triton/records.py`
+    rows, cache = rows, cache  # makes values of fields that are 1, see `triton/records.py`
     h = tl.program_id(1)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.zeros((ROWS,), tl.int32)
@@ -131,5 +131,5 @@ def write_new_kernel(
     for g in range(SHAPE.G):
         p = row_p + (h * SHAPE.G + g) * SHAPE.D
         query = rotated_heads(p, angles, live, heads.q_norm_D, heads, SHAPE, ROTARY)
-        tl.debug_barrier()  # a lane reads, as a partner, what another lane replaces
+        tl.debug_barrier()  # lanes have read partner dimensions that others replace
         tl.store(p[:, None] + d, query.to(value.dtype), mask=inside)

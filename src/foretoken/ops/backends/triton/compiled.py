@@ -79,8 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Args:
         args: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow. No bools; an argument that is an integer in one launch must
-            be an integer in all launches.
+            them; constants may follow. No bools; integers must be integers in all launches.
         options: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted

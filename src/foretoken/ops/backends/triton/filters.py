@@ -6,10 +6,9 @@ read. Their logits that reach it, a little more than k, make a short list. In th
 thresholds are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
 In the end a row has one of two states. The survivors of a *compact* row are in a short list of up
-to CAPACITY entries. A *dense* row (count DENSE) has no list, because it drops no token or because a
-list would overflow: later kernels compare all its logits with its threshold. If the list would
-overflow, the row has the count UNDECIDED and its number is in the queue, until `sweep.py` and
-`wide.py` have searched the whole row.
+to CAPACITY entries. A *dense* row (count DENSE) drops no token, or its list would overflow: later
+kernels compare all its logits with its threshold. While that threshold is not known, the count is
+UNDECIDED: the row is in a queue until `sweep.py` and `wide.py` have searched it.
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
     """The largest t such that the integer weight of keys >= t reaches `need`.
 
     If all keys together do not reach `need`, the result is the key of -inf: fewer than k logits may
-    be above min-p's floor. Keys of 0 weigh nothing. COUNTS: every other key weighs 1. The bracket
-    of t is halved until a single key is left: 5 to 9 rounds for most rows of 151 936 logits, at
-    most 32.
+    be above min-p's floor. Keys of 0 weigh nothing. COUNTS: all others weigh 1. The bracket of t is
+    halved until a single key is left: 5 to 9 rounds for most rows of 151 936 logits, 32 at most.
     """
     valid = key > 0
     low, high = tl.min(tl.where(valid, key, 0xFFFFFFFF), axis=0), tl.max(key, axis=0) + 1

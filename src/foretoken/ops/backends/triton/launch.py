@@ -139,10 +139,7 @@ def requests_of(*tensors: Tensor) -> Requests:
 
 
 def scratch_of(rows: RawRows, flat: bool, filtering: bool) -> Scratch:
-    """Memory for the kernels of an op.
-
-    flat: whether slots without top-k may draw by flat noise; filtering: whether some slots filter.
-    """
+    """Memory for the kernels of an op. flat: as in `Call`; filtering: whether some slots filter."""
     num_rows, device = len(rows.logits_NV), rows.logits_NV.device
     f32, i32 = torch.float32, torch.int32
     mass = torch.empty(num_rows * rows.NB, dtype=f32, device=device)

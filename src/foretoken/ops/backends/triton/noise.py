@@ -191,8 +191,7 @@ def sure_argmax(weight, near):
 
 @triton.jit
 def argmax64(weight, noise: Noise64):
-    """The lane with the largest weight + FP64 noise, the first on ties. Computes in FP64 only if
-    FP32 cannot decide."""
+    """The lane with the largest weight + FP64 noise, the first on ties; by FP32 if that decides."""
     best = sure_argmax(weight, noise.near)
     if best < 0:
         score = weight + gumbel64(uniform64(noise.high, noise.low))

@@ -138,8 +138,7 @@ def picked_NG(filtered: Filtered):
 
 @triton.jit
 def row_top_N(scratch: Scratch):
-    """Maxima of rows, in place of `lse_N`: of UNDECIDED rows, from `filter_kernel` to
-    `wide_kernel`."""
+    """Maxima of UNDECIDED rows, in place of `lse_N`: from `filter_kernel` to `wide_kernel`."""
     return scratch.lse_N
 
 

@@ -20,8 +20,7 @@ SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
 
 @triton.jit
 def is_stated(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
-    """Whether the calling kernel was compiled with this rule. UNDER_BLOCK, RATES: whether BLOCK and
-    SYNTHETIC were compiled in."""
+    """Whether the kernel was compiled with this rule: BLOCK if UNDER_BLOCK, SYNTHETIC if RATES."""
     stated = (rule == STANDARD) | (rule == COUPLED)
     if UNDER_BLOCK:
         stated = stated | (rule == BLOCK_RULE)

@@ -226,10 +226,7 @@ def advance_kernel(
     table: Table, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes over one request's step. No program changes the spare, which may be repeated.
-
-    packet: what `Steps.advance` returns. In the code d numbers the requests that decide; else -1.
-    """
+    """A program takes over one request's step, see `Steps.advance`. None changes the spare slot."""
     wait_for_writes(OVERLAP)
     table = table
     b, i = tl.program_id(0), tl.arange(0, KP)
@@ -238,10 +235,10 @@ def advance_kernel(
     computed, d = tl.load(table.computed_S + slot), b.to(tl.int64)
     if step.of_B is not None:
         d = tl.load(step.of_B + b)
-    tl.debug_barrier()  # no warp writes what another has yet to read
+    tl.debug_barrier()  # no warp writes what another one has yet to read
     active, accepted = length < limit, zero_like(length)
     tl.store(packet + b, computed)
-    if d >= 0:
+    if d >= 0:  # request b is number d of those that decide
         accepted = tl.load(verdict.n_accept_B + d)
         finite = tl.load(verdict.finite_B + d).to(tl.int64)
         token = tl.load(verdict.token_BK1 + d * (K + 1) + i, mask=i <= K, other=-1)

@@ -272,7 +272,7 @@ def verify(batch: VerifyBatch) -> Verdict:
     al. 2024, theorem 1; Daliri et al. 2024). If a row that decided is not finite, its request gets
     the token -1.
     """
-    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64_noise, _ = batch
+    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64, _ = batch
     device, (num_requests, max_drafts) = logits_NV.device, block.token_BK.shape
     verdict = Verdict(
         torch.empty(num_requests, max_drafts + 1, dtype=block.token_BK.dtype, device=device),
@@ -286,15 +286,14 @@ def verify(batch: VerifyBatch) -> Verdict:
     residuals = max_drafts > 0 and (block.cache is not None or block_rule or params.has_filters)
     few = residuals and num_requests <= FEW.value and not block_rule
     call = launch.Call(
-        logits_NV, params, requests, edits, block.cache, fp64_noise, Stream.TARGET_TOKEN,
-        max_drafts + 1,
+        logits_NV, params, requests, edits, block.cache, fp64, Stream.TARGET_TOKEN, max_drafts + 1
     )  # fmt: skip
     blocks = call.batch.rows.NB
     drafts = Drafts(
         block.token_BK.contiguous(), block.real_q_B.contiguous(),
         None if rate_K is None else rate_K.contiguous(), max_drafts,
     )  # fmt: skip
-    widths = (max(2, 1 << max_drafts.bit_length()), call.blocks_padded, fp64_noise)
+    widths = (max(2, 1 << max_drafts.bit_length()), call.blocks_padded, fp64)
     if few:
         candidates = Candidates(
             torch.empty(num_requests, dtype=torch.int64, device=device),
@@ -305,8 +304,7 @@ def verify(batch: VerifyBatch) -> Verdict:
         return verdict
     agenda = None
     if residuals:
-        integers = HEAD.value + INTEGERS.value * max_drafts
-        floats = FLOATS.value * max_drafts
+        integers, floats = HEAD.value + INTEGERS.value * max_drafts, FLOATS.value * max_drafts
         agenda = Agenda(
             torch.empty(num_requests * integers, dtype=torch.int64, device=device),
             torch.empty(num_requests * floats, dtype=torch.float32, device=device),

@@ -216,15 +216,15 @@ def _decode(
         rows_at_once = max(1, _MERGES * _multiprocessors(out.device) // parts)
         launch(
             merge_kernel, (parts, min(plan.merges, rows_at_once)),
-            plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V,
-            WIDTH_V=shape.WIDTH_V, HEADS=heads_at_once, PIECES=config.merged_pieces, OVERLAP=overlap,
+            plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V, WIDTH_V=shape.WIDTH_V,
+            HEADS=heads_at_once, PIECES=config.merged_pieces, OVERLAP=overlap,
             num_warps=config.merged_warps, **dependent(overlap),
         )  # fmt: skip
 
 
 def _plan(batch: AttentionBatch, tokens: int, shape: HeadShape) -> _Plan:
     """The plan of this batch for layers of this shape; made if there is none yet."""
-    # A captured graph must make its own plan: a plan made outside would be out of date at replays.
+    # A captured graph must make its own plan: at a replay any other would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
     plans = _plans.setdefault(batch, {})
     plan = plans.get((tokens, shape, capturing))

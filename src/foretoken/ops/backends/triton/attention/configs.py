@@ -24,8 +24,7 @@ class Decoding(NamedTuple):
     stages:      stages of the pipeline that loads tiles
     programs:    programs per multiprocessor
     registers:   most registers of a thread
-    merged_heads, merged_pieces: how many a program of the merge reads at once
-    merged_warps: warps of that program
+    merged_heads, merged_pieces: how many a program of the merge reads at once, by merged_warps
     ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """
 

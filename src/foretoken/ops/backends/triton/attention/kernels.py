@@ -281,7 +281,7 @@ def decode_kernel(
     AHEAD: tokens of an item that are prefetched into the L2 while the previous kernel is running.
     """
     let_next_start(OVERLAP)
-    rows, cache, partials = rows, cache, partials  # makes values of fields that are 1, see `triton/records.py`
+    rows, cache, partials = rows, cache, partials  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     R: tl.constexpr = TILE.R
@@ -358,7 +358,7 @@ def merge_kernel(
     PIECES: how many pieces are loaded at once.
     """
     let_next_start(OVERLAP)
-    partials = partials  # makes values of fields that are 1, see `triton/records.py`
+    partials = partials  # makes values of 1s, see `triton/records.py`
     f = tl.program_id(1)
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     n, d_v = tl.arange(0, PIECES), tl.arange(0, WIDTH_V)
@@ -433,7 +433,7 @@ def prefill_kernel(
     R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program h + H_KV * i takes K/V head h of tile i."""
-    rows, cache = rows, cache  # makes values of fields that are 1, see `triton/records.py`
+    rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
     D_V: tl.constexpr = SHAPE.D_V
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V

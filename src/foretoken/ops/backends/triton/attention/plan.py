@@ -1,15 +1,15 @@
 """The work of a pass, listed on the device: which queries meet which piece of which context.
 
 A row's context is cut into pieces of SIZE tokens, from the start of the context. If there would be
-more than COUNT pieces, all are made longer by multiples of STEP. An item costs about 5 us in
+more than COUNT pieces, all are made longer, by multiples of STEP. An item costs about 5 us in
 addition to its keys, so there should be one for each program that a GPU holds at a time. The cut
-depends only on a row's own context, and so do the results of its pieces. If a context outgrows COUNT
-pieces in this very step, its rows need different cuts: the request then has two segments, each with
-its own items.
+depends only on a row's own context, and so do the results of its pieces. If a context outgrows
+COUNT pieces in this very step, its rows need different cuts: the request then has two segments,
+each with its own items.
 
-A request with up to `FEW` queries is cut into items (tile of rows x piece). For each K/V head, row r
-of a request is head r % G of its token r // G. A request with more queries is cut only into tiles,
-each over all the keys that its rows see.
+A request with up to `FEW` queries is cut into items (tile of rows x piece). For each K/V head, row
+r of a request is head r % G of its token r // G. A request with more queries is cut only into
+tiles, each over all the keys that its rows see.
 """
 
 from __future__ import annotations

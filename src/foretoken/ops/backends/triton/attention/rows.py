@@ -29,7 +29,7 @@ def score(product, scores: Scores):
 
 @triton.jit
 def normalized(top, total, acc, h_R, live_R, scores: Scores):
-    """The attended values of R rows of heads h: acc / total, with the sink's weight in the total."""
+    """The attended values of R rows of heads h: acc / total. A sink's weight is added to total."""
     if scores.sink_H is not None:
         sink = tl.load(scores.sink_H + h_R, mask=live_R, other=0.0).to(tl.float32) * LOG2E
         highest = tl.maximum(top, sink)
@@ -44,7 +44,7 @@ Angles = namedtuple("Angles", "cos sin")
 
 @triton.jit
 def load_heads(p, live, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The heads at addresses p, as a last axis of WIDTH; 0 in dimensions >= D and where not live."""
+    """The heads at addresses p, with a last axis of WIDTH; 0 from D on, and where not live."""
     d = tl.arange(0, WIDTH)
     mask = tl.expand_dims(live, -1) & (d < D)
     return tl.load(tl.expand_dims(p, -1) + d, mask=mask, other=0.0)
@@ -101,7 +101,7 @@ def write_new_kernel(
     AT_ONCE: how many requests the search for each token's request compares at once.
     """
     let_next_start(OVERLAP)
-    rows, cache = rows, cache  # makes values of fields that are 1, see `triton/records.py`
+    rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     h = tl.program_id(1)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.zeros((ROWS,), tl.int32)

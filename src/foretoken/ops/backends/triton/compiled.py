@@ -1,6 +1,6 @@
 """Compiled kernels: called with little of the host's time, and compiled ahead in parallel.
 
-Triton binds a kernel's arguments anew at each launch: 33 to 70 us of the host's time for records of
+Triton binds a kernel's arguments at each launch: 33 to 70 us of the host's time for records of
 tensors. Here a key of the arguments finds the compiled kernel, which is called as Triton's own
 launcher would (3.6 and 3.7), but without hooks.
 
@@ -116,7 +116,7 @@ def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _pack(
     packers: list[_Packer], args: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
-    """A packer that fits these arguments, made if there is none, and the pair that it returns."""
+    """(a packer that fits, made if there is none; the packed arguments; their kinds)."""
     for pack in packers:
         try:
             return pack, *pack(args)
@@ -241,7 +241,7 @@ def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
 
 
 def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
-    """The op; in `compile_ahead` it sets its results to 0, which must be tensors of its own."""
+    """The op, which in `compile_ahead` sets its results to 0. These must be new tensors."""
 
     @wraps(op)
     def safe(*args: P.args, **named: P.kwargs) -> Out:

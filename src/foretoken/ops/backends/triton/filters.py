@@ -162,7 +162,7 @@ def _bound(top_J, group_top, settings: Settings, rows: RawRows):
 
 @triton.jit
 def _pick_groups(top_J, bound, group_top, groups, blocks, NG, NBP: tl.constexpr):
-    """Write the rising numbers of groups with maxima >= bound to `groups`; returns how many.
+    """Write the numbers of groups with maxima >= bound to `groups`, rising; returns how many.
 
     They overwrite the maxima, each after it is read: a group's rank is at most its number. A result
     above CAPACITY means that no short list can hold all logits that reach the bound; it may then

@@ -82,13 +82,13 @@ def check_device(tensor: Tensor, name: str = "logits") -> None:
     if tensor.is_cuda:
         if tensor.device.index == torch.cuda.current_device():
             return
-        wanted = f"cuda:{torch.cuda.current_device()}, the current device"
+        expected = f"cuda:{torch.cuda.current_device()}, the current device"
         remedy = f"Call under `torch.cuda.device({name}.device)`."
     elif triton.knobs.runtime.interpret:
         return
     else:
-        wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
-    raise ConfigError(f"{name}.device", tensor.device, wanted, remedy)
+        expected, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
+    raise ConfigError(f"{name}.device", tensor.device, expected, remedy)
 
 
 @cache

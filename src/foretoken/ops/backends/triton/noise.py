@@ -42,7 +42,7 @@ def block_address(address: Address):
 
 @triton.jit
 def words(address: Address, group):
-    """The four Philox words of each group, an int32 block."""
+    """The four Philox words of each group in an int32 block."""
     zero = tl.full((), 0, tl.int32)
     position = address.position.to(tl.int32)
     return tl.philox(
@@ -83,8 +83,8 @@ def log2(x):
 def gumbel(u):
     """-log2(-ln(1 - u)): standard Gumbel noise -ln(-ln(1 - u)) in units of ln 2.
 
-    The winning tail comes from u -> 0, where -ln(1 - u) is summed as a series: the hardware's log2
-    has an absolute error of 2^-22, which is 2 % of it at u = 1e-5.
+    The highest noise comes from u near 0. There -ln(1 - u) is summed as a series: the hardware's
+    log2 has an absolute error of 2^-22, which is 2 % of -ln(1 - u) at u = 1e-5.
     """
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u * (1 / 7)))))))
     return -log2(tl.where(u < 0.1, series, log2(1 - u) * -LN2))

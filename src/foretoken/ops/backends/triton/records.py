@@ -91,9 +91,9 @@ class Filtered(NamedTuple):
 
     threshold_N:    the lowest raw logit that is kept; -inf if all are
     count_N:        the entries of the row's short list; DENSE if it has none; UNDECIDED until
-                    `wide_kernel` has decided it
+                    `wide_kernel` has found the threshold
     list_id_NC, list_x_NC: ids and logits of a short list
-    queue_N1:       how many rows a short list could not decide, then their numbers
+    queue_N1:       how many rows need more than a short list, then the numbers of these rows
     group_top_NG:   maxima of groups
     """
 

@@ -101,7 +101,7 @@ def first_row(
 def edit_kernel(
     rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A program per row fills `value_M` and `begin_NJ`, so that later kernels look edits up.
+    """A program per row fills `value_M` and `begin_NJ`, so that later kernels can look edits up.
 
     `rows.entries` is None here. A masked token's value is -inf, since the mask is applied first.
     `_first_entry` runs last: by then the tokens that it reads are in the L1 cache.
@@ -178,7 +178,7 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
 
 @triton.jit
 def load_at(rows: RawRows, row, off, valid):
-    """Edited logits at the ids `off` of one row, or each of its own row; -inf where not `valid`.
+    """Edited logits at ids `off`; `row`: one row, or a block like `off`. -inf where not `valid`.
 
     Each lane finds its entry by a binary search among those of the id's block.
     """

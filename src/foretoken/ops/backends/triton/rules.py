@@ -77,10 +77,10 @@ def block_all(log_next, log_q, log_u, i, num):
 
 @triton.jit
 def block(log_next, mass_next, ends, log_q, log_u, i, num):
-    """tau = max{i: u_i < h_i}; h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K. No early stop.
+    """Accept the first tau = max{i: u_i < h_i} drafts, even if an earlier u_i reaches h_i.
 
-    log_next: log2 p_{i+1}. mass_next: the residual mass S_{i+1}. ends: whether no draft with a q
-    follows.
+    h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K. log_next: log2 p_{i+1}. mass_next: the residual
+    mass S_{i+1}. ends: whether no draft with a q follows.
     """
     p = tl.exp2(log_next)
     rest = mass_next + 1 - p

@@ -381,7 +381,7 @@ class Steps:
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
         """See `Steps.begin_round`."""
         requests, like = len(asked.slot_B), asked.slot_B
-        # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
+        # Rows at multiples of 16 bytes: for other addresses kernels are compiled again.
         place_3KB = _empty(like, 3, asked.most, requests + requests % 2)
         kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
         drafting = RoundTensors(

@@ -13,7 +13,7 @@ A pass by one program is a chain of latencies, so the next span is loaded while 
 Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
 
 Weights are relative to the row's maximum, and so are the masses until they are complete. A block
-whose weight underflows has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
+with underflowing weight has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
 and under flat noise the masses only say whether a row is empty.
 """
 

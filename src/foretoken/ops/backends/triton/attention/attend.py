@@ -42,7 +42,7 @@ class _Plan:
     tile: the tile of `decode_kernel`
     prefill: None if no request has many queries
     new: most new tokens of a request with few queries, rounded up to a power of 2
-    items, tiles, merges: upper bounds of items, tiles of `prefill_kernel`, rows to be merged
+    items, tiles, merges: most items, tiles of `prefill_kernel`, and rows to be merged
     """
 
     work: records.Work
@@ -123,7 +123,7 @@ def attend_new(
             tokens are read before that wait: they must exist when the plan is made (see `prepare`),
             and the first kernel after the plan must wait before it lets others start.
 
-    While T <= 16 a row's bits depend on its own context alone: not on other requests, nor on the
+    While T <= 16 a row's bits depend only on its own context, not on other requests, nor on the
     rows next to it in its request.
 
     Raises:
@@ -295,8 +295,8 @@ def _query_heads(qkv_TW: Tensor, key_cache: Tensor, value_cache: Tensor) -> int:
     kv_heads, size = key_cache.shape[2:]
     query = qkv_TW.shape[1] - kv_heads * (size + value_cache.shape[3])
     if query <= 0 or query % (kv_heads * size):
-        wanted = f"[T, H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})]"
-        raise ConfigError("qkv_TW.shape", tuple(qkv_TW.shape), wanted)
+        expected = f"[T, H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})]"
+        raise ConfigError("qkv_TW.shape", tuple(qkv_TW.shape), expected)
     return query // size
 
 

@@ -116,7 +116,7 @@ class Tile:
 class TokenRows(NamedTuple):
     """Query heads of packed tokens; in a row of qkv also key and value heads, after them.
 
-    stride, head_stride: from one token, one head to the next
+    stride, head_stride: distance from one token, from one head to the next
     """
 
     query: Tensor

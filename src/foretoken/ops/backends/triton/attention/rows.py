@@ -52,7 +52,7 @@ def load_heads(p, live, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_angles(heads: HeadInputs, position, live, SHAPE: tl.constexpr, ROTARY: tl.constexpr):
-    """The `Angles` of these positions. No kernel of a pass writes what this reads."""
+    """The `Angles` of these positions. No kernel writes them, so they may be read before a wait."""
     HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, SHAPE.WIDTH)
     turns = tl.expand_dims(live, -1) & (d < ROTARY)
@@ -96,9 +96,9 @@ def write_new_kernel(
     SHAPE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per ROWS tokens and K/V head writes their keys and values, and replaces queries.
+    """A program per ROWS tokens and K/V head writes keys and values, and replaces queries.
 
-    AT_ONCE: how many requests the search for each token's request compares at once.
+    AT_ONCE: to find each token's request, so many requests are compared at once.
     """
     let_next_start(OVERLAP)
     rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`

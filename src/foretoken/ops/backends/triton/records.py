@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import triton
+import triton.language as tl  # noqa: F401 (the interpreter needs it in modules of kernels)
 from torch import Tensor
 
 

@@ -58,7 +58,7 @@ def gemv_kernel(
         if bias is not None:
             up += tl.load(bias + N + n).to(tl.float32)
         out = out / (1 + tl.exp(-out)) * up
-    dtype: tl.constexpr = y.dtype.element_ty
+    dtype: tl.constexpr = y.dtype.element_ty  # type: ignore[attr-defined]
     if EPILOGUE == RESIDUAL:
         out += tl.load(residual + n).to(tl.float32)
         out = out.to(dtype).to(tl.float32)  # as the norm reads it

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, AsyncEngine
+from tests.engine.doubles import ON_HOST, Double, engine_of
 from tests.support.asynchronous import OPTIONS, PARAMS, PROMPTS, thread_of
 from tests.support.checkpoints import save_checkpoint
 
@@ -26,7 +27,10 @@ def expected(folder: Path) -> dict[str, list[int]]:
 
 @pytest.fixture
 def engine(folder: Path) -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(str(folder), {"method": "ngram"}, **OPTIONS)
+    """Its tokenizer is a `Double`, to which tests give methods of their own."""
+    served = engine_of(ON_HOST, folder, {"method": "ngram"}, **OPTIONS)
+    served.tokenizer = Double(served.tokenizer)
+    engine = AsyncEngine.from_engine(served)
     yield engine
     asyncio.run(engine.close())
     assert not thread_of(engine).is_alive()

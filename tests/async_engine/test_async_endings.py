@@ -8,15 +8,13 @@ import subprocess
 import sys
 import threading
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 
 from foretoken import AsyncEngine
-from foretoken.engine.detokenizer import Detokenizer
-from foretoken.engine.engine import Engine
 from foretoken.errors import (
     CapacityError,
     ProcessingError,
@@ -24,6 +22,7 @@ from foretoken.errors import (
     StepError,
     UsageError,
 )
+from tests.engine.doubles import ON_HOST, Double, double, engine_of, failing
 from tests.support.asynchronous import (
     LONG,
     OPTIONS,
@@ -248,22 +247,14 @@ def test_what_was_finished_before_a_fault_can_still_be_read(
 
 
 def test_faults_that_end_requests_are_in_their_last_output(
-    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
-    tokenizer, model = engine.engine.tokenizer, engine.engine.runner.model
-    append, encode = Detokenizer.append, tokenizer.encode  # type: ignore[union-attr]
-    seen: WeakKeyDictionary[Detokenizer, list[int]] = WeakKeyDictionary()
-
-    def failing(self: Detokenizer, token: int) -> None:
-        seen.setdefault(self, []).append(token)
-        if seen[self] == expected["x"][:5]:
-            raise ZeroDivisionError("injected")
-        append(self, token)
-
-    def failing_encode(text: str, **options: Any) -> Any:
-        if text == "unreadable":
-            raise ZeroDivisionError("injected")
-        return encode(text, **options)
+    error, fifth = ZeroDivisionError("injected"), expected["x"][2:5]
+    tokenizer: Any = engine.engine.tokenizer
+    encode = failing(error, lambda text, **options: text == "unreadable")
+    decode = failing(error, lambda ids, **options: ids[-3:] == fifth)
+    tokenizer.encode = partial(encode, tokenizer.encode)
+    tokenizer.decode = partial(decode, tokenizer.decode)
 
     async def main() -> None:
         good, bad = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
@@ -272,15 +263,12 @@ def test_faults_that_end_requests_are_in_their_last_output(
         assert bad.outputs[0].finish_reason == "error"
         with pytest.raises(ProcessingError, match="prompt was encoded"):
             await last(engine, "unreadable")
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "forward", None)
+        with double(engine.engine.runner, "model", forward=failing(error)):
             both = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
         assert [type(o.error) for o in both] == [StepError] * 2
         assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
         await idle(engine)
 
-    monkeypatch.setattr(Detokenizer, "append", failing)
-    monkeypatch.setattr(tokenizer, "encode", failing_encode)
     run(main())
 
 
@@ -319,14 +307,25 @@ def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, lis
     }
 
 
-def test_an_idle_thread_sleeps(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+class Observed(Double):
+    """An engine that counts how often it is asked for work."""
+
+    looks = 0
+
+    @property
+    def has_work(self) -> bool:
+        self.looks += 1
+        return bool(self.real.has_work)
+
+
+def test_an_idle_thread_sleeps(folder: Path) -> None:
     """It looks for work when it wakes up, and it does not."""
-    looks = []
-    has_work = Engine.has_work.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Engine, "has_work", property(lambda e: looks.append(1) or has_work(e)))
+    observed: Any = Observed(engine_of(ON_HOST, folder, **OPTIONS))
+    engine = AsyncEngine.from_engine(observed)
     run(last(engine, "abc", {"max_tokens": 2}))
     threading.Event().wait(0.2)
-    assert 0 < len(looks) < 20
+    assert 0 < observed.looks < 20
+    run(engine.close())
 
 
 @pytest.mark.usefixtures("forked")

@@ -12,7 +12,10 @@ import pytest
 
 from foretoken import AsyncEngine
 from foretoken.errors import RequestError
+from foretoken.ops import ForwardOutput
 from foretoken.outputs import RequestOutput
+from tests.async_engine.loops import WatchedLoop, watched_loop
+from tests.engine.doubles import double
 from tests.support.asynchronous import (
     LONG,
     PARAMS,
@@ -82,57 +85,39 @@ def test_a_slow_reader_gets_the_newest_and_stalls_nobody(
 
 def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
     async def main() -> None:
-        gate = Gate(engine)
-        loop = asyncio.get_running_loop()
-        calls = []
-        real = loop.call_soon_threadsafe
-
-        def counted(function: Callable[..., object], *args: Any, **options: Any) -> Any:
-            calls.append(function)
-            return real(function, *args, **options)
-
-        loop.call_soon_threadsafe = counted  # type: ignore[assignment, method-assign]
+        gate, calls = Gate(engine), list[Any]()
         stream = engine.generate("abc", PARAMS)
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
+        watched_loop().on_call = calls.append
         gate.open()
         while num_requests(engine) or not gate.count:  # its last output too has been shown
             threading.Event().wait(0.01)  # the loop does not get round to anything
-        loop.call_soon_threadsafe = real  # type: ignore[method-assign]
         assert len(calls) == 1
         assert (await waiting).finished
         await stream.aclose()
 
-    run(main())
+    run(main(), WatchedLoop)
 
 
-def test_readers_are_woken_as_the_next_pass_begins(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_are_woken_as_the_next_pass_begins(engine: AsyncEngine) -> None:
     """Not at the end of a step, where they would wait for the interpreter; of the last they are."""
-    step, stepping, woken = engine.engine.step, False, []
+    in_pass, woken = False, list[bool]()
 
-    def noted() -> Any:
-        nonlocal stepping
-        stepping = True
+    def noted(forward: Callable[..., ForwardOutput], *given: Any) -> ForwardOutput:
+        nonlocal in_pass
+        in_pass = True
         try:
-            return step()
+            return forward(*given)
         finally:
-            stepping = False
+            in_pass = False
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        real = loop.call_soon_threadsafe
-
-        def counted(*call: Any, **options: Any) -> Any:
-            woken.append(stepping)
-            return real(*call, **options)
-
-        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        watched_loop().on_call = lambda call: woken.append(in_pass)
         assert [d async for d in engine.generate("abc", LONG, deltas=True)][-1].finished
 
-    monkeypatch.setattr(engine.engine, "step", noted)
-    run(main())
+    with double(engine.engine.runner, "model", forward=noted):
+        run(main(), WatchedLoop)
     assert len(woken) > 1
     assert all(woken[:-1])
 

@@ -6,6 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from foretoken.engine.boundary import build_output, take_delta
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ProcessingError, StepError
+from tests.engine.doubles import failing, nth
 from tests.support.asynchronous import (
     LONG,
     OPTIONS,
@@ -194,17 +196,11 @@ def test_an_aborted_request_keeps_what_it_gave(engine: AsyncEngine) -> None:
 
 
 def test_a_fault_of_the_request_is_told_with_what_there_is(
-    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
-    settled, calls = Detokenizer.settled_text.fget, []  # type: ignore[attr-defined]
-
-    def failing(self: Detokenizer) -> str:
-        calls.append(self)
-        if len(calls) == 5:
-            raise ZeroDivisionError("injected")
-        return str(settled(self))
-
-    monkeypatch.setattr(Detokenizer, "settled_text", property(failing))
+    tokenizer: Any = engine.engine.tokenizer
+    decode = tokenizer.decode
+    tokenizer.decode = partial(failing(ZeroDivisionError("injected"), nth(9)), decode)
 
     async def main() -> list[RequestDelta]:
         return [delta async for delta in engine.generate("abc", PARAMS, deltas=True)]
@@ -215,8 +211,7 @@ def test_a_fault_of_the_request_is_told_with_what_there_is(
     assert sample["finish_reason"] == "error"
     count = len(sample["token_ids"])
     assert sample["token_ids"] == expected["abc"][:count]
-    tokenizer: Any = engine.engine.tokenizer
-    assert sample["text"] == tokenizer.decode(sample["token_ids"])
+    assert sample["text"] == decode(sample["token_ids"])
 
 
 def test_what_is_unread_when_the_thread_fails_is_read_first(engine: AsyncEngine) -> None:

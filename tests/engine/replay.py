@@ -14,12 +14,11 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
 from foretoken.config import EngineConfig
-from foretoken.engine.build import build_engine
+from foretoken.engine.build import EngineParts, build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.runner import OpenStep, Runner
 from foretoken.sampling.edits import PackedEdits
@@ -30,8 +29,8 @@ from foretoken.slots.step import Outcome, StepResult
 
 def build(asked: dict[str, Any]) -> Engine:
     """The engine of these options; `on_host`: as in `Runner`, whatever the device is."""
-    with mock.patch("foretoken.engine.build.is_on_host", return_value=asked["on_host"]):
-        return build_engine(EngineConfig.parse(**asked["engine"]))
+    parts = EngineParts(on_host=lambda device: bool(asked["on_host"]))
+    return build_engine(EngineConfig.parse(**asked["engine"]), parts)
 
 
 def read(engine: Engine, message: bytes) -> StepPlan | PackedEdits:

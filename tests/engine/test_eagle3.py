@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.heads import LAYOUTS
 from foretoken import LLM, SamplingParams
+from foretoken.engine.build import EngineParts
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ConfigError
+from tests.engine.doubles import ON_HOST, llm_of
 from tests.models.heads import SWITCHES, Checked, head_of
 from tests.support.checkpoints import save_checkpoint
 
@@ -45,14 +47,16 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def build(target: Path, head: Path | None = None, **options: Any) -> LLM:
+def build(
+    target: Path, head: Path | None = None, parts: EngineParts = ON_HOST, **options: Any
+) -> LLM:
     method = options.pop("draft_sample_method", "probabilistic")
     speculation: dict[str, Any] | None = None
     if head is not None:
         sizes = {"num_speculative_tokens": K, "draft_sample_method": method}
         speculation = {"method": "eagle3", "model": str(head), **sizes}
     defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return LLM(str(target), speculation, **{**defaults, **options})
+    return llm_of(parts, target, speculation, **defaults | options)
 
 
 def finish(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
@@ -71,12 +75,12 @@ def params(**given: Any) -> SamplingParams:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("slots", ["host, native", "host", "device, native", "device"])
 def test_chunks_ragged_drafts_and_rejections(
-    few: Path, slots: str, drafted: int | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    few: Path, slots: str, drafted: int | None, ahead: bool
 ) -> None:
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda _: "device" not in slots)
+    parts = EngineParts(on_host=lambda device: "device" not in slots)
     backend = "auto" if "native" in slots else "torch"
     head = head_of(few, drafted=drafted)
-    llm = build(few, head, backend=backend, async_scheduling=ahead)
+    llm = build(few, head, parts, backend=backend, async_scheduling=ahead)
     assert llm.engine.runner.slots.on_host == ("device" not in slots)
     checked = Checked(llm.engine.runner, few, head)
     asked = [

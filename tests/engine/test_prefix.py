@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError, RequestError
 from foretoken.ops import DraftBlock, ForwardOutput
 from foretoken.ops.steps import DraftRequests
+from tests.engine.doubles import Double, double
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
@@ -46,21 +48,22 @@ def finish(engine: Engine, group: RequestGroup) -> list[int]:
     return group.samples[0].token_ids
 
 
-def count_target_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_target_tokens(llm: LLM) -> list[int]:
     """A list that grows by the tokens of every pass of the target."""
-    forward, counts = llm.engine.runner.model.forward, []
+    runner, counts = llm.engine.runner, list[int]()
+    forward = runner.model.forward
 
     def counted(batch: Any, kv: Any) -> Any:
         counts.append(len(batch.token_T))
         return forward(batch, kv)
 
-    monkeypatch.setattr(llm.engine.runner.model, "forward", counted)
+    runner.model = Double(runner.model, forward=counted)  # type: ignore[assignment]
     return counts
 
 
 @pytest.mark.parametrize("kind", ["plain", "draft_model", "ngram", "suffix", "prediction"])
 def test_a_shared_prompt_is_computed_once_and_changes_no_token(
-    target: Path, draft: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, kind: str, backend: str
 ) -> None:
     speculation = {
         "plain": None,
@@ -74,7 +77,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_token(
     expected_cached = [0, 60, 36, 28, 60]
     llm = build(target, speculation, backend=backend)
     fresh = build(target, speculation, enable_prefix_caching=False, backend=backend)
-    counts = count_target_tokens(llm, monkeypatch)
+    counts = count_target_tokens(llm)
     for prompt, cached in zip(prompts, expected_cached, strict=True):
         counts.clear()
         [output] = llm.generate([prompt], asked)
@@ -159,9 +162,9 @@ def test_a_conversation_goes_on_where_it_was(target: Path) -> None:
     assert tokens(second) == tokens(fresh.generate([longer], params())[0])
 
 
-def test_samples_share_their_prompt(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_share_their_prompt(target: Path) -> None:
     llm = build(target)
-    counts = count_target_tokens(llm, monkeypatch)
+    counts = count_target_tokens(llm)
     [output] = llm.generate([TEXT], params(n=4, max_tokens=5))
     rest = len(TEXT) - 60
     assert sum(counts) == len(TEXT) + 3 * rest + 4 * 4
@@ -191,34 +194,30 @@ def test_a_prompt_whose_logprobs_are_wanted_has_them_all(target: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [16, 64])
-def test_rows_of_a_prompt_are_computed_once_for_all_samples(
-    target: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_rows_of_a_prompt_are_computed_once_for_all_samples(target: Path, size: int) -> None:
     llm = build(target, max_num_batched_tokens=size)
-    counts = count_target_tokens(llm, monkeypatch)
+    counts = count_target_tokens(llm)
     [output] = llm.generate([TEXT], params(prompt_logprobs=20, n=8, max_tokens=1))
     assert len(output.prompt_logprobs or ()) == len(TEXT)
     assert sum(counts) <= len(TEXT) + 7 * 4, "the others compute their last block"
 
 
 def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
-    target: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, backend: str
 ) -> None:
     llm = build(target, backend=backend)
     expected = tokens(llm.generate([TEXT], params())[0])
     llm = build(target, backend=backend)
-    forward = llm.engine.runner.model.forward
 
-    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+    def poisoned(forward: Callable[..., ForwardOutput], batch: Any, kv: Any) -> ForwardOutput:
         output = forward(batch, kv)
         for cache in (*kv.keys, *kv.values):
             cache.fill_(torch.nan)
         return output._replace(logits_NV=torch.full_like(output.logits_NV, torch.nan))
 
-    monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
-    bad, _ = llm.generate([TEXT, [3]], params())
+    with double(llm.engine.runner, "model", forward=poisoned):
+        bad, _ = llm.generate([TEXT, [3]], params())
     assert isinstance(bad.error, NonFiniteLogitsError)
-    monkeypatch.setattr(llm.engine.runner.model, "forward", forward)
     [good] = llm.generate([TEXT], params())
     assert good.metrics.num_cached_tokens == 0
     assert tokens(good) == expected
@@ -263,9 +262,9 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
     def watched(caching: bool) -> tuple[LLM, list[Any]]:
         speculation = {"model": str(draft)}
         llm = build(target, speculation, enable_prefix_caching=caching, backend=backend)
-        drafter, seen = llm.engine.runner.drafter, []
-        assert drafter is not None
-        propose = drafter.propose
+        runner, seen = llm.engine.runner, []
+        assert runner.drafter is not None
+        propose = runner.drafter.propose
 
         def recorded(rows: DraftRequests) -> DraftBlock:
             block = propose(rows)
@@ -273,7 +272,7 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
             seen.append((block.token_BK.clone(), block.cache.logits_SKV[rows.slot_B].clone()))
             return block
 
-        monkeypatch.setattr(drafter, "propose", recorded)
+        runner.drafter = Double(runner.drafter, propose=recorded)  # type: ignore[assignment]
         return llm, seen
 
     reused, seen = watched(caching=True)

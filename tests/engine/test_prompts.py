@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine import admission
 from foretoken.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from foretoken.progress import progress_bar
+from tests.engine.doubles import double, failing
 from tests.support.checkpoints import END, ids_of, save_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -67,12 +66,9 @@ def test_what_is_no_prompt(llm: LLM, prompt: Any, message: str) -> None:
     assert output.outputs == []
 
 
-def test_a_bad_prompt_raises_before_anything_runs(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_prompt_raises_before_anything_runs(llm: LLM) -> None:
     good = llm.generate(["abc"], GREEDY)[0].outputs[0].token_ids
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", None)
+    with double(llm.engine, "scheduler", schedule=failing(AssertionError("a step was made"))):
         for bad, error in (("", RequestError), ([999], RequestError), ([1] * 250, CapacityError)):
             with pytest.raises(error) as caught:
                 llm.generate(["abc", "abd", bad], GREEDY)
@@ -213,13 +209,11 @@ def test_a_prompt_is_cut_to_what_leaves_room(llm: LLM) -> None:
             llm.generate(long, asked)
 
 
-def test_without_text_nothing_is_decoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_text_nothing_is_decoded(llm: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, trace=True)
     (told,) = llm.generate("abc", asked)
     asked.detokenize = False
-    with monkeypatch.context() as patched:
-        decode = "foretoken.engine.detokenizer.Detokenizer._decode"
-        patched.setattr(decode, lambda *given: pytest.fail("a text was made"))
+    with double(llm.engine, "tokenizer", decode=failing(AssertionError("a text was made"))):
         (silent,) = llm.generate("abc", asked)
         *_, last = llm.stream("abc", asked)
     for output in (silent, last):
@@ -268,27 +262,25 @@ def test_the_bar_is_for_terminals_and_long_calls(
     wanted: bool,
     shown: bool,
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", stream())
-    monkeypatch.setattr("foretoken.progress._PATIENCE_S", patience)
     monkeypatch.setenv("TERM", "xterm")
-    with progress_bar(lambda: 2, total, wanted) as update:
+    terminal = stream()
+    with progress_bar(lambda: 2, total, wanted, terminal, patience) as update:
         update()
         update()
-    assert ("2/3" in sys.stderr.getvalue()) == shown  # type: ignore[attr-defined]
+    assert ("2/3" in terminal.getvalue()) == shown
 
 
-def test_bad_words_of_several_prompts_are_encoded_once(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, made = [], admission.bad_word_ids
-    monkeypatch.setattr(
-        "foretoken.engine.engine.bad_word_ids",
-        lambda *given: found.append(made(*given)) or found[-1],
-    )
-    for words in (["ab", "c"], ["c"]):
-        params = SamplingParams(max_tokens=2, bad_words=words)
-        llm.generate(["abc", "abd", "x"], params)
-        llm.generate("abc", SamplingParams(max_tokens=2))
-        llm.generate("abc", params)
-    assert len(found) == 2
-    assert len(found[0]) > len(found[1]) > 0
+def test_bad_words_of_several_prompts_are_encoded_once(llm: LLM) -> None:
+    encoded = []
+
+    def watched(encode: Any, text: str, **options: Any) -> Any:
+        encoded.append(text)
+        return encode(text, **options)
+
+    with double(llm.engine, "tokenizer", encode=watched):
+        for words in (["ab", "c"], ["c"]):
+            params = SamplingParams(max_tokens=2, bad_words=words)
+            llm.generate(["abc", "abd", "x"], params)
+            llm.generate("abc", SamplingParams(max_tokens=2))
+            llm.generate("abc", params)
+    assert [sum(text.strip() == word for text in encoded) for word in ("ab", "c")] == [2, 4]

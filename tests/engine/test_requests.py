@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from foretoken.errors import (
     UsageError,
 )
 from foretoken.ops import ForwardOutput
+from tests.engine.doubles import double, failing
 from tests.support.checkpoints import END, ids_of, save_checkpoint
-from tests.support.steps import OneLate
 
 
 @pytest.fixture(scope="module", params=["auto", "torch"])
@@ -29,8 +30,12 @@ def llm(target: Path, request: pytest.FixtureRequest) -> LLM:
 
     In the native decoder, where there are kernels, and through its Transformers module.
     """
-    options = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "backend": request.param}
-    return LLM(str(target), {"model": str(target)}, **options)
+    return build(target, request.param)
+
+
+def build(target: Path, backend: str, **options: Any) -> LLM:
+    sizes = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64}
+    return LLM(str(target), {"model": str(target)}, backend=backend, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -162,22 +167,20 @@ def test_abort_at_any_moment_leaves_nothing_behind(llm: LLM) -> None:
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_non_finite_logits_end_one_request_alone(
-    llm: LLM, text: list[int], late: bool, monkeypatch: pytest.MonkeyPatch
+    target: Path, llm: LLM, text: list[int], ahead: bool
 ) -> None:
-    if late:  # nothing is computed for it in a step that is launched before anybody knows
-        monkeypatch.setattr(llm.engine, "runs_ahead", True)
-        monkeypatch.setattr(llm.engine, "step", OneLate(llm.engine).step)
-    forward = llm.engine.runner.model.forward
+    """Nor is anything computed for it in a step that was launched before its end is known."""
 
-    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+    def poisoned(forward: Callable[..., ForwardOutput], batch: Any, kv: Any) -> ForwardOutput:
         logits = forward(batch, kv).logits_NV.clone()
         logits[batch.token_T[batch.logit_row_N] == 251] = torch.nan
         return ForwardOutput(logits)
 
-    monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
-    good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
+    llm = build(target, llm.config.backend, async_scheduling=ahead)
+    with double(llm.engine.runner, "model", forward=poisoned):
+        good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
     assert isinstance(bad.error, NonFiniteLogitsError)
     assert bad.outputs[0].finish_reason == "error"
     assert bad.outputs[0].token_ids == []
@@ -245,19 +248,10 @@ def test_snapshots_do_not_change_after_they_were_given(llm: LLM) -> None:
     assert [o.metrics.num_steps for o in outputs] == list(range(1, len(outputs) + 1))
 
 
-def test_an_interrupted_call_leaves_no_orphans(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_no_orphans(target: Path) -> None:
     llm = LLM(str(target), max_num_seqs=2)
-    encode = llm.engine.tokenizer.encode  # type: ignore[union-attr]
-
-    def interrupted(text: str) -> list[int]:
-        if text == "c":
-            raise KeyboardInterrupt
-        return encode(text)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(llm.engine.tokenizer, "encode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = failing(KeyboardInterrupt(), lambda text: text == "c")
+    with double(llm.engine, "tokenizer", encode=interrupted), pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"])
     assert not llm.engine.has_work
     stream = llm.stream("a")

@@ -19,10 +19,11 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.engine.boundary import build_output
 from foretoken.engine.rounds import trace_round
-from foretoken.ops import Backend, Evidence, Stream
+from foretoken.ops import Evidence, Stream
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.outputs import REASONS, CompletionOutput, RequestOutput, TokenTrace
 from foretoken.slots.step import Outcome
+from tests.engine.doubles import double
 
 PROMPTS = ["def f(x):\n", "import os", "a = 1\na = 1\na ="]
 RATES = [0.9, 0.6, 0.6, 0.3]
@@ -250,22 +251,19 @@ def test_a_round_that_is_cut_short_keeps_its_drafts(target: Path, draft: Path) -
     assert [*kept, *[t.token_id for t in trace[-1].dropped]] == drafts
 
 
-def test_only_who_asks_is_looked_at(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_evidence_is_made_for_a_request_without_trace(target: Path, draft: Path) -> None:
     llm, asked = build(target, draft, "draft_model"), []
-    real = Backend.evidence
 
-    def counted(self: Backend, batch: Any, verdict: Any, request_R: torch.Tensor) -> Evidence:
-        asked.append(len(request_R))
-        return real(self, batch, verdict, request_R)
+    def counted(evidence: Callable[..., Evidence], *given: Any) -> Evidence:
+        asked.append(len(given[2]))
+        return evidence(*given)
 
-    monkeypatch.setattr(Backend, "evidence", counted)
-    plain = llm.generate(PROMPTS, params_of(trace=False))
-    assert not asked
-    assert [o.outputs[0].trace for o in plain] == [None] * 3
-    mixed = [replace(params, trace=i == 1, n=1) for i, params in enumerate(params_of())]
-    outputs = llm.generate(PROMPTS, mixed)
+    with double(llm.engine.runner.sampler, "backend", evidence=counted):
+        plain = llm.generate(PROMPTS, params_of(trace=False))
+        assert not asked
+        assert [o.outputs[0].trace for o in plain] == [None] * 3
+        mixed = [replace(params, trace=i == 1, n=1) for i, params in enumerate(params_of())]
+        outputs = llm.generate(PROMPTS, mixed)
     assert {*asked} == {1}
     assert [o.outputs[0].trace is None for o in outputs] == [True, False, True]
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
@@ -350,13 +348,9 @@ def massless(found: Evidence) -> Evidence:
     ],
 )
 def test_mutants_are_noticed(
-    target: Path,
-    draft: Path,
-    rule: str,
-    mutant: Callable[[Evidence], Evidence],
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, draft: Path, rule: str, mutant: Callable[[Evidence], Evidence]
 ) -> None:
-    real = Backend.evidence
-    monkeypatch.setattr(Backend, "evidence", lambda *given: mutant(real(*given)))
-    with pytest.raises(AssertionError):
-        check_all(build(target, draft, "draft_model", rule), 0.9, n=4)
+    llm = build(target, draft, "draft_model", rule)
+    evidence = {"evidence": lambda real, *given: mutant(real(*given))}
+    with double(llm.engine.runner.sampler, "backend", **evidence), pytest.raises(AssertionError):
+        check_all(llm, 0.9, n=4)

@@ -10,7 +10,7 @@ tokens before it and on q alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
-from foretoken.models import TargetView
+from foretoken.models import CausalLM, TargetView, load_model
 from foretoken.ops import Backend, DraftBlock
 from foretoken.ops.stack import Weight
 from foretoken.ops.steps import DraftRequests, ForwardBatch
@@ -39,6 +39,7 @@ class DrafterSetup:
         tokenizer: the target's (`PreTrainedTokenizerBase`), or None without one.
         embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
         on_host: whether the numbers of a step may be read at once, see `SlotTable`.
+        load_model: loads a draft model.
     """
 
     config: EngineConfig
@@ -51,6 +52,7 @@ class DrafterSetup:
     embedding: Weight | None = None
     head: Weight | None = None
     on_host: bool = True
+    load_model: Callable[..., CausalLM] = load_model
 
     @property
     def block_size(self) -> int:

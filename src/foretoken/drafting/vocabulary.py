@@ -25,7 +25,7 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import DrafterSetup
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
+from foretoken.models import CausalLM, folder_of, load_tokenizer
 from foretoken.ops import ForwardOutput
 from foretoken.ops.steps import ForwardBatch
 
@@ -104,7 +104,7 @@ def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
 def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
     """The draft model, of no longer a context than the target's."""
     config = setup.config
-    return load_model(
+    return setup.load_model(
         folder, device=setup.device, dtype=config.dtype, backend=setup.backend,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=setup.max_model_len, shorten=True,

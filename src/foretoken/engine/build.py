@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,34 @@ _SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `sp
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def is_on_host(device: torch.device) -> bool:
+    """Whether what is kept by slot is kept as numbers on the host."""
+    return device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is built with; whoever builds one may give parts of their own.
+
+    Attributes:
+        on_host: of a device, whether slots are kept as numbers on the host. On a CPU they need not
+            be: an engine then serves as on an asynchronous device.
+        load_model: loads the target, and a draft model.
+        gauge_of: of a device, what measures its memory; None: nothing is measured.
+        slot_table: keeps the slots.
+        graphs: keeps captured steps; None: `Graphs`, where device and backend can capture.
+        step_threads: sets the threads of each step.
+    """
+
+    on_host: Callable[[torch.device], bool] = is_on_host
+    load_model: Callable[..., CausalLM] = load_model
+    gauge_of: Callable[[torch.device], Gauge | None] = gauge_of
+    slot_table: type[SlotTable] = SlotTable
+    graphs: type[Graphs] | None = None
+    step_threads: Callable[..., StepThreads] = StepThreads
+
+
+def build_engine(config: EngineConfig, parts: EngineParts = EngineParts()) -> Engine:
     """Load models and allocate everything the engine will ever hold.
 
     Raises:
@@ -73,7 +101,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     try:
         with reserving("the engine was built"):
-            engine = _build(config)
+            engine = _build(config, parts)
     except RuntimeError as error:
         if is_device_failure(error) and not isinstance(error, ForetokenError):
             raise broken_engine(error) from error
@@ -87,22 +115,22 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def _build(config: EngineConfig) -> Engine:
+def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     _check_token_budget(config)
     device = choose_device(config.device)
-    config, on_host = _completed(config, device), is_on_host(device)
+    config, on_host = _completed(config, device), parts.on_host(device)
     speculation, view, drafter = config.speculative_config, TargetView(), None
     drafter_class = find_drafter(speculation, on_host=on_host) if speculation else None
     if drafter_class is not None:  # what is wrong with it is said before anything is loaded
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
-    gauge = gauge_of(device)
+    gauge = parts.gauge_of(device)
     folder = folder_of(config, config.model, config.revision)
     free = gauge.budget(1).free if gauge else None
     if device.type == "cpu":  # kernels lay weights out anew while they load them
         backend.set_num_threads(config.threads or usable_cores())
     with reserving("the weights were loaded", partial(_smaller_weights, folder, free)):
-        model = load_model(
+        model = parts.load_model(
             folder, device=device, dtype=config.dtype, backend=backend,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
             max_model_len=config.max_model_len, view=view,
@@ -110,7 +138,7 @@ def _build(config: EngineConfig) -> Engine:
     weights = gauge.taken() if gauge else 0
     native_target = isinstance(model.network, RoundStack)
     asked_threads = config.threads if device.type == "cpu" else 1
-    threads = StepThreads(asked_threads, backend, native_target=native_target)
+    threads = parts.step_threads(asked_threads, backend, native_target=native_target)
     most = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
     _log.info("Threads: %s, PyTorch's: %d; for the whole process.", most, torch.get_num_threads())
     tokenizer = _tokenizer(config, folder)
@@ -119,11 +147,11 @@ def _build(config: EngineConfig) -> Engine:
             config=config, speculation=speculation, backend=backend, device=device,
             vocab_size=model.vocab_size, max_model_len=model.max_model_len,
             tokenizer=tokenizer, embedding=model.embedding, head=model.head if view.head else None,
-            on_host=on_host,
+            on_host=on_host, load_model=parts.load_model,
         )  # fmt: skip
         with reserving("the drafter was loaded", _SMALLER_DRAFT):
             drafter = drafter_class(setup)
-    assembly = Assembly(config, model, drafter, on_host=on_host)
+    assembly = Assembly(config, model, drafter, parts, on_host=on_host)
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
@@ -177,11 +205,6 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
     return tokenizer
 
 
-def is_on_host(device: torch.device) -> bool:
-    """Whether what is kept by slot is kept as numbers on the host."""
-    return device.type == "cpu"
-
-
 def _check_token_budget(config: EngineConfig) -> None:
     """Every running request must be able to verify its drafts in one step, whoever else runs."""
     least = config.max_num_seqs * (1 + config.num_drafts)
@@ -224,11 +247,18 @@ class Assembly:
     """Loaded models, and what an engine over them is made of; `on_host`: by slots on the host."""
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        drafter: Drafter | None,
+        parts: EngineParts,
+        *,
+        on_host: bool,
     ) -> None:
         self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
+        self.parts = parts
         self.block_size = config.block_size or BLOCK_SIZES[model.device.type]
-        self.captures = (
+        self.captures = parts.graphs is not None or (
             model.device.type == "cuda"
             and model.backend.name == "triton"
             and not config.enforce_eager
@@ -286,7 +316,7 @@ class Assembly:
         count, blocks = config.max_num_seqs, -(-most // block_size)
         pool_blocks = num_blocks + 1  # the last one is the spare's
         sizes = SlotSizes(count, most, config.num_drafts, blocks, num_blocks)
-        slots = SlotTable(sizes, device, model.backend.steps, on_host=self.on_host)
+        slots = self.parts.slot_table(sizes, device, model.backend.steps, on_host=self.on_host)
         if drafter is not None:
             drafter.allocate(slots, pool_blocks)
             slots.register("drafts", drafter)
@@ -295,7 +325,8 @@ class Assembly:
         sampler = Sampler(model.backend, slots, synthetic_rates=self._rates, fp64_noise=fp64)
         graphs = None
         if self.captures and not measuring:
-            graphs = Graphs(graph_sizes(count), draft_widths(config.num_drafts, adapts=self.adapts))
+            widths = draft_widths(config.num_drafts, adapts=self.adapts)
+            graphs = (self.parts.graphs or Graphs)(graph_sizes(count), widths)
         return Runner(model, kv, sampler, drafter, graphs)
 
     def served(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:

@@ -6,6 +6,7 @@ Charter: what is wrong with a machine is said before anything is loaded, with wh
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -82,8 +83,17 @@ def _check_kernels(name: str, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> Backend:
+def choose_backend(
+    name: str,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    why_not: Callable[[str], str | None] = unavailable,
+) -> Backend:
     """The backend asked for, or the fastest that this machine has.
+
+    Args:
+        why_not: of a backend's name, why it cannot run here; None: it can.
 
     Raises:
         ConfigError: it is unknown, or cannot run here.
@@ -95,7 +105,7 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
             raise ConfigError("backend", name, bound, remedy)
         return get_backend(name, deterministic=deterministic)
     name = "native" if device.type == "cpu" else "triton"
-    reason = f"this is {described_gpu(device)}" if _is_old(device) else unavailable(name)
+    reason = f"this is {described_gpu(device)}" if _is_old(device) else why_not(name)
     if reason is not None:
         _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
         name = "torch"

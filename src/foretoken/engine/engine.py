@@ -72,7 +72,11 @@ class Launched:
 
 
 class Engine:
-    """Continuous batching of plain and speculative requests over one target."""
+    """Continuous batching of plain and speculative requests over one target.
+
+    Between two steps an object with the same methods may take the place of `runner`, `scheduler`,
+    `tokenizer` or `grammars`.
+    """
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,13 +26,17 @@ _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprob
 
 
 class Gauge:
-    """Memory of one GPU, from the moment that this is made: before anything is loaded."""
+    """Memory of one GPU, from the moment that this is made: before anything is loaded.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.empty_cache()
-        self._free, self._total = torch.cuda.mem_get_info(device)
-        self._reserved = torch.cuda.memory_reserved(device)
+    Args:
+        cuda: what answers for PyTorch's allocator and the driver.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        cuda.empty_cache()
+        self._free, self._total = cuda.mem_get_info(device)
+        self._reserved = cuda.memory_reserved(device)
 
     def budget(self, fraction: float) -> Budget:
         """What there is to be planned with."""
@@ -39,29 +44,30 @@ class Gauge:
 
     def taken(self) -> int:
         """Bytes that PyTorch has taken since, without what it merely keeps for later."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self._device) - self._reserved
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        reserved: int = self._cuda.memory_reserved(self._device)
+        return reserved - self._reserved
 
     def libraries(self) -> int:
         """Bytes taken since outside PyTorch's allocator; other processes' doings are in it, too."""
         taken = self.taken()
-        free, _ = torch.cuda.mem_get_info(self._device)
+        free, _ = self._cuda.mem_get_info(self._device)
         return max(self._free - free - taken, 0)
 
     def peak(self, run: Callable[[], object], base: int) -> int | None:
         """Most bytes taken while it runs, beyond `base` of `taken`; None if memory ran out."""
         try:
             self.taken()
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self._cuda.reset_peak_memory_stats(self._device)
             run()
-            torch.cuda.synchronize(self._device)
+            self._cuda.synchronize(self._device)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold the tensors that there were
             return None
-        most = torch.cuda.max_memory_reserved(self._device)
+        most: int = self._cuda.max_memory_reserved(self._device)
         return max(most - self._reserved - base, 0)
 
 

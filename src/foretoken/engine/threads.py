@@ -13,10 +13,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -32,12 +33,19 @@ _PER_TRIAL = 20  # steps at least, in the time that one step of the slower count
 
 
 def usable_cores(
-    cpus: Path = Path("/sys/devices/system/cpu"), quota: Path = Path("/sys/fs/cgroup/cpu.max")
+    cpus: Path = Path("/sys/devices/system/cpu"),
+    quota: Path = Path("/sys/fs/cgroup/cpu.max"),
+    system: Any = os,
 ) -> int:
-    """Physical cores that this process may use: hyper-threads once, within a container's quota."""
-    usable = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    """Physical cores that this process may use: hyper-threads once, within a container's quota.
+
+    Args:
+        system: tells which processors there are, and which of them this process may use.
+    """
+    if hasattr(system, "sched_getaffinity"):
+        usable: Iterable[int] = system.sched_getaffinity(0)
+    else:
+        usable = range(system.cpu_count() or 1)
     count = len({_siblings(cpus / f"cpu{cpu}") or str(cpu) for cpu in usable})
     with suppress(OSError, ValueError):
         time_used, period = quota.read_text(encoding="ascii").split()
@@ -57,6 +65,7 @@ class StepThreads:
             next to it that does not is small: one thread is as fast there.
         clock: seconds.
         openmp_threads: `OMP_NUM_THREADS`, if that is set.
+        cores: that are usable; None: `usable_cores()`.
     """
 
     def __init__(
@@ -66,8 +75,9 @@ class StepThreads:
         native_target: bool,
         clock: Callable[[], float] = time.perf_counter,
         openmp_threads: int = _OPENMP_THREADS,
+        cores: int | None = None,
     ) -> None:
-        self.most = min(usable_cores(), openmp_threads) if asked is None else asked
+        self.most = min(cores or usable_cores(), openmp_threads) if asked is None else asked
         self.chooses = asked is None and self.most > 1
         self._backend = backend
         self._native_target = native_target

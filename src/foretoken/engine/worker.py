@@ -32,7 +32,7 @@ from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import ChatPrompt
 from foretoken.ops.passes import before_passes
-from foretoken.outputs import RequestDelta, SpeculationMetrics
+from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 _Answer = TypeVar("_Answer")
@@ -175,20 +175,17 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
         self.loop = loop
-        self._deltas = deltas
+        self.deltas = deltas
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
         self._reader: asyncio.Future[None] | None = None  # the loop's own
 
-    def put(self, engine: Engine, group: RequestGroup) -> bool:
+    def put(self, news: RequestOutput | RequestDelta) -> bool:
         """From the engine's thread: put in what a request has; True: the reader must be told."""
-        news = take_delta(engine, group) if self._deltas else build_output(engine, group)
-        if news is None:
-            return False
         with self._lock:
             is_told = bool(self._unread)
-            if self._deltas:
+            if self.deltas:
                 self._unread.append(news)
             else:  # never empty in between: the reader looks without the lock
                 self._unread = [news]
@@ -490,7 +487,8 @@ class Worker:
             self._engine.abort(group)
 
     def _show(self, mailbox: Mailbox, group: RequestGroup) -> None:
-        if mailbox.put(self._engine, group):
+        show = take_delta if mailbox.deltas else build_output
+        if (news := show(self._engine, group)) is not None and mailbox.put(news):
             self._untold.append(mailbox)
         if group.finished:
             del self._groups[mailbox]

@@ -227,9 +227,20 @@ class Grammars:
     Args:
         vocab_size: of the model, which may have more ids than the tokenizer.
         eos_ids: what ends a text, where the grammar may end.
+        seconds: for one grammar; None: `COMPILE_SECONDS`.
+        most_kept: grammars that are kept beyond those that somebody waits for.
     """
 
-    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        *,
+        seconds: float | None = None,
+        most_kept: int = _CACHED,
+    ) -> None:
+        self._given_seconds, self._most_kept = seconds, most_kept
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._pool = Compilers()
         self._known = WeakValueDictionary[str, Compiling]()
@@ -237,6 +248,15 @@ class Grammars:
         self._last_began = 0.0
         self._entries, self._loading = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """That one grammar may take."""
+        return COMPILE_SECONDS if self._given_seconds is None else self._given_seconds
+
+    def build(self, asked: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
+        """Compile one, in a thread of the pool; may raise anything."""
+        return _compile(asked, tokens, executor)
 
     def begin(self, asked: Any) -> Compiling | None:
         """Compile in the background, unless that was done; None: nothing is to be compiled.
@@ -261,7 +281,7 @@ class Grammars:
         """Keep what is compiled, as much as was asked for last; others are their requests'."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
-        while len(self._recent) > _CACHED:
+        while len(self._recent) > self._most_kept:
             self._recent.popitem(last=False)
 
     def wait(self, several: Iterable[Any]) -> list[Compiling]:
@@ -276,7 +296,7 @@ class Grammars:
     def seconds_left(self, entry: Compiling) -> float:
         """How long to wait for it; 0 once it is there. Behind others it has as long as they do."""
         since = entry.since if entry.has_begun else max(entry.since, self._last_began)
-        left = since + COMPILE_SECONDS - time.monotonic()
+        left = since + self.seconds - time.monotonic()
         return 0.0 if entry.future.done() else left
 
     def compiled(self, asked: Any) -> Grammar | None:
@@ -289,7 +309,7 @@ class Grammars:
             return asked
         entry = self._entry(asked)
         if not entry.future.done():
-            raise _refused(asked, f"compiled within {COMPILE_SECONDS:g} s")
+            raise _refused(asked, f"compiled within {self.seconds:g} s")
         found = entry.future.result()
         if isinstance(found, RequestError):
             raise RequestError(found.field, found.value, found.bound, found.remedy)
@@ -307,7 +327,7 @@ class Grammars:
                 if self._native is None:
                     self._native = self._load(asked)
             tokens, executor = self._native
-            found: Grammar | RequestError = _compile(asked, tokens, executor)
+            found: Grammar | RequestError = self.build(asked, tokens, executor)
         except RequestError as error:
             found = error
         except Exception as error:

@@ -162,39 +162,6 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_a_fresh_pool_hands_out_adjacent_blocks_in_order() -> None:
-    pool = BlockPool(8, 4)
-    assert pool.allocate(3) == [0, 1, 2]
-    assert pool.blocks_for(9) == 3
-    pool.free([0, 1, 2])
-    assert pool.allocate(3) == [0, 1, 2]
-
-
-def test_last_blocks_are_evicted_first_and_only_when_nothing_is_empty() -> None:
-    pool = BlockPool(4, 2)
-    text = [5, 6, 7, 8, 9, 9]
-    blocks, serial = pool.allocate(3), ROOT
-    for i, block in enumerate(blocks):
-        serial = pool.enter(serial, text[2 * i : 2 * i + 2], block)
-    pool.free(blocks)
-    assert pool.num_free == 4
-    assert pool.allocate(2) == [3, blocks[2]]
-    assert [block for block, _ in pool.match(text, 3)] == blocks[:2]
-
-
-def test_what_stood_behind_an_evicted_block_is_never_found_for_other_tokens() -> None:
-    pool = BlockPool(3, 1)
-    first, second = pool.allocate(2)
-    serial = pool.enter(ROOT, [1], first)
-    pool.enter(serial, [2], second)
-    pool.free([first])  # released before the block that is found through it
-    pool.allocate(2)
-    assert pool.match([1, 2], 2) == []
-    third = pool.enter(ROOT, [3], first)
-    assert third != serial
-    assert len(pool.match([3, 2], 2)) == 1, "[2] was behind [1], not behind [3]"
-
-
 def test_a_block_that_depends_on_the_token_behind_it_is_kept_once_for_each() -> None:
     """Found by its own tokens alone, the first would be given to texts that go on like the second.
 

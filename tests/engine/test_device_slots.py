@@ -30,6 +30,7 @@ from foretoken.slots.plan import Admission, StepInput, StepPlan
 from foretoken.slots.step import StepRequests, StepShape
 from foretoken.slots.table import SlotSizes, SlotTable
 from tests.engine.doubles import ON_DEVICE, ON_HOST, engine_of, llm_of
+from tests.engine.same import check_same
 from tests.engine.test_late_results import KeepsRejected
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
@@ -128,24 +129,9 @@ def on_the_host(target: Path, draft: Path, kind: str) -> list[RequestOutput]:
 
 def check_equal(mine: list[RequestOutput], theirs: list[RequestOutput]) -> None:
     for one, other in zip(mine, theirs, strict=True):
-        assert one.error is other.error is None
+        check_same(one, other)
         for a, b in zip(one.outputs, other.outputs, strict=True):
-            assert (a.token_ids, a.origins, a.text) == (b.token_ids, b.origins, b.text)
-            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
-            check_rows(a.logprobs, b.logprobs)
             check_traces(a.trace, b.trace)
-        check_rows(one.prompt_logprobs, other.prompt_logprobs)
-        assert one.metrics.drafted_per_position == other.metrics.drafted_per_position
-        assert one.metrics.accepted_per_position == other.metrics.accepted_per_position
-
-
-def check_rows(mine: Any, theirs: Any) -> None:
-    assert (mine is None) == (theirs is None)
-    for row, expected in zip(mine or [], theirs or [], strict=True):
-        assert (row or {}).keys() == (expected or {}).keys()
-        for token, entry in (row or {}).items():
-            assert entry.rank == expected[token].rank
-            assert entry.logprob == pytest.approx(expected[token].logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", SPECULATION)

@@ -166,18 +166,6 @@ def test_blocks_found_by_their_own_tokens_alone_would_be_wrong(few: Path, left_o
     assert checked.worst > 1e-2
 
 
-def test_a_request_that_was_preempted_drafts_as_if_it_was_not(few: Path, backend: str) -> None:
-    head = head_of(few, drafted=5)
-    llm = build(few, head, backend=backend, num_blocks=22, max_num_batched_tokens=24)
-    checked = Checked(llm.engine.runner, few, head)
-    groups = [
-        llm.engine.add(str(i), TEXT[: 6 + 3 * i], params(seed=i, max_tokens=40)) for i in range(5)
-    ]
-    finish(llm, *groups)
-    assert sum(group.metrics.num_preemptions for group in groups) >= 3
-    checked.done(least=150)
-
-
 def test_what_the_last_owner_of_a_block_left_there_does_not_spread(few: Path) -> None:
     """Masked keys are multiplied with: a NaN among them would make every number one."""
     head = head_of(few)
@@ -187,37 +175,6 @@ def test_what_the_last_owner_of_a_block_left_there_does_not_spread(few: Path) ->
         cache.fill_(torch.nan)
     llm.generate([TEXT, TEXT[:5]], params(seed=1))
     checked.done(least=40)
-
-
-def test_a_conversation_and_an_abort_leave_blocks_that_others_can_use(few: Path) -> None:
-    """Blocks of generated tokens too, the last of which was never computed."""
-    head = head_of(few)
-    llm = build(few, head, max_num_batched_tokens=64)
-    checked = Checked(llm.engine.runner, few, head)
-    for length in range(5, 14):
-        [text] = finish(llm, llm.engine.add("first", TEXT[:9], params(seed=3, max_tokens=length)))
-        longer = llm.engine.add("longer", [*text, 1], params(seed=length, max_tokens=5))
-        finish(llm, longer)
-        assert longer.metrics.num_cached_tokens >= (len(text) - 1) // 4 * 4 - 4
-        doomed = llm.engine.add("doomed", [*text, 2, 2], params(max_tokens=40))
-        for _ in range(length % 4 + 1):
-            llm.engine.step()
-        known = list(doomed.samples[0].token_ids)
-        llm.engine.abort(doomed)
-        finish(llm, llm.engine.add("next", [*known, 5], params(seed=4, max_tokens=5)))
-    checked.done(least=200)
-
-
-def test_a_stretch_without_drafts_costs_no_catching_up(few: Path) -> None:
-    head = head_of(few)
-    llm = build(few, head)
-    checked = Checked(llm.engine.runner, few, head)
-    group = llm.engine.add("0", TEXT, params(max_tokens=40))
-    request = group.samples[0]
-    while not group.finished:
-        request.num_speculative_tokens = 0 if 6 < request.num_output < 20 else K
-        llm.engine.step()
-    checked.done(least=20)
 
 
 def test_dummy_weights_of_both_need_their_configurations_alone(few: Path, tmp_path: Path) -> None:

@@ -173,15 +173,6 @@ def test_samples_share_their_prompt(target: Path) -> None:
     assert tokens(output) == tokens(fresh.generate([TEXT], params(n=4, max_tokens=5))[0])
 
 
-def test_evicted_blocks_are_computed_again(target: Path) -> None:
-    llm = build(target, num_blocks=20)
-    first = tokens(llm.generate([TEXT], params())[0])
-    llm.generate([[1] * 60], params())
-    [again] = llm.generate([TEXT], params())
-    assert again.metrics.num_cached_tokens < 60
-    assert tokens(again) == first
-
-
 def test_a_prompt_whose_logprobs_are_wanted_has_them_all(target: Path) -> None:
     llm = build(target)
     wanted = params(prompt_logprobs=2, n=2)
@@ -308,85 +299,4 @@ def test_the_half_that_a_request_without_drafts_left_empty_is_filled(
         assert sum(counts) == len(TEXT) - skipped + 1  # with its first token
         finish(engine, group)
         assert group.metrics.num_cached_tokens == 60
-        check_all_accepted(group)
-
-
-def test_blocks_shared_while_both_run_are_right_for_both(selfish: LLM) -> None:
-    engine = selfish.engine
-    plain = engine.add("K=0", TEXT, params(num_speculative_tokens=0, max_tokens=40))
-    engine.step()
-    engine.step()
-    groups = [engine.add(str(i), TEXT, params(seed=i, max_tokens=40)) for i in range(2)]
-    for group in (plain, *groups):
-        finish(engine, group)
-    for group in groups:
-        assert group.metrics.num_cached_tokens == 60
-        check_all_accepted(group)
-
-
-def test_a_stretch_without_drafts_is_caught_up_also_by_who_reuses_it(selfish: LLM) -> None:
-    engine = selfish.engine
-    first = engine.add("first", TEXT, params(max_tokens=40))
-    request = first.samples[0]
-    while not first.finished:
-        # Verified without drafts for a while: the drafter falls behind.
-        request.num_speculative_tokens = 0 if 8 < request.num_output < 24 else SELF_K
-        engine.step()
-        engine.check_integrity()
-    check_all_accepted(first)
-    longer = engine.add("longer", request.token_ids, params(seed=8, max_tokens=30))
-    finish(engine, longer)
-    assert longer.metrics.num_cached_tokens >= len(request.token_ids) - 5
-    check_all_accepted(longer)
-
-
-def test_the_last_draft_that_was_never_computed_is_computed_by_who_reuses_it(selfish: LLM) -> None:
-    """A request that ends with all drafts accepted leaves the last one's position empty."""
-    for length in range(4, 20):
-        first = selfish.engine.add("first", TEXT[:40], params(max_tokens=length, ignore_eos=True))
-        tokens = finish(selfish.engine, first)
-        longer = selfish.engine.add("longer", [*tokens, 1], params(max_tokens=40, temperature=1.5))
-        finish(selfish.engine, longer)
-        assert longer.metrics.num_cached_tokens >= len(tokens) // 4 * 4 - 4
-        check_all_accepted(longer)
-
-
-@pytest.mark.parametrize("moment", range(1, 6))
-def test_what_an_aborted_request_left_is_right_for_the_next(selfish: LLM, moment: int) -> None:
-    engine = selfish.engine
-    doomed = engine.add("doomed", TEXT, params(max_tokens=40, n=2))
-    for _ in range(moment):
-        engine.step()
-    known = list(doomed.samples[0].token_ids)
-    engine.abort(doomed)
-    engine.check_integrity()
-    group = engine.add("next", [*known, 5], params(seed=9, max_tokens=30))
-    finish(engine, group)
-    assert group.metrics.num_cached_tokens >= (len(known) - 1) // 4 * 4 > 0
-    check_all_accepted(group)
-
-
-def test_the_drafter_is_right_after_preemption(target: Path, backend: str) -> None:
-    speculation = {"model": str(target), "num_speculative_tokens": SELF_K}
-    llm = build(target, speculation, num_blocks=34, backend=backend)
-    engine = llm.engine
-    groups = [
-        engine.add(str(i), TEXT[: 20 + 5 * i], params(seed=i, max_tokens=60, ignore_eos=True))
-        for i in range(5)
-    ]
-    for group in groups:
-        finish(engine, group)
-    assert sum(group.metrics.num_preemptions for group in groups) >= 3
-    for group in groups:
-        check_all_accepted(group)
-
-
-def test_a_block_that_changes_hands_is_not_taken_for_complete(target: Path, backend: str) -> None:
-    """The pool is as small as one request: every block is handed out again and again."""
-    speculation = {"model": str(target), "num_speculative_tokens": SELF_K}
-    llm = build(target, speculation, num_blocks=20, backend=backend)
-    for i in range(6):
-        own = [i] * 30 if i % 2 else TEXT[:30]
-        group = llm.engine.add(str(i), own, params(seed=i, max_tokens=44, ignore_eos=True))
-        finish(llm.engine, group)
         check_all_accepted(group)

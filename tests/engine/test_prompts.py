@@ -43,29 +43,6 @@ def test_ids_may_bring_their_text(llm: LLM) -> None:
     assert (output.prompt, output.prompt_token_ids) == ("shown", ids_of("ab"))
 
 
-BAD_PROMPTS: list[tuple[Any, str]] = [
-    ({}, "`prompt` is None: must be a text"),
-    ({"promt": "abc"}, "Did you mean `prompt`"),
-    ({"prompt": 3}, "`prompt` is 3: must be a text"),
-    ({"prompt_token_ids": "abc"}, "`prompt_token_ids` is 'abc': must be a list of token ids"),
-    ({"prompt_token_ids": [1.5]}, "token ids in"),
-    ({"prompt": "a", "multi_modal_data": {"image": 1}}, "This version takes text alone"),
-    ({"prompt_embeds": torch.zeros(2)}, "Pass `prompt` or `prompt_token_ids`"),
-    ("abc\udcff", r"lone surrogate '\\udcff' at index 3"),
-    ({"prompt": "\ud83d"}, r"lone surrogate '\\ud83d' at index 0"),
-    ({1, 2}, "list of token ids"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
-def test_what_is_no_prompt(llm: LLM, prompt: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate(prompt, GREEDY)
-    (output,) = llm.generate([prompt], GREEDY, on_error="return")
-    assert isinstance(output.error, RequestError)
-    assert output.outputs == []
-
-
 def test_a_bad_prompt_raises_before_anything_runs(llm: LLM) -> None:
     good = llm.generate(["abc"], GREEDY)[0].outputs[0].token_ids
     with double(llm.engine, "scheduler", schedule=failing(AssertionError("a step was made"))):
@@ -83,21 +60,6 @@ def test_a_bad_prompt_raises_before_anything_runs(llm: LLM) -> None:
     assert isinstance(alone.error, RequestError)
     with pytest.raises(RequestError, match="on_error"):
         llm.generate("abc", GREEDY, on_error="ignore")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_request": object()}, "Merge the adapter"),
-        ({"priority": [1]}, "SamplingParams.priority"),
-        ({"use_tqdm": print}, "`use_tqdm`"),
-        ({"use_tqmd": False}, "Did you mean `use_tqdm`"),
-    ],
-)
-def test_options_of_a_call(llm: LLM, options: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate("abc", GREEDY, **options)
-    assert len(llm.generate("abc", GREEDY, lora_request=None, priority=None)) == 1
 
 
 def test_no_bound_is_the_context_or_the_cache(llm: LLM, target: Path) -> None:
@@ -173,25 +135,6 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
     assert LLM(str(folder), num_blocks=40, generation_config="vllm").generate("abc")
     with pytest.raises(ConfigError, match="generation_config"):
         LLM(str(folder), generation_config="elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 2}, "one process"),
-        ({"tensor_parallel_size": True}, "one process"),
-        ({"gpu_memory_utilization": 1.5}, "`memory_fraction`"),
-        ({"quantization": "awq"}, "as they are stored"),
-        ({"task": "embed"}, "generates text"),
-        ({"num_gpu_blocks_override": 10}, "`num_blocks`"),
-        ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
-        ({"dtype": torch.int8}, "one of auto, float32"),
-        ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "`auto`"),
-    ],
-)
-def test_engine_options_that_cannot_be_honoured(target: Path, options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLM(str(target), **options)
 
 
 def test_a_prompt_is_cut_to_what_leaves_room(llm: LLM) -> None:

@@ -50,27 +50,6 @@ def complete(llm: LLM, **params: Any) -> Any:
     return output.outputs[0]
 
 
-@pytest.mark.parametrize("at", range(1, 12))
-def test_a_stop_token_ends_inside_an_accepted_block(llm: LLM, text: list[int], at: int) -> None:
-    first = text.index(text[at])
-    done = complete(llm, stop_token_ids=[text[at]])
-    assert done.token_ids == text[: first + 1]
-    assert (done.finish_reason, done.stop_reason) == ("stop", text[at])
-    assert len(done.origins) == len(done.token_ids)
-
-
-@pytest.mark.parametrize("at", [5, 6, 7])
-def test_a_stop_string_across_tokens_is_cut_and_may_be_kept(llm: LLM, at: int) -> None:
-    whole = complete(llm).text
-    stop = whole[at : at + 3]
-    start = whole.index(stop)
-    cut = complete(llm, stop=[stop])
-    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[:start], "stop", stop)
-    kept = complete(llm, stop=stop, include_stop_str_in_output=True)
-    assert kept.text == whole[: start + len(stop)]
-    assert kept.token_ids == cut.token_ids
-
-
 @pytest.mark.parametrize("reason", ["abort", "interrupted", "error"])
 def test_bytes_that_waited_stop_nothing_that_was_ended_from_outside(llm: LLM, reason: str) -> None:
     """Half a character is shown as U+FFFD at the end: a stop string, if one ends on its own."""
@@ -87,18 +66,6 @@ def test_bytes_that_waited_stop_nothing_that_was_ended_from_outside(llm: LLM, re
     (sample,) = group.samples
     assert (sample.finish_reason, sample.stop_reason) == (reason, None)
     assert "".join(sample.pieces) == "\ufffd\ufffd"
-
-
-def test_length_stop_and_min_tokens(llm: LLM, text: list[int]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=7)
-    done = llm.generate("abc", params)[0].outputs[0]
-    assert (done.token_ids, done.finish_reason) == (text[:7], "length")
-    late = complete(llm, stop_token_ids=[text[2]], min_tokens=10)
-    assert text[2] not in late.token_ids[:9]
-    both = llm.generate(
-        "abc", SamplingParams(temperature=0, max_tokens=7, stop_token_ids=[text[6]])
-    )[0].outputs[0]
-    assert both.finish_reason == "stop", "a stop on the last allowed token is a stop"
 
 
 def test_end_of_text_stops_unless_ignored(llm: LLM) -> None:
@@ -144,27 +111,6 @@ def test_stream_yields_growing_prefixes_and_aborts_when_closed(llm: LLM, text: l
     stream.close()
     assert not llm.engine.has_work
     llm.engine.check_integrity()
-
-
-def test_abort_at_any_moment_leaves_nothing_behind(llm: LLM) -> None:
-    engine = llm.engine
-    for steps in range(5):
-        groups = [
-            engine.add(
-                str(i), list(b"abcdefgh"), SamplingParams(max_tokens=20, n=2, ignore_eos=True)
-            )
-            for i in range(4)
-        ]
-        for _ in range(steps):
-            engine.step()
-        engine.abort(groups[1])
-        engine.check_integrity()
-        while engine.has_work:
-            engine.step()
-            engine.check_integrity()
-        assert [s.finish_reason for s in groups[1].samples] == ["abort"] * 2
-        assert all(len(s.token_ids) == 28 for g in (groups[0], groups[3]) for s in g.samples)
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -263,12 +209,6 @@ def test_an_interrupted_call_leaves_no_orphans(target: Path) -> None:
         _ = llm.engine
 
 
-@pytest.mark.parametrize("prompt", [None, b"abc", 7, {1}])
-def test_prompts_of_another_kind_are_refused(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(RequestError, match="list of token ids"):
-        llm.generate(prompt)
-
-
 def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]) -> None:
     ids = llm.tokenizer.encode("abc")  # type: ignore[union-attr]
     params = {"temperature": 0, "max_tokens": 5, "top_k": 2**63}
@@ -278,6 +218,11 @@ def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]
         llm.generate("abc", {"max_token": 3})
     with pytest.raises(RequestError, match="a dict of its fields"):
         llm.generate(["abc"], [3])  # type: ignore[list-item]
+
+
+@pytest.fixture(scope="module")
+def small(target: Path) -> LLM:
+    return LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
 
 
 BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -291,31 +236,36 @@ BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ("abc", {"stop_token_ids": [999]}, RequestError, "stop_token_ids"),
     ("abc", {"logit_bias": {300: 1.0}}, RequestError, "logit_bias"),
     ("abc", {"num_speculative_tokens": 9}, RequestError, "engine's 4"),
-    (3.5, {}, RequestError, "list of token ids"),
+    *((given, {}, RequestError, "list of token ids") for given in (3.5, None, b"abc", {1, 2})),
+    ({}, {}, RequestError, "`prompt` is None: must be a text"),
+    ({"promt": "abc"}, {}, RequestError, "Did you mean `prompt`"),
+    ({"prompt": 3}, {}, RequestError, "`prompt` is 3: must be a text"),
+    ({"prompt_token_ids": "abc"}, {}, RequestError, "is 'abc': must be a list of token ids"),
+    ({"prompt_token_ids": [1.5]}, {}, RequestError, "token ids in"),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, RequestError, "takes text alone"),
+    ({"prompt_embeds": torch.zeros(2)}, {}, RequestError, "Pass `prompt` or `prompt_token_ids`"),
+    ("abc\udcff", {}, RequestError, r"lone surrogate '\\udcff' at index 3"),
+    ({"prompt": "\ud83d"}, {}, RequestError, r"lone surrogate '\\ud83d' at index 0"),
 ]
 
 
 @pytest.mark.parametrize(("prompt", "params", "error", "message"), BAD_PROMPTS)
 def test_a_bad_request_is_refused_alone(
-    target: Path, text: list[int], prompt: Any, params: Any, error: Any, message: str
+    small: LLM, text: list[int], prompt: Any, params: Any, error: Any, message: str
 ) -> None:
-    llm = LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
     fine = SamplingParams(temperature=0, max_tokens=8)
-    outputs = llm.generate(
-        ["abc", prompt, "abc"],
-        [fine, SamplingParams(**{"max_tokens": 8, **params}), fine],
-        on_error="return",
+    bad = SamplingParams(**{"max_tokens": 8, **params})
+    first, refused, last = small.generate(
+        ["abc", prompt, "abc"], [fine, bad, fine], on_error="return"
     )
-    assert isinstance(outputs[1].error, error)
+    assert (type(refused.error), refused.outputs) == (error, [])
+    assert [o.outputs[0].token_ids for o in (first, last)] == [text[:8]] * 2
+    small.engine.check_integrity()
     with pytest.raises(error, match=message):
-        raise outputs[1].error
-    assert [o.outputs[0].token_ids for o in (outputs[0], outputs[2])] == [text[:8]] * 2
-    llm.engine.check_integrity()
+        small.generate(prompt, bad)
 
 
-def test_a_single_bad_prompt_raises(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="at least one token"):
-        llm.generate("")
+def test_as_many_parameters_as_prompts(llm: LLM) -> None:
     assert llm.generate([]) == []
     with pytest.raises(RequestError, match="sampling_params"):
         llm.generate(["a", "b"], [SamplingParams()])
@@ -342,6 +292,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         ("", "JSON"),
         ("{not json", "JSON"),
         ([1], "a dict"),
+        ({"method": "ngram", "disable_by_batch_size": 4}, "`auto`"),
     ],
 )
 def test_bad_speculative_options_are_named(target: Path, speculation: Any, message: str) -> None:
@@ -355,6 +306,9 @@ def test_bad_speculative_options_are_named(target: Path, speculation: Any, messa
         ({"max_num_seq": 3}, "Did you mean `max_num_seqs`"),
         ({"device": "tpu"}, "auto, cpu"),
         ({"dtype": "int8"}, "float32"),
+        ({"dtype": torch.int8}, "one of auto, float32"),
+        ({"tensor_parallel_size": True}, "one process"),
+        ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
         ({"dtype": ""}, "auto, float32"),
         ({"device": ""}, "auto, cpu"),
         ({"backend": ""}, "reference, torch"),

@@ -122,22 +122,6 @@ def test_a_crowd_in_a_small_pool_is_preempted_and_shares(late: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_youngest_gives_way_and_returns_to_its_place_in_the_queue(late: bool) -> None:
-    small = machine(num_blocks=7, seqs=3, late=late)
-    old, young = (small.add(name, [0] * 8, 16, key=2) for name in ("old", "young"))
-    small.add("last", [1] * 8, 12)
-    seen = 0
-    while not old.finished:
-        small.step()
-        if young.samples[0].num_preemptions and young.samples[0] in small.scheduler.waiting:
-            seen += 1
-            assert small.scheduler.waiting[0] is young.samples[0]
-    assert seen > 0
-    assert old.metrics.num_preemptions == 0
-    small.run()
-
-
-@pytest.mark.parametrize("late", [False, True])
 def test_lower_priorities_come_first_and_others_give_way_to_them(late: bool) -> None:
     small = machine(num_blocks=7, seqs=2, late=late)
     given = {"low": 1, "first": 0, "high": -1, "second": 0}
@@ -185,18 +169,6 @@ def test_samples_wait_for_their_leader_and_share_its_blocks_while_others_pass() 
     of_all = alone.add("n", PREFIX[:30], 10, n=3)
     assert alone.step().admitted == of_all.samples
     alone.run()
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("moment", [0, 1, 2, 4])
-def test_samples_go_on_when_their_leader_is_aborted(moment: int, late: bool) -> None:
-    shared = machine(budget=20, seqs=3, late=late)
-    group = shared.add("n", PREFIX[:50], 10, n=2)
-    for _ in range(moment):
-        shared.step()
-    shared.finish(group.samples[0])
-    shared.run()
-    assert group.finished
 
 
 def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -> None:
@@ -287,26 +259,6 @@ def test_of_two_priorities_the_first_is_computed_first_however_long() -> None:
     shares = {s.request.group.request_id: s.num_tokens for s in fair.step().shares}
     assert shares == {"long": 16}
     fair.run()
-
-
-def test_a_prompt_that_ends_in_a_chunk_of_one_is_not_drafted_for() -> None:
-    """What stands before the first token must not depend on how the prompt was cut."""
-    cut = machine(budget=30)
-    (request,) = cut.add("cut", [0] * 31, 8, key=1).samples
-    cut.step()
-    assert (request.num_prefill, request.decodes) == (1, False)
-    [share] = cut.step().shares
-    assert (share.num_tokens, share.max_drafts, share.decides) == (1, 0, True)
-    cut.run()
-
-
-def test_a_prompt_whose_logprobs_are_wanted_is_computed_in_full() -> None:
-    wanting = machine()
-    wanting.add("first", PREFIX[:20], 4)
-    wanting.run()
-    wanting.add("wants", PREFIX[:20], 4, prompt_logprobs=0)
-    wanting.add("does not", PREFIX[:20], 4)
-    assert [s.num_tokens for s in wanting.step().shares] == [20, 4]
 
 
 def test_what_may_not_be_trusted_is_not_reused() -> None:

@@ -244,16 +244,6 @@ def test_json_of_the_embedded_pair_is_valid(tiny: LLM, temperature: float) -> No
         assert [o.outputs[0].text for o in plain] == [o.outputs[0].text for o in again]
 
 
-def test_a_seeded_text_does_not_depend_on_company(tiny: LLM) -> None:
-    asked = SamplingParams(max_tokens=60, seed=7, n=3, structured_outputs={"json": SCHEMA})
-    (alone,) = tiny.generate("import os\n", asked)
-    others = [replace(asked, seed=i, structured_outputs=None) for i in range(3)]
-    others += [replace(asked, structured_outputs={"regex": r"[a-z]{4}( \d+)*"}) for _ in range(2)]
-    company = tiny.generate(["import os\n"] * 6, [*others[:2], asked, *others[2:]])[2]
-    assert [c.token_ids for c in company.outputs] == [c.token_ids for c in alone.outputs]
-    assert len({c.text for c in alone.outputs}) == 3
-
-
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_a_grammar_in_the_batch_changes_nobodys_text(pair: tuple[Path, Path], method: str) -> None:
     llm = build(pair, method)
@@ -266,28 +256,6 @@ def test_a_grammar_in_the_batch_changes_nobodys_text(pair: tuple[Path, Path], me
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.metrics.accepted_per_position == other.metrics.accepted_per_position
     assert sum(output.metrics.num_accepted_tokens for output in together[::2]) > 0
-
-
-def test_prefix_hits_and_preemption_change_nothing(pair: tuple[Path, Path]) -> None:
-    asked = [
-        SamplingParams(
-            max_tokens=40, seed=i, n=2, temperature=(1.0, 0.0)[i % 2],
-            structured_outputs={"regex": ["[a-d]{20,30}", "(ab|ba|c)*d{3}e"][i % 3 // 2]},
-        )
-        for i in range(12)
-    ]  # fmt: skip
-    roomy, crowded = (
-        LLM(str(pair[0]), {"model": str(pair[1])}, block_size=4, max_num_seqs=8, num_blocks=n)
-        for n in (400, 24)
-    )
-    prompts = [PROMPT + "abc" * (i % 2) for i in range(12)]
-    mine, theirs = crowded.generate(prompts, asked), roomy.generate(prompts, asked)
-    assert sum(output.metrics.num_preemptions for output in mine) > 0
-    assert sum(output.metrics.num_cached_tokens for output in theirs) > 0
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.error is None
-        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
-        assert [c.finish_reason for c in one.outputs] == [c.finish_reason for c in other.outputs]
 
 
 def test_an_abort_leaves_nothing_behind(tiny: LLM) -> None:

@@ -185,26 +185,6 @@ def test_p_is_the_probability_after_edits(target: Path, draft: Path) -> None:
     assert [token.p for token in edited.trace] == [1.0] * len(edited.token_ids)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_as_many_are_accepted_as_their_thresholds_say(target: Path, draft: Path, rule: str) -> None:
-    """Of drafts that were looked at, whatever else was drawn: the mean of min(1, p/q), or c_i."""
-    outputs = served(build(target, draft, "draft_model", rule), 1.0, n=48, max_tokens=40)
-    tokens = [token for o in outputs for sample in o.outputs for token in sample.trace or ()]
-    drafts = [d for token in tokens for d in (token, *token.dropped) if d.draft_index is not None]
-    drafts = [draft for draft in drafts if draft.origin != "unread"]
-    if rule == "block":  # accepted drafts depend on those behind them: the last has h = p_K alone
-        drafts = [draft for draft in drafts if draft.residual_mass is None]
-    chances = [1.0 if d.threshold is None else d.threshold for d in drafts]
-    assert len(drafts) > 1000
-    if rule == "coupled":  # no number decides; it accepts no more than sum min(p, q) allows
-        assert all(draft.threshold is None for draft in drafts)
-        return
-    accepted = sum(draft.origin == "accepted" for draft in drafts)
-    spread = math.sqrt(sum(c * (1 - c) for c in chances))
-    assert spread > 5
-    assert abs(accepted - sum(chances)) < 4 * spread
-
-
 def test_preemption_changes_no_record(target: Path, draft: Path) -> None:
     few, many = (
         served(build(target, draft, "draft_model", num_blocks=blocks), 0.9) for blocks in (24, 300)

@@ -206,26 +206,6 @@ def test_a_released_slot_forgets(table: SlotTable) -> None:
     assert (table.length_S[2], table.computed_S[2]) == (1, 0)
 
 
-def test_a_decision_keeps_accepted_drafts_and_takes_the_others_back(table: SlotTable) -> None:
-    for slot in range(3):
-        admit(table, slot, [9, slot], num_computed=1)
-    decided = step(table, Part(2, [5, 6, 7], 1, 4), Part(0, [8], 1, 1))
-    assert decided == {
-        2: Outcome([5, 4], num_drafts=3, num_accepted=1),
-        0: Outcome([8, 1], num_drafts=1, num_accepted=1),
-    }
-    assert texts(table) == [[9, 0, 8, 1], [9, 1], [9, 2, 5, 4]]
-    assert table.computed_S.tolist() == [3, 1, 3, 0], "the last token is not computed yet"
-
-
-def test_a_decision_without_a_token_after_its_drafts_is_a_requests_last(table: SlotTable) -> None:
-    admit(table, 1, [9])
-    assert step(table, Part(1, [5, 6], 1, None))[1] == Outcome([5], 2, 1, is_finite=False)
-    assert table.text(1).tolist() == [9, 5]
-    step(table, Part(1, [7], 1, 3))
-    assert table.text(1).tolist() == [9, 5]
-
-
 def test_drafts_leave_room_for_the_token_after_them_and_none_follow_a_stop(
     table: SlotTable,
 ) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from foretoken import LLM, AsyncEngine
+from tests.async_engine.loops import WatchedLoop
 from tests.engine.doubles import ON_HOST, Double, engine_of
-from tests.support.asynchronous import OPTIONS, PARAMS, PROMPTS, thread_of
+from tests.support.asynchronous import OPTIONS, PARAMS, PROMPTS, run, thread_of
 from tests.support.checkpoints import save_checkpoint
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run in an event loop of their own, within `PATIENCE`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), WatchedLoop)
+    return True
 
 
 @pytest.fixture(scope="module")

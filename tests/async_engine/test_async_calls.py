@@ -12,26 +12,23 @@ import pytest
 
 from foretoken import AsyncEngine, RequestError, StepError, UsageError
 from foretoken.engine.trace import StepTrace
-from tests.support.asynchronous import LONG, PARAMS, PATIENCE, Gate, entered, idle, last, run
+from tests.support.asynchronous import LONG, PARAMS, PATIENCE, Gate, entered, idle, last
 
 
-def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        ids = await engine.encode("def f(x):")
-        assert ids == (await last(engine, "def f(x):")).prompt_token_ids
-        assert await engine.decode(ids) == "def f(x):"
-        assert await engine.encode({"prompt_token_ids": [3, 1]}) == [3, 1]
-        for wrong in ([-1], [10**9], [True]):
-            with pytest.raises(RequestError, match="`tokens` is"):
-                await engine.decode(wrong)
-        with pytest.raises(RequestError):
-            await engine.encode(3)  # type: ignore[arg-type]
-        await last(engine, "x")  # what one call raises is nobody else's
-
-    run(main())
+async def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
+    ids = await engine.encode("def f(x):")
+    assert ids == (await last(engine, "def f(x):")).prompt_token_ids
+    assert await engine.decode(ids) == "def f(x):"
+    assert await engine.encode({"prompt_token_ids": [3, 1]}) == [3, 1]
+    for wrong in ([-1], [10**9], [True]):
+        with pytest.raises(RequestError, match="`tokens` is"):
+            await engine.decode(wrong)
+    with pytest.raises(RequestError):
+        await engine.encode(3)  # type: ignore[arg-type]
+    await last(engine, "x")  # what one call raises is nobody else's
 
 
-def test_requests_that_decode_do_not_wait_while_a_long_prompt_is_encoded(
+async def test_requests_that_decode_do_not_wait_while_a_long_prompt_is_encoded(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
     tokenizer: Any = engine.engine.tokenizer
@@ -44,23 +41,19 @@ def test_requests_that_decode_do_not_wait_while_a_long_prompt_is_encoded(
         return [5, 6]
 
     tokenizer.encode = slow
-
-    async def main() -> None:
-        long, more = "a" * 5000, "b" * 5000
-        asked = [asyncio.ensure_future(last(engine, long, request_id=n)) for n in "xyz"]
-        tokens = asyncio.ensure_future(engine.encode(more))
-        await entered(engine, 3)
-        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
-        assert await engine.abort("x")
-        asked[1].cancel()
-        await asyncio.sleep(0)
-        go.set()
-        assert (await asked[0]).outputs[0].finish_reason == "abort"
-        assert len((await asked[2]).outputs[0].token_ids) == PARAMS.max_tokens
-        assert await tokens == [5, 6]
-        await idle(engine)
-
-    run(main())
+    long, more = "a" * 5000, "b" * 5000
+    asked = [asyncio.ensure_future(last(engine, long, request_id=n)) for n in "xyz"]
+    tokens = asyncio.ensure_future(engine.encode(more))
+    await entered(engine, 3)
+    assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+    assert await engine.abort("x")
+    asked[1].cancel()
+    await asyncio.sleep(0)
+    go.set()
+    assert (await asked[0]).outputs[0].finish_reason == "abort"
+    assert len((await asked[2]).outputs[0].token_ids) == PARAMS.max_tokens
+    assert await tokens == [5, 6]
+    await idle(engine)
 
 
 def watch(engine: AsyncEngine, seconds: float) -> list[int]:
@@ -79,28 +72,22 @@ def watch(engine: AsyncEngine, seconds: float) -> list[int]:
     return seen
 
 
-def test_steps_come_between_prompts_that_take_long_together(engine: AsyncEngine) -> None:
+async def test_steps_come_between_prompts_that_take_long_together(engine: AsyncEngine) -> None:
     seen = watch(engine, 0.03)
-
-    async def main() -> None:
-        async with aclosing(engine.generate("abc", LONG)) as stream:
-            await anext(stream)
-            few = {"max_tokens": 1}
-            await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(5)))
-
-    run(main())
+    async with aclosing(engine.generate("abc", LONG)) as stream:
+        await anext(stream)
+        few = {"max_tokens": 1}
+        await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(5)))
     assert len(set(seen)) == 5
 
 
-def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(engine: AsyncEngine) -> None:
+async def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(
+    engine: AsyncEngine,
+) -> None:
     """Nothing runs when they come: the first one runs before the last one is encoded."""
     seen = watch(engine, 0.01)
-
-    async def main() -> None:
-        few = {"max_tokens": 2}
-        await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(20)))
-
-    run(main())
+    few = {"max_tokens": 2}
+    await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(20)))
     assert seen[-1] > 2
 
 
@@ -110,60 +97,51 @@ def test_the_collector_may_end_an_engine_in_the_thread_that_encodes(engine: Asyn
     worker.stop()
 
 
-def test_how_busy_it_is(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
+async def test_how_busy_it_is(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    status = engine.status
+    assert (status.num_open, status.num_running, status.num_waiting) == (0, 0, 0)
+    async with aclosing(engine.generate("abc", {"n": 6, "max_tokens": 50})) as stream:
+        gate.open(1)
+        await anext(stream)
         status = engine.status
-        assert (status.num_open, status.num_running, status.num_waiting) == (0, 0, 0)
-        async with aclosing(engine.generate("abc", {"n": 6, "max_tokens": 50})) as stream:
-            gate.open(1)
-            await anext(stream)
-            status = engine.status
-            assert (status.num_open, status.num_running, status.num_waiting) == (1, 4, 2)
-            assert 0 < status.kv_cache_usage < 1
-            gate.open()
-        await idle(engine)
-        assert engine.status.kv_cache_usage == 0
-        assert engine.status.failure is None
-
-    run(main())
+        assert (status.num_open, status.num_running, status.num_waiting) == (1, 4, 2)
+        assert 0 < status.kv_cache_usage < 1
+        gate.open()
+    await idle(engine)
+    assert engine.status.kv_cache_usage == 0
+    assert engine.status.failure is None
 
 
-def test_calls_that_wait_when_the_thread_fails_are_told(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
+async def test_calls_that_wait_when_the_thread_fails_are_told(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
 
-        def fail() -> Any:
-            raise RuntimeError("broken")
+    def fail() -> Any:
+        raise RuntimeError("broken")
 
-        gate.step = fail
-        async with aclosing(engine.generate("abc", LONG)) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            while engine.status.num_waiting == 0:
-                await asyncio.sleep(0.001)
-            calling = asyncio.ensure_future(engine.encode("abc"))
-            left = asyncio.ensure_future(engine.encode("abc"))
-            await asyncio.sleep(0)
-            left.cancel()
-            gate.open()
-            for waiting in (reading, calling):
-                with pytest.raises(StepError, match="broken"):
-                    await waiting
-        assert isinstance(engine.status.failure, StepError)
-        with pytest.raises(StepError):
-            await engine.decode([1])
-
-    run(main())
+    gate.step = fail
+    async with aclosing(engine.generate("abc", LONG)) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        while engine.status.num_waiting == 0:
+            await asyncio.sleep(0.001)
+        calling = asyncio.ensure_future(engine.encode("abc"))
+        left = asyncio.ensure_future(engine.encode("abc"))
+        await asyncio.sleep(0)
+        left.cancel()
+        gate.open()
+        for waiting in (reading, calling):
+            with pytest.raises(StepError, match="broken"):
+                await waiting
+    assert isinstance(engine.status.failure, StepError)
+    with pytest.raises(StepError):
+        await engine.decode([1])
 
 
-def test_a_closed_engine_says_so(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        await engine.close()
-        assert isinstance(engine.status.failure, UsageError)
-        with pytest.raises(UsageError):
-            await engine.encode("abc")
-
-    run(main())
+async def test_a_closed_engine_says_so(engine: AsyncEngine) -> None:
+    await engine.close()
+    assert isinstance(engine.status.failure, UsageError)
+    with pytest.raises(UsageError):
+        await engine.encode("abc")
 
 
 def test_defaults_are_a_copy(engine: AsyncEngine) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken import AsyncEngine, RequestDelta
 from foretoken.engine.worker import Mailbox, tell
-from tests.async_engine.loops import WatchedLoop, watched_loop
+from tests.async_engine.loops import watched_loop
 from tests.support.asynchronous import PARAMS, Gate, idle, run
 
 NEWS = [RequestDelta(str(i), [], finished=False) for i in range(1, 401)]
@@ -46,31 +46,28 @@ def test_no_news_is_lost_between_a_look_and_the_wait(deltas: bool) -> None:
         sys.setswitchinterval(interval)
 
 
-def test_readers_of_a_step_are_woken_by_one_call_of_their_loop(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        streams = [engine.generate(prompt, PARAMS, deltas=True) for prompt in ("abc", "de", "f")]
+async def test_readers_of_a_step_are_woken_by_one_call_of_their_loop(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    streams = [engine.generate(prompt, PARAMS, deltas=True) for prompt in ("abc", "de", "f")]
 
-        def ask() -> list[asyncio.Future[RequestDelta]]:
-            return [asyncio.ensure_future(anext(stream)) for stream in streams]
+    def ask() -> list[asyncio.Future[RequestDelta]]:
+        return [asyncio.ensure_future(anext(stream)) for stream in streams]
 
-        firsts, num_steps = ask(), 0
-        while not all(first.done() for first in firsts):
-            num_steps += 1
-            gate.open(1)
-            while gate.asked <= num_steps:  # it has told of a step when it comes for the next
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.01)
-        calls: list[Any] = []
-        seconds = ask()
-        await asyncio.sleep(0)  # they wait
-        watched_loop().on_call = calls.append
+    firsts, num_steps = ask(), 0
+    while not all(first.done() for first in firsts):
+        num_steps += 1
         gate.open(1)
-        await asyncio.wait_for(asyncio.gather(*seconds), 20)
-        assert [len(mailboxes) for _, mailboxes in calls] == [3]
-        gate.close()
-        for stream in streams:
-            await stream.aclose()
-        await idle(engine)
-
-    run(main(), WatchedLoop)
+        while gate.asked <= num_steps:  # it has told of a step when it comes for the next
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+    calls: list[Any] = []
+    seconds = ask()
+    await asyncio.sleep(0)  # they wait
+    watched_loop().on_call = calls.append
+    gate.open(1)
+    await asyncio.wait_for(asyncio.gather(*seconds), 20)
+    assert [len(mailboxes) for _, mailboxes in calls] == [3]
+    gate.close()
+    for stream in streams:
+        await stream.aclose()
+    await idle(engine)

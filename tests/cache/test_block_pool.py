@@ -162,22 +162,6 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_a_block_that_depends_on_the_token_behind_it_is_kept_once_for_each() -> None:
-    """Found by its own tokens alone, the first would be given to texts that go on like the second.
-
-    It would not help them to leave out the last block found: here that is the block behind it.
-    """
-    texts = [[1, 2, 3, 4, 5], [1, 2, 6, 7, 8]]
-    for lookahead, kept in ((0, [0, 0]), (1, [0, 2])):
-        pool = BlockPool(4, 2, lookahead)
-        for text in texts:
-            blocks, serial = pool.allocate(2), ROOT
-            for i, block in enumerate(blocks):
-                serial = pool.enter(serial, pool.key(text, i), block)
-        assert [pool.match(text, 2)[0][0] for text in texts] == kept
-        assert [pool.match(text, 2)[1][0] for text in texts] == [1, 3]
-
-
 @pytest.mark.parametrize("damage", ["leak", "double owner", "double free", "unfit to cache"])
 def test_integrity_check_sees_each_kind_of_damage(damage: str) -> None:
     pool = BlockPool(4, 16)

@@ -106,30 +106,18 @@ def in_admission(llm: LLM, expected: list[list[int]]) -> AbstractContextManager[
     return at_admission(llm, change)
 
 
-class FaultyHistory(EditHistory):
-    """Takes and gives four tokens, then no more."""
-
-    part = ""
-
+class FailsToAppend(EditHistory):
     def append(self, token_ids: Any) -> None:
-        self.check("append")
+        if len(self.output_ids) >= 4:
+            raise INJECTED
         super().append(token_ids)
 
+
+class FailsToEdit(EditHistory):
     def rows(self, drafts: Any, vocab_size: int) -> HistoryRows:
-        self.check("rows")
-        return super().rows(drafts, vocab_size)
-
-    def check(self, part: str) -> None:
-        if part == self.part and len(self.output_ids) >= 4:
+        if len(self.output_ids) >= 4:
             raise INJECTED
-
-
-class FailsToAppend(FaultyHistory):
-    part = "append"
-
-
-class FailsToEdit(FaultyHistory):
-    part = "rows"
+        return super().rows(drafts, vocab_size)
 
 
 def in_history(kind: type[EditHistory]) -> Fault:

@@ -18,7 +18,6 @@ from tests.engine.doubles import double
 from tests.engine.predictions import with_predictions
 from tests.engine.same import check_same
 from tests.engine.workload import SHARED, mixed, prompt_of
-from tests.support.steps import OneLate
 
 
 def build(target: Path, speculation: dict[str, Any] | None, **options: Any) -> LLM:
@@ -115,7 +114,7 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
 
 
 @pytest.mark.parametrize(
-    ("caching", "backend", "late"),
+    ("caching", "backend", "ahead"),
     [
         (True, "auto", False),
         (False, "auto", False),
@@ -125,7 +124,7 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     ],
 )
 def test_a_request_may_be_preempted_at_any_moment(
-    target: Path, draft: Path, caching: bool, backend: str, late: bool
+    target: Path, draft: Path, caching: bool, backend: str, ahead: bool
 ) -> None:
     """In its prompt, whose logprobs must come once each; between a draft and its verdict; often."""
     params = SamplingParams(
@@ -133,25 +132,27 @@ def test_a_request_may_be_preempted_at_any_moment(
     )
     speculation = speculations(draft)["draft_model"]
     small = {"max_num_batched_tokens": 30, "num_blocks": 32}
-    llm = build(target, speculation, enable_prefix_caching=caching, backend=backend, **small)
+    llm = build(
+        target, speculation, enable_prefix_caching=caching, backend=backend,
+        async_scheduling=ahead, **small,
+    )  # fmt: skip
     [expected] = llm.generate([SHARED * 2], [params])
     engine = llm.engine
-    steps = OneLate(engine) if late else engine
     moment = 0
     while True:
         group = engine.add(str(moment), SHARED * 2, params)
         request = group.samples[0]
         for _ in range(moment):
-            steps.step()
+            engine.step()
         if group.finished:
             break
         for _ in range(2):
             if request in engine.scheduler.running:
                 engine.scheduler.preempt(request)
-            steps.step()
+            engine.step()
             engine.check_integrity()
         while not group.finished:
-            steps.step()
+            engine.step()
             engine.check_integrity()
         assert group.metrics.num_preemptions >= min(moment, 1)
         check_equal(build_output(engine, group), expected)

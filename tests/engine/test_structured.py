@@ -258,16 +258,6 @@ def test_a_grammar_in_the_batch_changes_nobodys_text(pair: tuple[Path, Path], me
     assert sum(output.metrics.num_accepted_tokens for output in together[::2]) > 0
 
 
-def test_an_abort_leaves_nothing_behind(tiny: LLM) -> None:
-    asked = SamplingParams(max_tokens=60, structured_outputs={"regex": "[a-z]{900}"})
-    for num_steps in (1, 4):
-        stream = tiny.stream("x", asked)
-        for _ in range(num_steps):
-            next(stream)
-        stream.close()
-    tiny.engine.check_integrity()
-
-
 def one(llm: LLM, asked: dict[str, Any], **params: Any) -> RequestOutput:
     given = SamplingParams(structured_outputs=asked, **{"max_tokens": 30, "seed": 1, **params})
     (output,) = llm.generate(["def f"], given, on_error="return")

@@ -1,4 +1,4 @@
-"""A tiny checkpoint, an engine for every test, and what `LLM` says to the prompts."""
+"""A tiny checkpoint, an engine for every test, and what `LLM` answers to the prompts."""
 
 from __future__ import annotations
 

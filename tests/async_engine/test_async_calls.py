@@ -25,7 +25,7 @@ async def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> No
             await engine.decode(wrong)
     with pytest.raises(RequestError):
         await engine.encode(3)  # type: ignore[arg-type]
-    await last(engine, "x")  # what one call raises is nobody else's
+    await last(engine, "x")  # what one call raises reaches no other call
 
 
 async def test_requests_that_decode_do_not_wait_while_a_long_prompt_is_encoded(

@@ -54,7 +54,7 @@ async def test_snapshots_come_in_order_and_the_last_is_finished(engine: AsyncEng
         assert b.text.startswith(a.text)
 
 
-async def test_a_slow_reader_gets_the_newest_and_stalls_nobody(
+async def test_a_slow_reader_gets_the_newest_output_and_stalls_no_other(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
     gate = Gate(engine)

@@ -19,8 +19,11 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 
 @dataclass(eq=False)
 class Cached:
-    """A block that can be found: behind `before`, a salt if it is the first of its request, by
-    `tokens`, the last ones of which may be those behind what it holds."""
+    """A block that can be found by `tokens`, after the block `before`.
+
+    `before` is a salt for the first block of a request. With a lookahead, the last of `tokens` are
+    those after the tokens that the block holds.
+    """
 
     before: Cached | str | None
     tokens: list[int]

@@ -92,7 +92,7 @@ def written(result: StepResult) -> str:
 def _numbers(outcome: Outcome) -> list[Any]:
     count, evidence = outcome.num_drafts, outcome.evidence
     shown = []
-    if evidence is not None:  # but for what is said of drafts that there are not
+    if evidence is not None:  # except entries of drafts that do not exist
         token_K, p_K1, q_K1, u_K, mass_K, is_real = evidence
         ends = (p_K1[-1:], q_K1[-1:], is_real)
         shown = [c[:count] for c in (token_K, p_K1, q_K1, u_K, mass_K)] + [*ends]

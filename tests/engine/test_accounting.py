@@ -245,7 +245,7 @@ def test_any_request_ends_as_it_does_without_speculation(
 
 
 def naive(llm: LLM, prompt: list[int], tokens: list[int], params: SamplingParams) -> Any:
-    """How a text that would be `tokens` ends, decoded anew from its beginning for every token."""
+    """How a text that would be `tokens` ends, decoded from its beginning for every token."""
     context = decode(llm, prompt[-5:])
 
     def text_of(count: int) -> str:

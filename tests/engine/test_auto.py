@@ -179,7 +179,7 @@ def test_decisions_are_told(target: Path, auto: dict[str, Any]) -> None:
     assert sum(asked) == metrics.num_steps
 
 
-def test_prompts_that_join_play_no_part_and_nobody_is_kept(
+def test_prompts_that_join_play_no_part_and_no_request_is_kept(
     target: Path, auto: dict[str, Any]
 ) -> None:
     llm, seen = build(target, auto), list[int]()

@@ -1,7 +1,7 @@
-"""A GPU that fails: whoever runs or waits ends with the reason, nobody is served, nothing hangs.
+"""A GPU that fails: every request ends with the reason, no other is served, nothing hangs.
 
-Errors are injected where PyTorch raises them, into engines over slots on a device (on a CPU): in
-a pass, or late, when a result is read. Memory that runs out is no such failure: the engine goes on.
+Errors are injected where PyTorch raises them, into engines with slots as on a device: in a pass,
+or later, when a result is read. Memory that runs out is no such failure: the engine goes on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Lost:
 
 
 def fail_at(engine: Engine, place: str, error: BaseException, when: Any = always) -> Any:
-    """Inside, passes raise, or results when they are read: each one that `when` is true of."""
+    """Inside, each pass raises, or each result when it is read, for which `when` is true."""
     if place == "pass":
         return double(engine.runner, "model", forward=failing(error, when))
 
@@ -88,7 +88,7 @@ def speculation(draft: Path, kind: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "draft_model"])
-def test_all_end_and_nobody_is_taken(
+def test_all_requests_end_and_no_other_is_taken(
     target: Path, draft: Path, kind: str, ahead: bool, number: int, place: str
 ) -> None:
     llm = build(target, speculation(draft, kind), async_scheduling=ahead)

@@ -1,4 +1,4 @@
-"""Slots on a device, of which the host knows bounds alone: the same outputs as with numbers on it.
+"""Slots on a device, where the host knows only bounds: the same outputs as with slots on the host.
 
 The same requests through both kinds of slots, in stock operators on a CPU: tokens, texts, log-
 probabilities, finish reasons and counts of drafts are equal, with steps launched ahead and in turn,
@@ -155,7 +155,7 @@ class ForgetsLimits(SlotTable):
 
 
 class SlipsByOne(SlotTable):
-    """Drafts are drawn with the noise of the position behind."""
+    """Drafts are drawn with the noise of the next position."""
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
         asked = super().count_drafts(requests)
@@ -182,7 +182,7 @@ def test_mutants_of_the_device_slots_are_noticed(
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(target: Path, backend: str) -> None:
-    """Chunks of a prompt with log-probabilities, older than a request that decodes beside them."""
+    """Chunks of a prompt with log-probabilities, older than a request that decodes with them."""
 
     def serve(parts: EngineParts) -> list[RequestOutput]:
         llm = llm_of(
@@ -197,7 +197,7 @@ def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(target: Path, ba
     check_equal(serve(ON_DEVICE), serve(ON_HOST))
 
 
-def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_anew() -> None:
+def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_again() -> None:
     """At multiples of 16 bytes, and of a captured step where they lay when it was captured."""
     steps = get_backend("torch").steps
     table = SlotTable(SlotSizes(6, 8, 2, 2, 0), torch.device("cpu"), steps, on_host=False)

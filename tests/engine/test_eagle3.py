@@ -135,7 +135,7 @@ BRANCHES = [TEXT, BRANCH, [*BRANCH, 1, 1], [*TEXT[:16], 0], TEXT[:17]]
 
 
 def branches(llm: LLM) -> list[int]:
-    """Texts that go on differently behind a block; how many tokens of each were cached."""
+    """Texts that differ after a common block; returns how many tokens of each were cached."""
     cached = []
     for i, text in enumerate(BRANCHES):
         group = llm.engine.add(str(i), text, params(seed=i, max_tokens=6))
@@ -148,7 +148,7 @@ def test_shared_blocks_are_right_for_all_who_share_them(few: Path, backend: str)
     head = head_of(few)
     llm = build(few, head, backend=backend)
     checked = Checked(llm.engine.runner, few, head)
-    # Behind TEXT[:8] comes 7 at first, then 9: its second block is computed once for each.
+    # After TEXT[:8] the first text has 7, the others 9: the second block is computed for each.
     assert branches(llm) == [0, 4, 12, 12, 16]
     checked.done(least=30)
 

@@ -174,7 +174,7 @@ def failing_pass(llm: LLM, error: Exception, number: int) -> AbstractContextMana
 
 
 def leave_unfinished(llm: LLM) -> None:
-    """Slots whose last requests were aborted: what they had stays until the next admission."""
+    """Abort requests: what they had stays in their slots until the next admission."""
     engine = llm.engine
     for i in range(4):
         engine.add(str(i), [i, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))

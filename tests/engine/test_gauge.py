@@ -226,7 +226,7 @@ def test_the_peak_is_what_a_step_adds() -> None:
         gauge.peak(lambda: (_ for _ in ()).throw(RuntimeError("another")), base)
 
 
-def test_a_context_that_nobody_asked_for_is_shortened(
+def test_a_context_that_was_not_asked_for_is_shortened(
     target: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     from tests.support.checkpoints import save_checkpoint

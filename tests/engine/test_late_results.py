@@ -32,7 +32,6 @@ from tests.engine.paged_machine import PagedMachine, Parts, WatchedScheduler
 from tests.engine.predictions import with_predictions
 from tests.engine.same import check_same, check_sample
 from tests.engine.workload import mixed, prompt_of
-from tests.support.steps import OneLate
 
 TEXT = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 3
 
@@ -212,7 +211,7 @@ def test_mutants_fail_the_same_property(parts: Parts, message: str) -> None:
 
 
 def test_a_request_may_be_aborted_between_schedule_and_launch() -> None:
-    """It has lost its slot by then; whoever has the last one keeps its numbers."""
+    """It has lost its slot by then: no slot is written."""
     machine = PagedMachine(40, max_num_seqs=3, max_num_batched_tokens=60)
     engine, slots = machine.engine, machine.engine.runner.slots
     stays = [machine.add(f"stays {i}", TEXT[:9], 8, key=i) for i in range(2)]
@@ -223,12 +222,12 @@ def test_a_request_may_be_aborted_between_schedule_and_launch() -> None:
     engine.abort(leaves)
     lengths = slots.length_S.copy()
     engine.commit(engine.launch(plan))
-    assert slots.length_S[2] == lengths[2] == 1, "nobody was admitted there"
+    assert slots.length_S[2] == lengths[2] == 1, "a request was admitted there"
     machine.run()
     assert [group.samples[0].finish_reason for group in stays] == ["length"] * 2
 
 
-def test_a_launched_step_whose_requests_have_ended_is_no_work() -> None:
+def test_a_launched_step_of_ended_requests_is_no_work() -> None:
     machine = PagedMachine(40, max_num_seqs=3, max_num_batched_tokens=60)
     engine, group = machine.engine, machine.add("ends", TEXT[:9], 8)
     launched = engine.launch(engine.scheduler.schedule())
@@ -251,9 +250,9 @@ def crowd_of(number: int, *, drafts: bool) -> list[Visit]:
     ]
 
 
-def serve(llm: LLM, crowd: list[Visit], late: bool) -> list[RequestOutput]:
+def serve(llm: LLM, crowd: list[Visit]) -> list[RequestOutput]:
     engine = llm.engine
-    steps, groups = OneLate(engine) if late else engine, list[RequestGroup]()
+    groups: list[RequestGroup] = []
     _kept = engine.grammars.wait(visit.params.get("structured_outputs") for visit in crowd)
     for step in range(1000):
         for i, visit in enumerate(crowd):
@@ -262,9 +261,9 @@ def serve(llm: LLM, crowd: list[Visit], late: bool) -> list[RequestOutput]:
                 groups.append(engine.add(*prepare(engine, str(i), visit.prompt, params)))
             if visit.leaves == step:
                 engine.abort(groups[i])
-        if len(groups) == len(crowd) and not steps.has_work:
+        if len(groups) == len(crowd) and not engine.has_work:
             break
-        steps.step()
+        engine.step()
         engine.check_integrity()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     return [build_output(engine, group) for group in groups]
@@ -292,8 +291,9 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
     options: dict[str, Any] = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 40}
     outputs = []
     for late in (False, True):
+        options["async_scheduling"] = late
         llm = LLM(str(target), speculation, num_blocks=34, max_model_len=128, **options)
-        outputs.append(serve(llm, crowd, late))
+        outputs.append(serve(llm, crowd))
     in_turn, late_ones = outputs
     for mine, theirs in zip(late_ones, in_turn, strict=True):
         # The native decoder's logits do not depend on what else is in the batch, not by a bit.
@@ -303,6 +303,6 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
         assert sum(o.metrics.num_cached_tokens for o in served) > 50
         reasons = {sample.finish_reason for o in served for sample in o.outputs}
         assert reasons == {"length", "stop", "abort"}
-        # Random bytes are no text: nobody can draft them by what they say.
+        # Random bytes are no text: they cannot be drafted by their text.
         count = "num_draft_tokens" if kind == "draft_text" else "num_accepted_tokens"
         assert any(getattr(o.metrics, count) for o in served) == (kind != "plain")

@@ -126,7 +126,7 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
 def test_a_request_may_be_preempted_at_any_moment(
     target: Path, draft: Path, caching: bool, backend: str, ahead: bool
 ) -> None:
-    """In its prompt, whose logprobs must come once each; between a draft and its verdict; often."""
+    """In its prompt, where each row of log-probabilities comes once; between draft and verdict."""
     params = SamplingParams(
         temperature=1, seed=3, max_tokens=24, prompt_logprobs=1, repetition_penalty=1.1
     )

@@ -173,7 +173,7 @@ def test_samples_share_their_prompt(target: Path) -> None:
     assert tokens(output) == tokens(fresh.generate([TEXT], params(n=4, max_tokens=5))[0])
 
 
-def test_a_prompt_whose_logprobs_are_wanted_has_them_all(target: Path) -> None:
+def test_a_prompt_has_all_log_probabilities_that_were_asked_for(target: Path) -> None:
     llm = build(target)
     wanted = params(prompt_logprobs=2, n=2)
     first, second = (llm.generate([TEXT], wanted)[0] for _ in range(2))
@@ -286,7 +286,7 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
 def test_the_half_that_a_request_without_drafts_left_empty_is_filled(
     selfish: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A skipped stretch costs the draft model each of its tokens once, whoever needs them."""
+    """The draft model computes each token of a skipped stretch once."""
     engine, counts = selfish.engine, draft_tokens_computed(selfish, monkeypatch)
     finish(engine, engine.add("K=0", TEXT, params(num_speculative_tokens=0)))
     assert counts == []

@@ -123,7 +123,7 @@ def test_defaults_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFix
     (message,) = caplog.messages
     assert "temperature=0.0, max_tokens=9, repetition_penalty=1.3" in message
     (late,) = llm.generate([1] * 250)
-    assert len(late.outputs[0].token_ids) <= 6, "as many as fit: nobody asked for nine"
+    assert len(late.outputs[0].token_ids) <= 6, "as many as fit: nine were not asked for"
     plain = LLM(str(folder), num_blocks=40, generation_config="vllm")
     assert plain.get_default_sampling_params() == SamplingParams()
 

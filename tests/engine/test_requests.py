@@ -190,7 +190,7 @@ def test_snapshots_do_not_change_after_they_were_given(llm: LLM) -> None:
     for output in llm.stream("abc", {"max_tokens": 12, "num_speculative_tokens": 0}):
         outputs.append(output)
         assert output.prompt_token_ids == ids_of("abc")
-        output.prompt_token_ids.clear()  # the caller's own: nobody else reads it
+        output.prompt_token_ids.clear()  # the caller's own copy
     assert [o.metrics.num_steps for o in outputs] == list(range(1, len(outputs) + 1))
 
 

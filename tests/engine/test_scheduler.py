@@ -171,7 +171,7 @@ def test_samples_wait_for_their_leader_and_share_its_blocks_while_others_pass() 
     alone.run()
 
 
-def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -> None:
+def test_a_long_prefill_stalls_neither_decoding_nor_a_later_short_prompt() -> None:
     fair = machine(budget=18, seqs=3)
     fair.add("decoding", [1] * 4, 30)
     fair.step()
@@ -190,7 +190,7 @@ def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -
     fair.run()
 
 
-def run_beside(pace: Pace | None) -> tuple[list[int], list[int]]:
+def chunks_of_prompts(pace: Pace | None) -> tuple[list[int], list[int]]:
     """Chunks of a prompt of 300 tokens next to a request that decodes, then of another alone."""
     fair = machine(200, budget=256, seqs=2, pace=pace, enable_prefix_caching=False)
     sizes = list[list[int]]()
@@ -207,24 +207,24 @@ def run_beside(pace: Pace | None) -> tuple[list[int], list[int]]:
 
 
 def test_next_to_a_decode_step_a_prompt_comes_in_chunks_that_fit_the_time() -> None:
-    beside, alone = run_beside(given_pace(0.05))
-    assert run_beside(None) == ([255, 45], [256, 44])
+    chunks, alone = chunks_of_prompts(given_pace(0.05))
+    assert chunks_of_prompts(None) == ([255, 45], [256, 44])
     assert alone == [256, 44]
     # 4 ms are the decode step's, 46 are left: n + 0.02 n (before + n / 2) <= 46.
-    assert beside[:3] == [34, 23, 19]
-    assert beside == sorted(beside[:-1], reverse=True) + beside[-1:], "pairs make later ones dearer"
-    assert sum(beside) == 300
+    assert chunks[:3] == [34, 23, 19]
+    assert chunks == sorted(chunks[:-1], reverse=True) + chunks[-1:], "pairs make later ones dearer"
+    assert sum(chunks) == 300
 
 
 def test_prompts_get_half_of_a_step_whatever_decoding_takes() -> None:
-    beside, _ = run_beside(given_pace(0.001))
+    chunks, _ = chunks_of_prompts(given_pace(0.001))
     # A decode step and one token of a prompt take 5 ms or more: the step takes 10, or twice that.
-    assert beside[0] == 5
-    assert min(beside[:-1]) >= 1
+    assert chunks[0] == 5
+    assert min(chunks[:-1]) >= 1
 
 
 def test_the_first_of_prompts_goes_on_where_there_is_time_for_no_token() -> None:
-    """20 us a pair behind 1 900 tokens: 38 ms a token, of which a step of 10 ms has no time."""
+    """20 us a pair after 1 900 tokens are 38 ms a token: more than a step of 10 ms."""
     room = given_pace(0.01).room([0], 10)
     assert room.take(1900, 50, 0.25) == 1
     assert room.take(0, 50, 0.25) == room.take(0, 50, 1.0) == 0

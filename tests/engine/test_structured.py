@@ -245,7 +245,7 @@ def test_json_of_the_embedded_pair_is_valid(tiny: LLM, temperature: float) -> No
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_a_grammar_in_the_batch_changes_nobodys_text(pair: tuple[Path, Path], method: str) -> None:
+def test_a_grammar_in_the_batch_changes_no_other_text(pair: tuple[Path, Path], method: str) -> None:
     llm = build(pair, method)
     plain = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True) for i in range(6)]
     guided = [replace(one, structured_outputs={"regex": "[a-d]{9,20}e"}) for one in plain]

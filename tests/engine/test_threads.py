@@ -163,7 +163,7 @@ def test_a_machine_that_is_busy_from_the_start_gets_one_thread_at_once() -> None
 def test_prompts_alone_get_all_threads_again_once_these_do_not_collapse(
     later: Callable[[int, int], float], least: int, most: int
 ) -> None:
-    """No decode step tells: an engine that only reads prompts, or always some beside the others."""
+    """Without decode steps: an engine that only reads prompts, or has some in every step."""
     machine = Machine()
     machine.cost = busy
     machine.steps(60)

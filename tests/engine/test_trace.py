@@ -1,4 +1,4 @@
-"""What a step tells of itself to whoever asks: times by phase, rows, drafts."""
+"""The trace of a step: times by phase, rows, drafts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_trace_adds_up_to_what_was_done(llm: LLM) -> None:
     # Every token but the last of each is computed, and every draft that was not accepted.
     tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
     rejected = metrics.num_draft_tokens - metrics.num_accepted_tokens
-    behind = sum(trace.num_tokens for trace in traces) - tokens - rejected
-    assert 0 <= behind <= 3 * len(prompts), "what was accepted behind the last token"
+    after = sum(trace.num_tokens for trace in traces) - tokens - rejected
+    assert 0 <= after <= 3 * len(prompts), "drafts accepted after the last token"
     assert traces[0].num_requests == 2
     assert [trace.num_decoding for trace in traces][:2] == [0, 1]
     assert {trace.num_decoding for trace in traces[5:-5]} == {2}

@@ -208,15 +208,15 @@ def test_an_aborted_request_keeps_its_records(target: Path, draft: Path) -> None
 
 
 def test_a_round_that_is_cut_short_keeps_its_drafts(target: Path, draft: Path) -> None:
-    """A stop token in the midst of it: what was accepted behind it is told, and not emitted."""
+    """A stop token within it: drafts accepted after it are in the record and not emitted."""
     llm = build(target, draft, "draft_model")
     asked: dict[str, Any] = {"temperature": 0.9, "n": 1, "max_tokens": 60}
     whole = served(llm, **asked)[0].outputs[0].trace or []
     cut = next(
         token
-        for token, behind in pairwise(whole)
-        if token.origin == behind.origin == "accepted"
-        and token.round == behind.round
+        for token, following in pairwise(whole)
+        if token.origin == following.origin == "accepted"
+        and token.round == following.round
         and token.token_id not in [t.token_id for t in whole[: whole.index(token)]]
     )
     output = served(llm, stop_token_ids=[cut.token_id], **asked)[0]

@@ -1,4 +1,4 @@
-"""Threads that share one `LLM`: turns in order, one batch, right tokens; nothing waits for ever."""
+"""Threads that share one `LLM`: turns in order, one batch, right tokens; no thread is stuck."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
             free.wait(PATIENCE)
 
     def interrupt() -> None:
-        crew.start(lambda: turns.later(lambda: done.append("behind")))
+        crew.start(lambda: turns.later(lambda: done.append("other")))
         until(lambda: len(turns._line) == 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -107,7 +107,7 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
     assert (len(turns._line), done) == (2, [])
     free.set()
     crew.join()
-    assert sorted(done) == ["behind", "mine"]  # what was left undone is done in the next turn
+    assert sorted(done) == ["mine", "other"]  # what was left undone is done in the next turn
     with turns:
         assert turns.inside
 

@@ -66,7 +66,7 @@ class Part(NamedTuple):
     slot: int
     drafts: Sequence[int] = ()
     accepted: int = 0
-    token: int | None = 0  # behind the accepted drafts; None: its row was not finite
+    token: int | None = 0  # after the accepted drafts; None: its row was not finite
     count: int = 1
     decides: bool = True
     prompt_logprobs: int = NONE
@@ -141,7 +141,7 @@ def test_a_request_is_written_into_its_slot() -> None:
     assert not table.token_SL[[0, 2, 3]].any()
 
 
-def test_several_are_written_at_once_behind_what_was_released() -> None:
+def test_several_requests_are_written_at_once_after_releases() -> None:
     table = make_table()
     admit(table, 0, [1, 2, 3], drafter=1, temperature=0)
     one = table.admitted[0]
@@ -258,7 +258,7 @@ def test_a_captured_step_is_padded_with_the_spare_and_promises_its_shape() -> No
 
 
 def test_rows_that_decide_come_first_then_those_of_prompts(table: SlotTable) -> None:
-    """Rows of all tokens would be all in order: then there is one more, which nobody reads."""
+    """As many rows as tokens would mean all tokens in order: then there is one more row, unread."""
     admit(table, 0, range(1, 7))
     admit(table, 1, [5], num_computed=0)
     admit(table, 2, range(20, 24), num_computed=1)
@@ -345,7 +345,7 @@ class Keeper:
         return self.kept
 
 
-def test_whoever_registers_is_released_and_checked() -> None:
+def test_every_registered_owner_is_released_and_checked() -> None:
     table, keeper, other = make_table(), Keeper(), Keeper()
     table.register("probabilities", keeper)
     table.register("drafts", other)
@@ -355,7 +355,7 @@ def test_whoever_registers_is_released_and_checked() -> None:
         table.check_integrity({0})
     release(table, 1)
     table.check_integrity({0})
-    admit(table, 0)  # whoever was there before is forgotten by all
+    admit(table, 0)  # all owners forget the request before
     assert not keeper.kept
     keeper.kept = {2}
     with pytest.raises(IntegrityError, match=r"probabilities of slots that no request has: \[2\]"):
@@ -363,7 +363,7 @@ def test_whoever_registers_is_released_and_checked() -> None:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Requests as lists of tokens beside the table that holds them."""
+    """The table next to requests as lists of tokens."""
 
     @initialize(backend=st.sampled_from(BACKENDS))
     def start(self, backend: str) -> None:

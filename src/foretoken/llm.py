@@ -73,9 +73,9 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
-        """An `LLM` over an engine that `build_engine` made, perhaps of parts of the caller's own.
+        """An `LLM` over an engine that `build_engine` made, for example with other parts.
 
-        It takes the engine over: nothing else may use it.
+        Nothing else may use the engine after that.
         """
         llm = cls.__new__(cls)
         llm._serve(engine.config, engine)

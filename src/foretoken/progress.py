@@ -25,7 +25,7 @@ def progress_bar(
         count: how many requests have ended.
         total: how many there are; a single one has nothing to show.
         stream: where the bar is shown; None: the error stream.
-        patience: seconds that pass before it is shown.
+        patience: seconds before it is shown.
     """
     stream = stream or sys.stderr
     if not asked or total < 2 or stream is None or not stream.isatty():

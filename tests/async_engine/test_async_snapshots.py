@@ -15,15 +15,7 @@ from foretoken.errors import RequestError
 from foretoken.ops import ForwardOutput
 from tests.async_engine.loops import watched_loop
 from tests.engine.doubles import double
-from tests.support.asynchronous import (
-    LONG,
-    PARAMS,
-    PROMPTS,
-    Gate,
-    idle,
-    last,
-    num_requests,
-)
+from tests.support.asynchronous import LONG, PARAMS, PROMPTS, Gate, idle, last, num_requests
 
 
 async def test_tokens_are_those_of_llm_and_requests_share_steps(
@@ -113,11 +105,7 @@ async def test_calls_as_vllms_users_write_them(
     by_place = [o async for o in engine.generate("abc", PARAMS, "mine", lora_request=None)][-1]
     assert by_place.request_id == "mine"
     chat = engine.chat(talk, PARAMS, "talk", chat_template=template)
-    for output in (
-        by_place,
-        await last(engine, {"prompt": "abc"}),
-        [o async for o in chat][-1],
-    ):
+    for output in (by_place, await last(engine, {"prompt": "abc"}), [o async for o in chat][-1]):
         assert (output.prompt, output.outputs[0].token_ids) == ("abc", expected["abc"])
     for wrong in ({"chat_template": "no marks"}, {"chat_templat": template}):
         with pytest.raises(RequestError):

@@ -19,16 +19,7 @@ from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ProcessingError, StepError
 from tests.engine.doubles import failing, nth
-from tests.support.asynchronous import (
-    LONG,
-    OPTIONS,
-    PARAMS,
-    PROMPTS,
-    Gate,
-    idle,
-    num_requests,
-    run,
-)
+from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, num_requests, run
 
 Contents = dict[str, Any]
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)

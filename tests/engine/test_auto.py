@@ -35,10 +35,7 @@ def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(
-    target: Path,
-    speculation: dict[str, Any] | None,
-    parts: EngineParts = ON_HOST,
-    **options: Any,
+    target: Path, speculation: dict[str, Any] | None, parts: EngineParts = ON_HOST, **options: Any
 ) -> LLM:
     sizes = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 32, "threads": 1}
     return llm_of(parts, target, speculation, **sizes | options)

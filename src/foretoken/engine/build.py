@@ -72,16 +72,16 @@ def is_on_host(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built with; whoever builds one may give parts of their own.
+    """Replaceable parts of an engine.
 
     Attributes:
-        on_host: of a device, whether slots are kept as numbers on the host. On a CPU they need not
-            be: an engine then serves as on an asynchronous device.
-        load_model: loads the target, and a draft model.
-        gauge_of: of a device, what measures its memory; None: nothing is measured.
-        slot_table: keeps the slots.
-        graphs: keeps captured steps; None: `Graphs`, where device and backend can capture.
-        step_threads: sets the threads of each step.
+        on_host: whether a device keeps slots as numbers on the host. With False on a CPU an engine
+            works as on an asynchronous device.
+        load_model: loads the target and the draft model, see `models.load_model`.
+        gauge_of: the gauge of a device's memory, or None to measure nothing.
+        slot_table: the class of the slot table.
+        graphs: the class that captures steps; None: `Graphs`, if device and backend can capture.
+        step_threads: makes the `StepThreads` of the engine.
     """
 
     on_host: Callable[[torch.device], bool] = is_on_host

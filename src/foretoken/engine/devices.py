@@ -93,7 +93,7 @@ def choose_backend(
     """The backend asked for, or the fastest that this machine has.
 
     Args:
-        why_not: of a backend's name, why it cannot run here; None: it can.
+        why_not: the reason why a backend of this name cannot run, or None, see `ops.unavailable`.
 
     Raises:
         ConfigError: it is unknown, or cannot run here.

@@ -74,8 +74,8 @@ class Launched:
 class Engine:
     """Continuous batching of plain and speculative requests over one target.
 
-    Between two steps an object with the same methods may take the place of `runner`, `scheduler`,
-    `tokenizer` or `grammars`.
+    Between steps `runner`, `scheduler`, `tokenizer` and `grammars` may be replaced by objects with
+    the same methods.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Gauge:
     """Memory of one GPU, from the moment that this is made: before anything is loaded.
 
     Args:
-        cuda: what answers for PyTorch's allocator and the driver.
+        cuda: has the functions of `torch.cuda` for the allocator's and the driver's figures.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

@@ -39,8 +39,8 @@ from foretoken.slots.step import OpenStep, StepRequests, StepResult, StepShape
 class Runner:
     """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots.
 
-    Between two steps an object with the same methods may take the place of `model`, `drafter` or
-    `sampler`, to watch it for example; what was captured does not learn of it.
+    Between steps `model`, `drafter` and `sampler` may be replaced by objects with the same methods,
+    for example to watch them. Captured steps keep the old ones.
 
     device, on_host: of the slots: where it computes, and whether results are known as soon as a
     step was launched: reading never blocks then.

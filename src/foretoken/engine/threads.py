@@ -40,7 +40,7 @@ def usable_cores(
     """Physical cores that this process may use: hyper-threads once, within a container's quota.
 
     Args:
-        system: tells which processors there are, and which of them this process may use.
+        system: has `sched_getaffinity` or `cpu_count`, as the module `os`.
     """
     if hasattr(system, "sched_getaffinity"):
         usable: Iterable[int] = system.sched_getaffinity(0)
@@ -65,7 +65,7 @@ class StepThreads:
             next to it that does not is small: one thread is as fast there.
         clock: seconds.
         openmp_threads: `OMP_NUM_THREADS`, if that is set.
-        cores: that are usable; None: `usable_cores()`.
+        cores: usable cores; None: `usable_cores()`.
     """
 
     def __init__(

@@ -487,8 +487,10 @@ class Worker:
             self._engine.abort(group)
 
     def _show(self, mailbox: Mailbox, group: RequestGroup) -> None:
-        show = take_delta if mailbox.deltas else build_output
-        if (news := show(self._engine, group)) is not None and mailbox.put(news):
+        news: RequestDelta | RequestOutput | None = (
+            take_delta(self._engine, group) if mailbox.deltas else build_output(self._engine, group)
+        )
+        if news is not None and mailbox.put(news):
             self._untold.append(mailbox)
         if group.finished:
             del self._groups[mailbox]

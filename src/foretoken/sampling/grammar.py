@@ -227,8 +227,8 @@ class Grammars:
     Args:
         vocab_size: of the model, which may have more ids than the tokenizer.
         eos_ids: what ends a text, where the grammar may end.
-        seconds: for one grammar; None: `COMPILE_SECONDS`.
-        most_kept: grammars that are kept beyond those that somebody waits for.
+        seconds: limit for compiling one grammar; None: `COMPILE_SECONDS`.
+        most_kept: compiled grammars that are kept, besides those that a request waits for.
     """
 
     def __init__(
@@ -251,11 +251,11 @@ class Grammars:
 
     @property
     def seconds(self) -> float:
-        """That one grammar may take."""
+        """Limit for compiling one grammar."""
         return COMPILE_SECONDS if self._given_seconds is None else self._given_seconds
 
     def build(self, asked: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
-        """Compile one, in a thread of the pool; may raise anything."""
+        """Compile a grammar in a thread of the pool; an exception refuses the grammar."""
         return _compile(asked, tokens, executor)
 
     def begin(self, asked: Any) -> Compiling | None:

@@ -252,11 +252,12 @@ def test_a_bad_request_is_refused_alone(
     first, refused, last = small.generate(
         ["abc", prompt, "abc"], [fine, bad, fine], on_error="return"
     )
-    assert (type(refused.error), refused.outputs) == (error, [])
+    assert isinstance(refused.error, error)
+    assert refused.outputs == []
     assert [o.outputs[0].token_ids for o in (first, last)] == [text[:8]] * 2
     small.engine.check_integrity()
     with pytest.raises(error, match=message):
-        small.generate(prompt, bad)
+        small.generate([prompt] if prompt == [] else prompt, bad)
 
 
 def test_as_many_parameters_as_prompts(llm: LLM) -> None:

@@ -174,13 +174,13 @@ def test_drafts_take_part(target: Path, draft: Path) -> None:
     assert output.metrics.num_draft_tokens > 0
 
 
-def test_a_short_context_bounds_the_tokens_of_a_step(target: Path) -> None:
+def test_a_short_context_bounds_the_tokens_of_a_step(target: Path, draft: Path) -> None:
     device = Device(total=4096 * MIB)
     device.start(target, max_num_seqs=2, max_num_batched_tokens=300, max_model_len=40)
     assert device.steps[::2] == [(1, 1), (2, 2), (2 * 39, 2)]
-    ngram = {"method": "ngram", "num_speculative_tokens": 9}
+    drafts = {"model": str(draft), "num_speculative_tokens": 9}
     device.steps.clear()
-    device.start(target, ngram, **SIZES | {"max_model_len": 4})
+    device.start(target, drafts, **SIZES | {"max_model_len": 4})
     assert {*device.steps} == {(3, 3), (24, 24)}, "two drafts, and no room for a prompt"
 
 

@@ -71,11 +71,11 @@ class Slow(Grammars):
     def __init__(self, llm: LLM, pauses: dict[str, float], **limits: Any) -> None:
         engine = llm.engine
         super().__init__(llm.tokenizer, engine.limits.vocab_size, engine.eos_ids, **limits)
-        self.pauses, self.release, self.compiled = pauses, Event(), list[str]()
+        self.pauses, self.release, self.words = pauses, Event(), list[str]()
 
     def build(self, asked: dict[str, Any], *given: Any) -> Grammar:
         (word,) = asked["choice"]
-        self.compiled.append(word)
+        self.words.append(word)
         self.release.wait(self.pauses.get(word, 0))
         return super().build(asked, *given)
 
@@ -106,14 +106,14 @@ def test_grammars_that_wait_for_others_are_not_given_up(fresh: LLM) -> None:
     slow.release.set()
     assert isinstance(first.error, RequestError)
     assert [one.outputs[0].text for one in others] == words[1:]
-    assert sorted(slow.compiled) == sorted(words)
+    assert sorted(slow.words) == sorted(words)
 
 
 def test_a_grammar_is_compiled_once(fresh: LLM) -> None:
     quick = fresh.engine.grammars = Slow(fresh, {})
     for _ in range(3):
         assert one(fresh, {"choice": ["once"]}, n=2).outputs[1].text == "once"
-    assert quick.compiled == ["once"]
+    assert quick.words == ["once"]
 
 
 def test_what_it_needs_is_named(

@@ -35,8 +35,9 @@ class Gauge:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         cuda.empty_cache()
-        self._free, self._total = cuda.mem_get_info(device)
-        self._reserved = cuda.memory_reserved(device)
+        free_and_total: tuple[int, int] = cuda.mem_get_info(device)
+        self._free, self._total = free_and_total
+        self._reserved: int = cuda.memory_reserved(device)
 
     def budget(self, fraction: float) -> Budget:
         """What there is to be planned with."""
@@ -52,7 +53,7 @@ class Gauge:
     def libraries(self) -> int:
         """Bytes taken since outside PyTorch's allocator; other processes' doings are in it, too."""
         taken = self.taken()
-        free, _ = self._cuda.mem_get_info(self._device)
+        free: int = self._cuda.mem_get_info(self._device)[0]
         return max(self._free - free - taken, 0)
 
     def peak(self, run: Callable[[], object], base: int) -> int | None:

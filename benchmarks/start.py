@@ -27,9 +27,8 @@ BOUNDS = {"empty": 120.0, "warm": 60.0}  # seconds to the first token
 PROMPT, TOKENS = list(range(2, 1026)), 8
 
 
-def timed(owner: Any, name: str, seconds: dict[str, float], part: str) -> None:
-    """Let calls of `owner.name` add their time to a part."""
-    call = getattr(owner, name)
+def timed(call: Any, seconds: dict[str, float], part: str) -> Any:
+    """The same function; its calls add their time to a part."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -38,23 +37,29 @@ def timed(owner: Any, name: str, seconds: dict[str, float], part: str) -> None:
         finally:
             seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
 
-    setattr(owner, name, watched)
+    return watched
 
 
 def child(options: dict[str, Any], begun: float) -> dict[str, float]:
     """What the process that was begun then took, in this one."""
-    from foretoken import LLM, SamplingParams
+    from foretoken import LLM, EngineConfig, SamplingParams
     from foretoken.drafting import stacks
-    from foretoken.engine import build
-    from foretoken.engine.build import Assembly
+    from foretoken.engine.build import Assembly, EngineParts, build_engine
     from foretoken.engine.runner import Runner
+    from foretoken.models import load_model
 
     seconds = {"import": time.time() - begun}
-    timed(build, "load_model", seconds, "target")
-    timed(stacks, "_load_head", seconds, "head")
-    timed(Assembly, "plan", seconds, "plan")
-    timed(Runner, "capture", seconds, "graphs")
-    llm = LLM(**options)
+    load_target = timed(load_model, seconds, "target")
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        """The target, and then a draft model, which is no part."""
+        return (load_model if "target" in seconds else load_target)(*args, **kwargs)
+
+    for owner, name, part in ((stacks, "_load_head", "head"), (Assembly, "plan", "plan"),
+                              (Runner, "capture", "graphs")):  # fmt: skip
+        setattr(owner, name, timed(getattr(owner, name), seconds, part))
+    engine = build_engine(EngineConfig.parse(**options), EngineParts(load_model=load))
+    llm = LLM.from_engine(engine)
     seconds["engine"] = time.time() - begun
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     [output] = llm.generate([PROMPT[: llm.engine.limits.max_model_len - TOKENS]], params)

@@ -43,10 +43,18 @@ class AsyncEngine:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.parse(
-            model=model, speculative_config=speculative_config, **options
-        )
-        engine = build_engine(self.config)
+        config = EngineConfig.parse(model=model, speculative_config=speculative_config, **options)
+        self._serve(config, build_engine(config))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Self:
+        """As `LLM.from_engine`."""
+        served = cls.__new__(cls)
+        served._serve(engine.config, engine)
+        return served
+
+    def _serve(self, config: EngineConfig, engine: Engine) -> None:
+        self.config = config
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
         self._grammars = engine.grammars
         self._worker = Worker(engine)

@@ -68,11 +68,23 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.parse(
-            model=model, speculative_config=speculative_config, **options
-        )
-        self._engine: Engine | None = build_engine(self.config)
-        self._params = ParamsReader(self._engine.default_params)
+        config = EngineConfig.parse(model=model, speculative_config=speculative_config, **options)
+        self._serve(config, build_engine(config))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Self:
+        """An `LLM` over an engine that `build_engine` made, for example with other parts.
+
+        Nothing else may use the engine after that.
+        """
+        llm = cls.__new__(cls)
+        llm._serve(engine.config, engine)
+        return llm
+
+    def _serve(self, config: EngineConfig, engine: Engine) -> None:
+        self.config = config
+        self._engine: Engine | None = engine
+        self._params = ParamsReader(engine.default_params)
         self._turns = Turns("LLM")
         self._num_requests = 0
 

@@ -6,22 +6,30 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TextIO
 
 _PATIENCE_S = 2.0  # in a call that ends sooner, a bar would only flash up
 
 
 @contextmanager
 def progress_bar(
-    count: Callable[[], int], total: int, enabled: bool
+    count: Callable[[], int],
+    total: int,
+    enabled: bool,
+    stream: TextIO | None = None,
+    patience: float = _PATIENCE_S,
 ) -> Iterator[Callable[[], None]]:
-    """A progress bar on the error stream; yields a function to call after every step.
+    """A progress bar on a terminal; yields a function to call after every step.
 
     Args:
         count: returns the number of requests that have ended.
         total: number of requests; a single request gets no bar.
         enabled: whether the caller wants a bar.
+        stream: where the bar is shown, if that is a terminal; None: the error stream.
+        patience: seconds before the bar is shown.
     """
-    if not enabled or total < 2 or sys.stderr is None or not sys.stderr.isatty():
+    stream = stream or sys.stderr
+    if not enabled or total < 2 or stream is None or not stream.isatty():
         yield lambda: None
         return
     start, show = time.perf_counter(), None
@@ -29,21 +37,21 @@ def progress_bar(
 
         def update() -> None:
             nonlocal show
-            if show is None and time.perf_counter() - start > _PATIENCE_S:
-                show = _open_bar(stack, total)
+            if show is None and time.perf_counter() - start > patience:
+                show = _open_bar(stack, total, stream)
             if show is not None:
                 show(count())
 
         yield update
 
 
-def _open_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
+def _open_bar(stack: ExitStack, total: int, stream: TextIO) -> Callable[[int], None]:
     """Show a bar until `stack` closes; returns a function that sets how far it is."""
     from rich import console, progress
 
     count, time_left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
     columns = (progress.TextColumn("requests"), progress.BarColumn(), count, time_left)
-    display = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+    display = progress.Progress(*columns, console=console.Console(file=stream), transient=True)
     bar = stack.enter_context(display)
     task = bar.add_task("requests", total=total)
     return lambda num_ended: bar.update(task, completed=num_ended)

@@ -11,30 +11,28 @@ from typing import Any
 import pytest
 
 from foretoken import AsyncEngine, RequestError, StepError, UsageError
-from tests.support.asynchronous import LONG, PARAMS, PATIENCE, Gate, entered, idle, last, run
+from foretoken.engine.trace import StepTrace
+from tests.support.asynchronous import LONG, PARAMS, PATIENCE, Gate, entered, idle, last
 
 
-def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        ids = await engine.encode("def f(x):")
-        assert ids == (await last(engine, "def f(x):")).prompt_token_ids
-        assert await engine.decode(ids) == "def f(x):"
-        assert await engine.encode({"prompt_token_ids": [3, 1]}) == [3, 1]
-        for wrong in ([-1], [10**9], [True]):
-            with pytest.raises(RequestError, match="`tokens` is"):
-                await engine.decode(wrong)
-        with pytest.raises(RequestError):
-            await engine.encode(3)  # type: ignore[arg-type]
-        await last(engine, "x")  # what one call raises is nobody else's
-
-    run(main())
+async def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
+    ids = await engine.encode("def f(x):")
+    assert ids == (await last(engine, "def f(x):")).prompt_token_ids
+    assert await engine.decode(ids) == "def f(x):"
+    assert await engine.encode({"prompt_token_ids": [3, 1]}) == [3, 1]
+    for wrong in ([-1], [10**9], [True]):
+        with pytest.raises(RequestError, match="`tokens` is"):
+            await engine.decode(wrong)
+    with pytest.raises(RequestError):
+        await engine.encode(3)  # type: ignore[arg-type]
+    await last(engine, "x")  # what one call raises reaches no other call
 
 
-def test_who_decodes_does_not_wait_while_a_long_prompt_is_encoded(
-    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+async def test_requests_that_decode_do_not_wait_while_a_long_prompt_is_encoded(
+    engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
-    tokenizer, go = engine.engine.tokenizer, threading.Event()
-    encode = tokenizer.encode  # type: ignore[union-attr]
+    tokenizer: Any = engine.engine.tokenizer
+    encode, go = tokenizer.encode, threading.Event()
 
     def slow(text: str, **options: Any) -> Any:
         if len(text) < 5000:
@@ -42,72 +40,54 @@ def test_who_decodes_does_not_wait_while_a_long_prompt_is_encoded(
         assert go.wait(PATIENCE)
         return [5, 6]
 
-    monkeypatch.setattr(tokenizer, "encode", slow)
-
-    async def main() -> None:
-        long, more = "a" * 5000, "b" * 5000
-        asked = [asyncio.ensure_future(last(engine, long, request_id=n)) for n in "xyz"]
-        tokens = asyncio.ensure_future(engine.encode(more))
-        await entered(engine, 3)
-        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
-        assert await engine.abort("x")
-        asked[1].cancel()
-        await asyncio.sleep(0)
-        go.set()
-        assert (await asked[0]).outputs[0].finish_reason == "abort"
-        assert len((await asked[2]).outputs[0].token_ids) == PARAMS.max_tokens
-        assert await tokens == [5, 6]
-        await idle(engine)
-
-    run(main())
+    tokenizer.encode = slow
+    long, more = "a" * 5000, "b" * 5000
+    asked = [asyncio.ensure_future(last(engine, long, request_id=n)) for n in "xyz"]
+    tokens = asyncio.ensure_future(engine.encode(more))
+    await entered(engine, 3)
+    assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+    assert await engine.abort("x")
+    asked[1].cancel()
+    await asyncio.sleep(0)
+    go.set()
+    assert (await asked[0]).outputs[0].finish_reason == "abort"
+    assert len((await asked[2]).outputs[0].token_ids) == PARAMS.max_tokens
+    assert await tokens == [5, 6]
+    await idle(engine)
 
 
-def watch(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
-    """How many steps were taken before each text that begins with "slow", which takes so long."""
-    tokenizer, step, steps, seen = engine.engine.tokenizer, engine.engine.step, [0], list[int]()
-    encode = tokenizer.encode  # type: ignore[union-attr]
-
-    def counted() -> Any:
-        steps[0] += 1
-        return step()
+def watch(engine: AsyncEngine, seconds: float) -> list[int]:
+    """How many steps were made before each text that begins with "slow", which takes so long."""
+    tokenizer: Any = engine.engine.tokenizer
+    encode, steps, seen = tokenizer.encode, list[StepTrace](), list[int]()
 
     def slow(text: str, **options: Any) -> Any:
         if text.startswith("slow"):
-            seen.append(steps[0])
+            seen.append(len(steps))
             time.sleep(seconds)
         return encode(text, **options)
 
-    engine.engine.step = counted  # type: ignore[method-assign]
-    monkeypatch.setattr(tokenizer, "encode", slow)
+    engine.engine.on_step = steps.append
+    tokenizer.encode = slow
     return seen
 
 
-def test_steps_come_between_prompts_that_take_long_together(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = watch(engine, monkeypatch, 0.03)
-
-    async def main() -> None:
-        async with aclosing(engine.generate("abc", LONG)) as stream:
-            await anext(stream)
-            few = {"max_tokens": 1}
-            await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(5)))
-
-    run(main())
+async def test_steps_come_between_prompts_that_take_long_together(engine: AsyncEngine) -> None:
+    seen = watch(engine, 0.03)
+    async with aclosing(engine.generate("abc", LONG)) as stream:
+        await anext(stream)
+        few = {"max_tokens": 1}
+        await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(5)))
     assert len(set(seen)) == 5
 
 
-def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+async def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(
+    engine: AsyncEngine,
 ) -> None:
     """Nothing runs when they come: the first one runs before the last one is encoded."""
-    seen = watch(engine, monkeypatch, 0.01)
-
-    async def main() -> None:
-        few = {"max_tokens": 2}
-        await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(20)))
-
-    run(main())
+    seen = watch(engine, 0.01)
+    few = {"max_tokens": 2}
+    await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(20)))
     assert seen[-1] > 2
 
 
@@ -117,61 +97,51 @@ def test_the_collector_may_end_an_engine_in_the_thread_that_encodes(engine: Asyn
     worker.stop()
 
 
-def test_how_busy_it_is(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
+async def test_how_busy_it_is(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    status = engine.status
+    assert (status.num_open, status.num_running, status.num_waiting) == (0, 0, 0)
+    async with aclosing(engine.generate("abc", {"n": 6, "max_tokens": 50})) as stream:
+        gate.open(1)
+        await anext(stream)
         status = engine.status
-        assert (status.num_open, status.num_running, status.num_waiting) == (0, 0, 0)
-        async with aclosing(engine.generate("abc", {"n": 6, "max_tokens": 50})) as stream:
-            gate.open(1)
-            await anext(stream)
-            status = engine.status
-            assert (status.num_open, status.num_running, status.num_waiting) == (1, 4, 2)
-            assert 0 < status.kv_cache_usage < 1
-            gate.open()
-        await idle(engine)
-        assert engine.status.kv_cache_usage == 0
-        assert engine.status.failure is None
-
-    run(main())
+        assert (status.num_open, status.num_running, status.num_waiting) == (1, 4, 2)
+        assert 0 < status.kv_cache_usage < 1
+        gate.open()
+    await idle(engine)
+    assert engine.status.kv_cache_usage == 0
+    assert engine.status.failure is None
 
 
-def test_calls_that_wait_when_the_thread_fails_are_told(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
+async def test_calls_that_wait_when_the_thread_fails_are_told(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
 
-        def fail() -> Any:
-            assert gate.allowed.acquire(timeout=PATIENCE)
-            raise RuntimeError("broken")
+    def fail() -> Any:
+        raise RuntimeError("broken")
 
-        engine.engine.step = fail  # type: ignore[method-assign, assignment]
-        async with aclosing(engine.generate("abc", LONG)) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            while engine.status.num_waiting == 0:
-                await asyncio.sleep(0.001)
-            calling = asyncio.ensure_future(engine.encode("abc"))
-            left = asyncio.ensure_future(engine.encode("abc"))
-            await asyncio.sleep(0)
-            left.cancel()
-            gate.open()
-            for waiting in (reading, calling):
-                with pytest.raises(StepError, match="broken"):
-                    await waiting
-        assert isinstance(engine.status.failure, StepError)
-        with pytest.raises(StepError):
-            await engine.decode([1])
-
-    run(main())
+    gate.step = fail
+    async with aclosing(engine.generate("abc", LONG)) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        while engine.status.num_waiting == 0:
+            await asyncio.sleep(0.001)
+        calling = asyncio.ensure_future(engine.encode("abc"))
+        left = asyncio.ensure_future(engine.encode("abc"))
+        await asyncio.sleep(0)
+        left.cancel()
+        gate.open()
+        for waiting in (reading, calling):
+            with pytest.raises(StepError, match="broken"):
+                await waiting
+    assert isinstance(engine.status.failure, StepError)
+    with pytest.raises(StepError):
+        await engine.decode([1])
 
 
-def test_a_closed_engine_says_so(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        await engine.close()
-        assert isinstance(engine.status.failure, UsageError)
-        with pytest.raises(UsageError):
-            await engine.encode("abc")
-
-    run(main())
+async def test_a_closed_engine_says_so(engine: AsyncEngine) -> None:
+    await engine.close()
+    assert isinstance(engine.status.failure, UsageError)
+    with pytest.raises(UsageError):
+        await engine.encode("abc")
 
 
 def test_defaults_are_a_copy(engine: AsyncEngine) -> None:

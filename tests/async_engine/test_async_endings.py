@@ -8,22 +8,15 @@ import subprocess
 import sys
 import threading
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 
 from foretoken import AsyncEngine
-from foretoken.engine.detokenizer import Detokenizer
-from foretoken.engine.engine import Engine
-from foretoken.errors import (
-    CapacityError,
-    ProcessingError,
-    RequestError,
-    StepError,
-    UsageError,
-)
+from foretoken.errors import CapacityError, ProcessingError, RequestError, StepError, UsageError
+from tests.engine.doubles import ON_HOST, Double, double, engine_of, failing
 from tests.support.asynchronous import (
     LONG,
     OPTIONS,
@@ -39,9 +32,10 @@ from tests.support.asynchronous import (
     run,
     thread_of,
 )
+from tests.support.checkpoints import ids_of
 
 
-def test_leaving_an_iterator_ends_its_request_alone(
+async def test_leaving_an_iterator_ends_its_request_alone(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
     gate = Gate(engine)
@@ -50,71 +44,62 @@ def test_leaving_an_iterator_ends_its_request_alone(
         async for _ in stream:
             pass
 
-    async def main() -> None:
-        kept = asyncio.create_task(last(engine, "def f(x):", LONG))
-        await entered(engine, 1)
-        async with aclosing(engine.generate("abc", LONG, request_id="closed")) as stream:
-            await first(engine, gate, stream)
-        broken_off = engine.generate("abc", LONG, request_id="broken off")
-        await first(engine, gate, broken_off)
-        cancelled = engine.generate("abc", LONG, request_id="cancelled")
-        await first(engine, gate, cancelled)
-        reading = asyncio.create_task(read_on(cancelled))
-        await asyncio.sleep(0)  # now it waits for more than the gate lets through
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert engine.status.num_open == 2
-        del broken_off
-        gate.open()
-        tokens = (await kept).outputs[0].token_ids
-        assert (len(tokens), tokens[:30]) == (200, expected["def f(x):"])
-        gc.collect()
-        while engine.status.num_open:  # the loop closes what was collected
-            await asyncio.sleep(0.001)
-        await idle(engine)
-        reused = await last(engine, "abc", PARAMS, request_id="closed")
-        assert reused.outputs[0].token_ids == expected["abc"]
-
-    run(main())
+    kept = asyncio.create_task(last(engine, "def f(x):", LONG))
+    await entered(engine, 1)
+    async with aclosing(engine.generate("abc", LONG, request_id="closed")) as stream:
+        await first(engine, gate, stream)
+    broken_off = engine.generate("abc", LONG, request_id="broken off")
+    await first(engine, gate, broken_off)
+    cancelled = engine.generate("abc", LONG, request_id="cancelled")
+    await first(engine, gate, cancelled)
+    reading = asyncio.create_task(read_on(cancelled))
+    await asyncio.sleep(0)  # now it waits for more than the gate lets through
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert engine.status.num_open == 2
+    del broken_off
+    gate.open()
+    tokens = (await kept).outputs[0].token_ids
+    assert (len(tokens), tokens[:30]) == (200, expected["def f(x):"])
+    gc.collect()
+    while engine.status.num_open:  # the loop closes what was collected
+        await asyncio.sleep(0.001)
+    await idle(engine)
+    reused = await last(engine, "abc", PARAMS, request_id="closed")
+    assert reused.outputs[0].token_ids == expected["abc"]
 
 
-def test_a_request_is_left_before_its_first_step(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        task = asyncio.create_task(last(engine, "abc", LONG))
-        await entered(engine, 1)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-        gate.open()
-        await idle(engine)
-
-    run(main())
+async def test_a_request_is_left_before_its_first_step(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    task = asyncio.create_task(last(engine, "abc", LONG))
+    await entered(engine, 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    gate.open()
+    await idle(engine)
 
 
-def test_abort_by_name(engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        ended = asyncio.create_task(last(engine, "abc", LONG, request_id="a"))
-        other = asyncio.create_task(last(engine, "x", request_id="b"))
-        gate.open(1)
-        while gate.engine.scheduler.running == []:
-            await asyncio.sleep(0.001)
-        assert await engine.abort("a")
-        assert not await engine.abort("nobody")
-        gate.open()
-        output = await ended
-        assert output.outputs[0].finish_reason == "abort"
-        assert len(output.outputs[0].token_ids) < 200
-        assert (await other).outputs[0].token_ids == expected["x"]
-        assert not await engine.abort("a")
-        await idle(engine)
-
-    run(main())
+async def test_abort_by_name(engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
+    gate = Gate(engine)
+    ended = asyncio.create_task(last(engine, "abc", LONG, request_id="a"))
+    other = asyncio.create_task(last(engine, "x", request_id="b"))
+    gate.open(1)
+    while gate.engine.scheduler.running == []:
+        await asyncio.sleep(0.001)
+    assert await engine.abort("a")
+    assert not await engine.abort("nobody")
+    gate.open()
+    output = await ended
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) < 200
+    assert (await other).outputs[0].token_ids == expected["x"]
+    assert not await engine.abort("a")
+    await idle(engine)
 
 
-def test_many_requests_with_aborts_at_random(
+async def test_many_requests_with_aborts_at_random(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
     async def one(number: int) -> None:
@@ -131,177 +116,144 @@ def test_many_requests_with_aborts_at_random(
         assert tokens == expected[prompt][: len(tokens)]
         assert stop_after is not None or tokens == expected[prompt]
 
-    async def main() -> None:
-        await asyncio.gather(*(one(number) for number in range(30)))
-        await idle(engine)
-
-    run(main())
+    await asyncio.gather(*(one(number) for number in range(30)))
+    await idle(engine)
 
 
-def test_bad_requests_raise_at_the_first_step_and_queue_nothing(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        for prompt, params, error in [
-            ("", {}, RequestError),
-            (None, {}, RequestError),
-            ([999], {}, RequestError),
-            ("abc", {"max_tokens": 10_000}, CapacityError),
-            ("abc", {"temperature": -1}, RequestError),
-            ("abc", {"temprature": 1}, RequestError),
-            ("abc", 3, RequestError),
-        ]:
-            stream = engine.generate(prompt, params)  # type: ignore[arg-type]
-            with pytest.raises(error):
-                await anext(stream)
-        async with aclosing(engine.generate("abc", LONG, request_id="one")) as stream:
+async def test_bad_requests_raise_at_the_first_step_and_queue_nothing(engine: AsyncEngine) -> None:
+    for prompt, params, error in [
+        ("", {}, RequestError),
+        (None, {}, RequestError),
+        ([999], {}, RequestError),
+        ("abc", {"max_tokens": 10_000}, CapacityError),
+        ("abc", {"temperature": -1}, RequestError),
+        ("abc", {"temprature": 1}, RequestError),
+        ("abc", 3, RequestError),
+    ]:
+        stream = engine.generate(prompt, params)  # type: ignore[arg-type]
+        with pytest.raises(error):
             await anext(stream)
-            for name in ("one", 7):
-                with pytest.raises(RequestError, match="request_id"):
-                    await anext(engine.generate("abc", request_id=name))  # type: ignore[arg-type]
-        await idle(engine)
-        engine.generate("abc", LONG)  # never begun: nothing was queued
-        await idle(engine)
-
-    run(main())
-
-
-def test_numbers_avoid_names_that_are_taken(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        async with aclosing(engine.generate("abc", LONG, request_id="1")) as named:
-            await anext(named)
-            assert (await last(engine, "x")).request_id == "2"
-
-    run(main())
+    async with aclosing(engine.generate("abc", LONG, request_id="one")) as stream:
+        await anext(stream)
+        for name in ("one", 7):
+            with pytest.raises(RequestError, match="request_id"):
+                await anext(engine.generate("abc", request_id=name))  # type: ignore[arg-type]
+    await idle(engine)
+    engine.generate("abc", LONG)  # never begun: nothing was queued
+    await idle(engine)
 
 
-def test_close_while_requests_run(folder: Path) -> None:
-    async def main() -> None:
-        async with AsyncEngine(str(folder), **OPTIONS) as engine:  # type: ignore[arg-type]
-            gate = Gate(engine)
-            tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(6)]
-            await entered(engine, 6)
-            gate.open(5)
-            while gate.count < 5:
-                await asyncio.sleep(0.001)
-            closing = asyncio.create_task(engine.close())
-            await asyncio.sleep(0)  # the thread has been asked to stop after the present step
-            gate.open(1)
-        await closing
-        assert not thread_of(engine).is_alive()
-        outputs = await asyncio.gather(*tasks)
-        assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
-        assert [bool(o.outputs[0].token_ids) for o in outputs] == [True] * 4 + [False] * 2
-        with pytest.raises(UsageError, match="closed"):
-            await last(engine, "abc")
-        assert not await engine.abort("1")
-        await engine.close()
-
-    run(main())
+async def test_numbers_avoid_names_that_are_taken(engine: AsyncEngine) -> None:
+    async with aclosing(engine.generate("abc", LONG, request_id="1")) as named:
+        await anext(named)
+        assert (await last(engine, "x")).request_id == "2"
 
 
-def test_a_fault_in_the_thread_reaches_every_reader(engine: AsyncEngine) -> None:
-    async def main() -> None:
+async def test_close_while_requests_run(folder: Path) -> None:
+    async with AsyncEngine(str(folder), **OPTIONS) as engine:  # type: ignore[arg-type]
         gate = Gate(engine)
-        tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(2)]
-        await entered(engine, 2)
-
-        def broken() -> None:
-            raise ZeroDivisionError("injected")
-
-        gate.step = broken  # type: ignore[assignment]
-        late = engine.generate("abc")
-        tasks.append(asyncio.ensure_future(anext(late)))  # type: ignore[arg-type]
-        await entered(engine, 3)
-        gate.open()
-        for error in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(error, StepError)
-            assert isinstance(error.__cause__, ZeroDivisionError)
-        with pytest.raises(StepError, match="ZeroDivisionError: injected") as caught:
-            await last(engine, "abc")
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        await engine.close()
-
-    run(main())
-
-
-def test_what_was_finished_before_a_fault_can_still_be_read(
-    engine: AsyncEngine, expected: dict[str, list[int]]
-) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        slow = engine.generate("abc", PARAMS)
-        gate.allowed.release()
-        assert not (await anext(slow)).finished
-        gate.allowed.release(100)
-        while engine.engine.has_work:
+        tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(6)]
+        await entered(engine, 6)
+        gate.open(5)
+        while gate.count < 5:
             await asyncio.sleep(0.001)
-
-        def broken() -> None:
-            raise ZeroDivisionError("injected")
-
-        engine.engine.step = broken  # type: ignore[method-assign, assignment]
-        with pytest.raises(StepError):
-            await last(engine, "x")
-        assert (await anext(slow)).outputs[0].token_ids == expected["abc"]
-        await slow.aclose()
-
-    run(main())
-
-
-def test_faults_that_end_requests_are_in_their_last_output(
-    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, model = engine.engine.tokenizer, engine.engine.runner.model
-    append, encode = Detokenizer.append, tokenizer.encode  # type: ignore[union-attr]
-    seen: WeakKeyDictionary[Detokenizer, list[int]] = WeakKeyDictionary()
-
-    def failing(self: Detokenizer, token: int) -> None:
-        seen.setdefault(self, []).append(token)
-        if seen[self] == expected["x"][:5]:
-            raise ZeroDivisionError("injected")
-        append(self, token)
-
-    def failing_encode(text: str, **options: Any) -> Any:
-        if text == "unreadable":
-            raise ZeroDivisionError("injected")
-        return encode(text, **options)
-
-    async def main() -> None:
-        good, bad = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
-        assert good.outputs[0].token_ids == expected["abc"]
-        assert isinstance(bad.error, ProcessingError)
-        assert bad.outputs[0].finish_reason == "error"
-        with pytest.raises(ProcessingError, match="prompt was encoded"):
-            await last(engine, "unreadable")
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "forward", None)
-            both = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
-        assert [type(o.error) for o in both] == [StepError] * 2
-        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
-        await idle(engine)
-
-    monkeypatch.setattr(Detokenizer, "append", failing)
-    monkeypatch.setattr(tokenizer, "encode", failing_encode)
-    run(main())
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)  # the thread has been asked to stop after the present step
+        gate.open(1)
+    await closing
+    assert not thread_of(engine).is_alive()
+    outputs = await asyncio.gather(*tasks)
+    assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
+    assert [bool(o.outputs[0].token_ids) for o in outputs] == [True] * 4 + [False] * 2
+    with pytest.raises(UsageError, match="closed"):
+        await last(engine, "abc")
+    assert not await engine.abort("1")
+    await engine.close()
 
 
-def test_a_loop_that_was_closed_is_forgotten(
+async def test_a_fault_in_the_thread_reaches_every_reader(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(2)]
+    await entered(engine, 2)
+
+    def broken() -> None:
+        raise ZeroDivisionError("injected")
+
+    gate.step = broken  # type: ignore[assignment]
+    late = engine.generate("abc")
+    tasks.append(asyncio.ensure_future(anext(late)))  # type: ignore[arg-type]
+    await entered(engine, 3)
+    gate.open()
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(error, StepError)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+    with pytest.raises(StepError, match="ZeroDivisionError: injected") as caught:
+        await last(engine, "abc")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    await engine.close()
+
+
+async def test_what_was_finished_before_a_fault_can_still_be_read(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
     gate = Gate(engine)
-    loop = asyncio.new_event_loop()
-    stream = engine.generate("abc", LONG)
-    waiting = loop.create_task(anext(stream))  # type: ignore[arg-type]
-    loop.run_until_complete(entered(engine, 1))
-    loop.close()  # an unclean end: nothing was cancelled
+    slow = engine.generate("abc", PARAMS)
+    gate.allowed.release()
+    assert not (await anext(slow)).finished
+    gate.allowed.release(100)
+    while engine.engine.has_work:
+        await asyncio.sleep(0.001)
+
+    def broken() -> None:
+        raise ZeroDivisionError("injected")
+
+    engine.engine.step = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(StepError):
+        await last(engine, "x")
+    assert (await anext(slow)).outputs[0].token_ids == expected["abc"]
+    await slow.aclose()
+
+
+async def test_faults_that_end_requests_are_in_their_last_output(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    error, begins = ZeroDivisionError("injected"), [*ids_of("x"), expected["x"][0]]
+    tokenizer: Any = engine.engine.tokenizer
+    encode = failing(error, lambda text, **options: text == "unreadable")
+    decode = failing(error, lambda ids, **options: ids[:2] == begins)
+    tokenizer.encode = partial(encode, tokenizer.encode)
+    tokenizer.decode = partial(decode, tokenizer.decode)
+    good, bad = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
+    assert good.outputs[0].token_ids == expected["abc"]
+    assert isinstance(bad.error, ProcessingError)
+    assert bad.outputs[0].finish_reason == "error"
+    with pytest.raises(ProcessingError, match="prompt was encoded"):
+        await last(engine, "unreadable")
+    with double(engine.engine.runner, "model", forward=failing(error)):
+        both = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
+    assert [type(o.error) for o in both] == [StepError] * 2
+    assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+    await idle(engine)
+
+
+async def test_a_loop_that_was_closed_is_forgotten(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    gate, stream = Gate(engine), engine.generate("abc", LONG)
+
+    def begin() -> Any:
+        loop = asyncio.new_event_loop()
+        waiting = loop.create_task(anext(stream))  # type: ignore[arg-type]
+        loop.run_until_complete(entered(engine, 1))
+        loop.close()  # an unclean end: nothing was cancelled
+        return waiting
+
+    waiting = await asyncio.to_thread(begin)
     gate.open()
-
-    async def main() -> None:
-        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
-        while num_requests(engine):
-            await asyncio.sleep(0.001)
-
-    run(main())
-    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+    assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+    while num_requests(engine):
+        await asyncio.sleep(0.001)
+    waiting._log_destroy_pending = False
 
 
 def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
@@ -319,14 +271,25 @@ def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, lis
     }
 
 
-def test_an_idle_thread_sleeps(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+class Observed(Double):
+    """An engine that counts how often it is asked for work."""
+
+    looks = 0
+
+    @property
+    def has_work(self) -> bool:
+        self.looks += 1
+        return bool(self.real.has_work)
+
+
+def test_an_idle_thread_sleeps(folder: Path) -> None:
     """It looks for work when it wakes up, and it does not."""
-    looks = []
-    has_work = Engine.has_work.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Engine, "has_work", property(lambda e: looks.append(1) or has_work(e)))
+    observed: Any = Observed(engine_of(ON_HOST, folder, **OPTIONS))
+    engine = AsyncEngine.from_engine(observed)
     run(last(engine, "abc", {"max_tokens": 2}))
     threading.Event().wait(0.2)
-    assert 0 < len(looks) < 20
+    assert 0 < observed.looks < 20
+    run(engine.close())
 
 
 @pytest.mark.usefixtures("forked")

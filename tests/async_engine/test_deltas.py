@@ -6,6 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,8 @@ from foretoken.engine.boundary import build_output, take_delta
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Delivered, Request, RequestGroup
 from foretoken.errors import ProcessingError, StepError
-from tests.support.asynchronous import (
-    LONG,
-    OPTIONS,
-    PARAMS,
-    PROMPTS,
-    Gate,
-    idle,
-    num_requests,
-    run,
-)
-from tests.support.steps import OneLate
+from tests.engine.doubles import failing, nth
+from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, num_requests, run
 
 Contents = dict[str, Any]
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
@@ -144,121 +136,98 @@ def test_a_slow_reader_gets_many_deltas_as_one(engine: AsyncEngine, llm: LLM) ->
     check_slow_reader(engine, llm, replace(CASES["logprobs"], trace=True))
 
 
-def test_a_reader_who_keeps_up_gets_one_delta_per_step(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        stream = engine.generate("abc", PARAMS, deltas=True)
+async def test_a_reader_who_keeps_up_gets_one_delta_per_step(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    stream = engine.generate("abc", PARAMS, deltas=True)
+    gate.open(1)
+    parts = [await anext(stream)]
+    while not parts[-1].finished:
         gate.open(1)
-        parts = [await anext(stream)]
-        while not parts[-1].finished:
-            gate.open(1)
-            parts.append(await anext(stream))
-        assert len(parts) == gate.count
-        assert all(0 < len(part.outputs[0].token_ids) <= 6 for part in parts)
-        await stream.aclose()
-        await idle(engine)
-
-    run(main())
+        parts.append(await anext(stream))
+    assert len(parts) == gate.count
+    assert all(0 < len(part.outputs[0].token_ids) <= 6 for part in parts)
+    await stream.aclose()
+    await idle(engine)
 
 
-def test_a_conversation_comes_in_deltas(engine: AsyncEngine, expected: Any) -> None:
-    async def main() -> list[RequestDelta]:
-        talk = [{"role": "user", "content": "abc"}]
-        template = "{{ messages[0].content }}"
-        stream = engine.chat(talk, PARAMS, deltas=True, chat_template=template)
-        return [delta async for delta in stream]
-
-    whole = concatenated(run(main()))
+async def test_a_conversation_comes_in_deltas(engine: AsyncEngine, expected: Any) -> None:
+    talk = [{"role": "user", "content": "abc"}]
+    template = "{{ messages[0].content }}"
+    stream = engine.chat(talk, PARAMS, deltas=True, chat_template=template)
+    whole = concatenated([delta async for delta in stream])
     assert (whole["prompt"], whole["outputs"][0]["token_ids"]) == ("abc", expected["abc"])
 
 
-def test_an_aborted_request_keeps_what_it_gave(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        seen, parts = [output async for output in engine.generate("abc", LONG)][-1], []
-        gate = Gate(engine)
-        gate.open(4)  # the fifth step waits until the request has been aborted
-        async for delta in engine.generate("abc", LONG, "mine", deltas=True):
-            parts.append(delta)
-            if gate.count == 4 and not parts[-1].finished:
-                assert await engine.abort("mine")
-                gate.open(1)
-        [sample] = concatenated(parts)["outputs"]
-        assert sample["finish_reason"] == "abort"
-        count = len(sample["token_ids"])
-        assert 4 <= count < 200
-        assert sample["token_ids"] == seen.outputs[0].token_ids[:count]
-        assert len(sample["origins"]) == count
-        await idle(engine)
-
-    run(main())
+async def test_an_aborted_request_keeps_what_it_gave(engine: AsyncEngine) -> None:
+    seen, parts = [output async for output in engine.generate("abc", LONG)][-1], []
+    gate = Gate(engine)
+    gate.open(4)  # the fifth step waits until the request has been aborted
+    async for delta in engine.generate("abc", LONG, "mine", deltas=True):
+        parts.append(delta)
+        if gate.count == 4 and not parts[-1].finished:
+            assert await engine.abort("mine")
+            gate.open(1)
+    [sample] = concatenated(parts)["outputs"]
+    assert sample["finish_reason"] == "abort"
+    count = len(sample["token_ids"])
+    assert 4 <= count < 200
+    assert sample["token_ids"] == seen.outputs[0].token_ids[:count]
+    assert len(sample["origins"]) == count
+    await idle(engine)
 
 
-def test_a_fault_of_the_request_is_told_with_what_there_is(
-    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+async def test_a_fault_of_the_request_is_told_with_what_there_is(
+    engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
-    stable, calls = Detokenizer.stable_text.fget, []  # type: ignore[attr-defined]
-
-    def failing(self: Detokenizer) -> str:
-        calls.append(self)
-        if len(calls) == 5:
-            raise ZeroDivisionError("injected")
-        return str(stable(self))
-
-    monkeypatch.setattr(Detokenizer, "stable_text", property(failing))
-
-    async def main() -> list[RequestDelta]:
-        return [delta async for delta in engine.generate("abc", PARAMS, deltas=True)]
-
-    whole = concatenated(run(main()))
+    tokenizer: Any = engine.engine.tokenizer
+    decode = tokenizer.decode
+    tokenizer.decode = partial(failing(ZeroDivisionError("injected"), nth(9)), decode)
+    stream = engine.generate("abc", PARAMS, deltas=True)
+    whole = concatenated([delta async for delta in stream])
     [sample] = whole["outputs"]
     assert isinstance(whole["error"], ProcessingError)
     assert sample["finish_reason"] == "error"
     count = len(sample["token_ids"])
     assert sample["token_ids"] == expected["abc"][:count]
-    tokenizer: Any = engine.engine.tokenizer
-    assert sample["text"] == tokenizer.decode(sample["token_ids"])
+    assert sample["text"] == decode(sample["token_ids"])
 
 
-def test_what_is_unread_when_the_thread_fails_is_read_first(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        stream = engine.generate("abc", PARAMS, deltas=True)
-        gate.open(1)
-        parts = [await anext(stream)]
-        gate.open(2)
-        while gate.count < 3:  # the second has been told
-            await asyncio.sleep(0.001)
+async def test_what_is_unread_when_the_thread_fails_is_read_first(engine: AsyncEngine) -> None:
+    gate = Gate(engine)
+    stream = engine.generate("abc", PARAMS, deltas=True)
+    gate.open(1)
+    parts = [await anext(stream)]
+    gate.open(2)
+    while gate.count < 3:  # the second has been told
+        await asyncio.sleep(0.001)
 
-        def broken() -> None:
-            raise ZeroDivisionError("injected")
+    def broken() -> None:
+        raise ZeroDivisionError("injected")
 
-        gate.step = broken  # type: ignore[assignment]
-        gate.open()
-        while not engine._worker._failure:
-            await asyncio.sleep(0.001)
-        parts.append(await anext(stream))
-        assert parts[1].outputs[0].token_ids
-        with pytest.raises(StepError, match="injected"):
-            await anext(stream)
-
-    run(main())
+    gate.step = broken  # type: ignore[assignment]
+    gate.open()
+    while not engine._worker._failure:
+        await asyncio.sleep(0.001)
+    parts.append(await anext(stream))
+    assert parts[1].outputs[0].token_ids
+    with pytest.raises(StepError, match="injected"):
+        await anext(stream)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_deltas_of_preempted_and_aborted_requests(folder: Path, late: bool) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_deltas_of_preempted_and_aborted_requests(folder: Path, ahead: bool) -> None:
     """Taken after every step, or after some; committed at once, or when the next one runs."""
-    llm = LLM(str(folder), {"method": "ngram"}, max_num_seqs=4, block_size=4, num_blocks=24)
-    engine = llm.engine
+    sizes = {"max_num_seqs": 4, "block_size": 4, "num_blocks": 24, "async_scheduling": ahead}
+    engine = LLM(str(folder), {"method": "ngram"}, **sizes).engine
     params = [replace(case, max_tokens=40) for case in CASES.values()]
     groups = [
         engine.add(str(i), engine.tokenizer.encode(prompt), some, prompt)
         for i, (prompt, some) in enumerate(zip(PROMPTS * 2, params, strict=False))
     ]
     parts: dict[RequestGroup, list[RequestDelta]] = {group: [] for group in groups}
-    steps: Any = OneLate(engine) if late else engine
     count = 0
-    while steps.has_work:
-        steps.step()
+    while engine.has_work:
+        engine.step()
         count += 1
         if count == 20:
             engine.abort(groups[0])

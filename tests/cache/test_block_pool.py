@@ -19,8 +19,11 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 
 @dataclass(eq=False)
 class Cached:
-    """A block that can be found: behind `before`, a salt if it is the first of its request, by
-    `tokens`, the last ones of which may be those behind what it holds."""
+    """A block that can be found by `tokens`, after the block `before`.
+
+    `before` is a salt for the first block of a request. With a lookahead, the last of `tokens` are
+    those after the tokens that the block holds.
+    """
 
     before: Cached | str | None
     tokens: list[int]
@@ -160,55 +163,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40)
-
-
-def test_a_fresh_pool_hands_out_adjacent_blocks_in_order() -> None:
-    pool = BlockPool(8, 4)
-    assert pool.allocate(3) == [0, 1, 2]
-    assert pool.blocks_for(9) == 3
-    pool.free([0, 1, 2])
-    assert pool.allocate(3) == [0, 1, 2]
-
-
-def test_last_blocks_are_evicted_first_and_only_when_nothing_is_empty() -> None:
-    pool = BlockPool(4, 2)
-    text = [5, 6, 7, 8, 9, 9]
-    blocks, serial = pool.allocate(3), ROOT
-    for i, block in enumerate(blocks):
-        serial = pool.enter(serial, text[2 * i : 2 * i + 2], block)
-    pool.free(blocks)
-    assert pool.num_free == 4
-    assert pool.allocate(2) == [3, blocks[2]]
-    assert [block for block, _ in pool.match(text, 3)] == blocks[:2]
-
-
-def test_what_stood_behind_an_evicted_block_is_never_found_for_other_tokens() -> None:
-    pool = BlockPool(3, 1)
-    first, second = pool.allocate(2)
-    serial = pool.enter(ROOT, [1], first)
-    pool.enter(serial, [2], second)
-    pool.free([first])  # released before the block that is found through it
-    pool.allocate(2)
-    assert pool.match([1, 2], 2) == []
-    third = pool.enter(ROOT, [3], first)
-    assert third != serial
-    assert len(pool.match([3, 2], 2)) == 1, "[2] was behind [1], not behind [3]"
-
-
-def test_a_block_that_depends_on_the_token_behind_it_is_kept_once_for_each() -> None:
-    """Found by its own tokens alone, the first would be given to texts that go on like the second.
-
-    It would not help them to leave out the last block found: here that is the block behind it.
-    """
-    texts = [[1, 2, 3, 4, 5], [1, 2, 6, 7, 8]]
-    for lookahead, kept in ((0, [0, 0]), (1, [0, 2])):
-        pool = BlockPool(4, 2, lookahead)
-        for text in texts:
-            blocks, serial = pool.allocate(2), ROOT
-            for i, block in enumerate(blocks):
-                serial = pool.enter(serial, pool.key(text, i), block)
-        assert [pool.match(text, 2)[0][0] for text in texts] == kept
-        assert [pool.match(text, 2)[1][0] for text in texts] == [1, 3]
 
 
 @pytest.mark.parametrize("damage", ["leak", "double owner", "double free", "unfit to cache"])

@@ -47,10 +47,5 @@ def test_clear_leaves_other_blocks_alone() -> None:
         cache.fill_(torch.nan)
     pool.clear([3, 1])
     for cache in (*pool.keys, *pool.values):
-        assert [bool(block.isfinite().all()) for block in cache] == [
-            False,
-            True,
-            False,
-            True,
-            False,
-        ]
+        finite = [bool(block.isfinite().all()) for block in cache]
+        assert finite == [False, True, False, True, False]

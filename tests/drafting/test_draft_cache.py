@@ -21,10 +21,12 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams
 from foretoken.drafting.registry import DRAFTERS, ON_DEVICE, ON_HOST_ALONE
 from foretoken.drafting.stacks import Autoregressive, DraftModel, Eagle3, LockstepDraftModel
+from foretoken.engine.build import EngineParts
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.ops import unavailable
 from foretoken.ops.steps import ForwardBatch
 from foretoken.slots.step import StepRequests, StepResult
+from tests.engine.doubles import llm_of
 from tests.models.heads import head_of
 
 STALE, K, SIZE = 3e4, 3, 2
@@ -73,12 +75,11 @@ def build(target: Path, draft: Path, case: Case, **options: Any) -> LLM:
         spec = {"drafters": entries, "method": "hybrid" if case.name == "hybrid" else "draft_model"}
     sizes = {"num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 20}
     sizes |= {"block_size": SIZE, "max_model_len": 96}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.engine.build.is_on_host", lambda device: case.on_host)
-        return LLM(
-            str(target), {**spec, "num_speculative_tokens": K}, threads=1,
-            backend="auto" if case.on_host else "torch", **{**sizes, **options},
-        )  # fmt: skip
+    return llm_of(
+        EngineParts(on_host=lambda device: case.on_host), target,
+        {**spec, "num_speculative_tokens": K}, threads=1,
+        backend="auto" if case.on_host else "torch", **{**sizes, **options},
+    )  # fmt: skip
 
 
 def keepers(llm: LLM) -> Iterator[Autoregressive]:

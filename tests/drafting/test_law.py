@@ -206,10 +206,10 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             own, (num_slots + 1) * BLOCK, BLOCK // 2 if name == "draft_text" else 4096
         )
         setup = setup_for(num_slots, backend, **options)
-        setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
+        load = {"load_model": lambda *_, **__: model}
+        setup = replace(setup, tokenizer=letters(TEXT) if texts else None, **load)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vocabulary, "folder_of", lambda config, name, *_: Path(name))
-            patch.setattr(vocabulary, "load_model", lambda *_, **__: model)
             tokenizer = letters(TEXTS[texts]) if texts else None
             patch.setattr(vocabulary, "load_tokenizer", lambda _: tokenizer)
             built: Any = find_drafter(setup.speculation)(setup)

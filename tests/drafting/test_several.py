@@ -16,6 +16,7 @@ from foretoken.config import SpeculativeConfig
 from foretoken.drafting.choice import Chooser
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.drafting.several import _members_with_q
+from foretoken.engine.build import EngineParts
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.laws.chain import (
     Chain,
@@ -31,6 +32,7 @@ from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
 from foretoken.slots.step import Admission, Outcome
 from tests.drafting import test_law as laws
+from tests.engine.doubles import ON_DEVICE, ON_HOST, llm_of
 from tests.models.heads import head_of
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "threads": 1}
@@ -39,7 +41,12 @@ LOOKUP = "ngram" if unavailable("native") else "suffix"
 
 
 def build(
-    target: Path, draft: Path, *methods: str, method: str | None = None, **options: Any
+    target: Path,
+    draft: Path,
+    *methods: str,
+    method: str | None = None,
+    parts: EngineParts = ON_HOST,
+    **options: Any,
 ) -> LLM:
     given = {
         "draft_model": {"model": str(draft)},
@@ -47,7 +54,7 @@ def build(
         "ngram": {"prompt_lookup_min": 1},
     }
     drafters = [{"method": one, **given.get(one, {})} for one in methods]
-    return LLM(str(target), {"drafters": drafters, "method": method}, **{**OPTIONS, **options})
+    return llm_of(parts, target, {"drafters": drafters, "method": method}, **OPTIONS | options)
 
 
 def run(llm: LLM, prompts: list[str], **params: Any) -> list[Any]:
@@ -252,9 +259,7 @@ def test_options_of_one_drafter_are_not_those_of_all() -> None:
     assert replace(config, num_speculative_tokens=3).members["ngram"].num_speculative_tokens == 3
 
 
-def test_what_cannot_draft_together_is_refused(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_draft_together_is_refused(target: Path, draft: Path) -> None:
     with pytest.raises(ConfigError, match=r"drafters\[1\].method` is 'ngrm'"):
         LLM(str(target), {"drafters": [{"method": "ngram"}, {"method": "ngrm"}]}, **OPTIONS)
     with pytest.raises(ConfigError, match=r"one of draft_model, eagle3\. It needs one that looks"):
@@ -264,11 +269,10 @@ def test_what_cannot_draft_together_is_refused(
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
     with pytest.raises(ConfigError, match=r"logits are torch.float32.* give both one `dtype`"):
         _members_with_q(half.members)
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
     with pytest.raises(ConfigError, match="`hybrid` runs on a CPU alone"):
-        build(target, draft, "ngram", "draft_model", backend="torch")
+        build(target, draft, "ngram", "draft_model", parts=ON_DEVICE, backend="torch")
     with pytest.raises(ConfigError, match="`ngram` runs on the device"):
-        build(target, draft, "suffix", "draft_model", backend="torch")
+        build(target, draft, "suffix", "draft_model", parts=ON_DEVICE, backend="torch")
 
 
 def test_two_heads_that_read_other_states_are_refused(target: Path) -> None:

@@ -17,6 +17,7 @@ from foretoken.drafting import vocabulary
 from foretoken.drafting.vocabulary import Match, match_tokenizers
 from foretoken.errors import ConfigError
 from foretoken.outputs import RequestOutput
+from tests.engine.doubles import ON_DEVICE, ON_HOST, llm_of
 
 CPU = torch.device("cpu")
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -87,12 +88,10 @@ def serve(
         for i, t in enumerate((0.9, 0.8, 0.0, 1.0))
     ]
     speculation = {"model": str(draft), "num_speculative_tokens": 3} if draft else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
-        llm = LLM(
-            str(target), speculation, block_size=4, max_num_seqs=3, max_num_batched_tokens=32,
-            num_blocks=40, **{"backend": "torch", **options},
-        )  # fmt: skip
+    llm = llm_of(
+        ON_HOST if on_host else ON_DEVICE, target, speculation, block_size=4, max_num_seqs=3,
+        max_num_batched_tokens=32, num_blocks=40, **{"backend": "torch", **options},
+    )  # fmt: skip
     outputs = llm.generate(PROMPTS, params)
     llm.engine.check_integrity()
     assert all(output.error is None for output in outputs)

@@ -25,7 +25,7 @@ WRONG = 4  # a draft that is never accepted: the target never says it
 
 
 def naive_logits(tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """float32 [VOCABULARY] behind these tokens; another token anywhere gives other ones."""
+    """float32 [VOCABULARY] after these tokens; another token anywhere gives other logits."""
     bits = hash(tokens)
     return np.array([*((bits >> 3 * v & 7) / 2 for v in range(WRONG)), -1e4], dtype=np.float32)
 
@@ -38,7 +38,7 @@ class NaiveTokenizer:
 
 
 class Truth:
-    """The text of one sample, as far as anybody asks; nothing stops it."""
+    """The text of one sample, without an end; tokens are drawn when they are first asked for."""
 
     def __init__(self, prompt: tuple[int, ...], key: int, asked: tuple[Any, ...]) -> None:
         self.tokens = prompt
@@ -54,7 +54,7 @@ class Truth:
         )
 
     def upto(self, length: int) -> tuple[int, ...]:
-        """Its first tokens, prompt included."""
+        """Its first `length` tokens, prompt included."""
         while len(self.tokens) < length:
             self.tokens += (self._draw(),)
         return self.tokens[:length]
@@ -76,7 +76,7 @@ class Truth:
         return int(drawn)
 
     def drafts(self, known: int, most: int) -> list[int]:
-        """What is drafted behind so many known tokens."""
+        """What is drafted after so many known tokens."""
         bits = hash(self.upto(known)) >> 20
         count, right = min(bits % (MOST_DRAFTS + 2), most), (bits >> 10) % (MOST_DRAFTS + 2)
         tokens = self.upto(known + right)
@@ -108,7 +108,7 @@ def truth_of(request: Request) -> Truth:
 
 
 def ending(request: Request) -> tuple[list[int], str, str, str | int | None]:
-    """How a sample ends that nobody aborts: (output ids, text, finish reason, stop reason)."""
+    """How a sample ends that is not aborted: (output ids, text, finish reason, stop reason)."""
     params, truth = request.params, truth_of(request)
     tokens = truth.upto(request.limit)[truth.num_prompt :]
     for count in range(max(params.min_tokens, 1), len(tokens) + 1):

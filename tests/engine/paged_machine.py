@@ -175,7 +175,7 @@ class NaiveDrafter(Drafter):
 
 
 class WatchedPool(BlockPool):
-    """A pool that knows what its blocks hold, and whose tokens are known to the host."""
+    """A pool that checks what a block holds when it enters the prefix index."""
 
     cells: Cells
     scheduler: Scheduler
@@ -194,7 +194,7 @@ class WatchedPool(BlockPool):
 
 
 class WatchedScheduler(Scheduler):
-    """A scheduler whose plans are checked as they are made."""
+    """A scheduler that checks its own schedules."""
 
     latest: Schedule | None = None
     num_preempted = num_reused = 0
@@ -205,7 +205,7 @@ class WatchedScheduler(Scheduler):
         decoding = [r for r in before if r.decodes and r.most_remaining]
         plan = self.latest = super().schedule()
         if before:
-            assert before[0] in self.running, "the oldest gives way to nobody"
+            assert before[0] in self.running, "the oldest was preempted"
         unfinished = [r for r in self.running if r.num_prefill or r.most_remaining]
         advancing = [s.request for s in plan.shares]
         assert advancing == [r for r in unfinished if r in advancing], "not in order of arrival"

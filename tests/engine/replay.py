@@ -14,12 +14,11 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
 from foretoken.config import EngineConfig
-from foretoken.engine.build import build_engine
+from foretoken.engine.build import EngineParts, build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.runner import OpenStep, Runner
 from foretoken.sampling.edits import PackedEdits
@@ -29,8 +28,8 @@ from foretoken.slots.step import Outcome, StepPlan, StepResult, decode, encode
 
 def build(asked: dict[str, Any]) -> Engine:
     """The engine of these options; `on_host`: as in `Runner`, whatever the device is."""
-    with mock.patch("foretoken.engine.build.is_on_host", return_value=asked["on_host"]):
-        return build_engine(EngineConfig.parse(**asked["engine"]))
+    parts = EngineParts(on_host=lambda device: bool(asked["on_host"]))
+    return build_engine(EngineConfig.parse(**asked["engine"]), parts)
 
 
 def read(engine: Engine, message: bytes) -> StepPlan | PackedEdits:
@@ -92,7 +91,7 @@ def written(result: StepResult) -> str:
 def _numbers(outcome: Outcome) -> list[Any]:
     count, evidence = outcome.num_drafts, outcome.evidence
     shown = []
-    if evidence is not None:  # but for what is said of drafts that there are not
+    if evidence is not None:  # except entries of drafts that do not exist
         token_K, p_K1, q_K1, u_K, mass_K, is_real = evidence
         ends = (p_K1[-1:], q_K1[-1:], is_real)
         shown = [c[:count] for c in (token_K, p_K1, q_K1, u_K, mass_K)] + [*ends]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
-from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
+from foretoken.outputs import CompletionOutput, RequestOutput
 from tests.support.checkpoints import END, VOCABULARY, ids_of
 
 K = 4
@@ -114,20 +114,6 @@ def test_a_stop_string_across_the_borders_of_a_block(
     assert done.origins == whole.origins[:end]
 
 
-@pytest.mark.parametrize("at", range(5, 10))
-@pytest.mark.parametrize("kind", ["string", "id"])
-def test_of_stop_and_length_in_one_block_the_first_wins(
-    sure: LLM, prompt: list[int], whole: CompletionOutput, at: int, kind: str
-) -> None:
-    stop: Any = {"stop": whole.text[at - 1 : at + 1]}
-    if kind == "id":
-        at = whole.token_ids.index(whole.token_ids[at])
-        stop = {"stop_token_ids": [whole.token_ids[at]]}
-    done = complete(sure, prompt, max_tokens=8, **stop).outputs[0]
-    assert done.finish_reason == ("stop" if at < 8 else "length")
-    assert done.token_ids == whole.token_ids[: min(at + 1, 8)]
-
-
 @pytest.mark.parametrize("max_tokens", range(1, 13))
 def test_max_tokens_anywhere_in_a_block(
     sure: LLM, prompt: list[int], whole: CompletionOutput, max_tokens: int
@@ -138,17 +124,6 @@ def test_max_tokens_anywhere_in_a_block(
     metrics = output.metrics
     assert metrics.num_steps + metrics.num_accepted_tokens == max_tokens
     assert Counter(output.outputs[0].origins)["accepted"] == metrics.num_accepted_tokens
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_the_text_of_a_stop_token_is_cut_off_unless_wanted(
-    sure: LLM, prompt: list[int], whole: CompletionOutput, include: bool
-) -> None:
-    at = whole.token_ids.index(whole.token_ids[4])
-    params = {"stop_token_ids": whole.token_ids[at : at + 1], "include_stop_str_in_output": include}
-    done = complete(sure, prompt, **params).outputs[0]
-    assert done.token_ids == whole.token_ids[: at + 1]
-    assert done.text == whole.text[: at + 1 if include else at]
 
 
 EDITS: dict[str, dict[str, Any]] = {
@@ -184,42 +159,6 @@ def test_edits_count_the_drafts_before_them(
     unedited = complete(llm, prompt, num_speculative_tokens=0, **params)
     assert unedited.outputs[0].token_ids != plain.outputs[0].token_ids
     assert drafted.metrics.num_draft_tokens > 0
-
-
-def assert_same_logprobs(
-    mine: list[dict[int, Logprob] | None], theirs: list[dict[int, Logprob] | None]
-) -> None:
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        if a is None or b is None:
-            assert a is b
-            continue
-        assert list(a) == list(b)
-        for token, entry in a.items():
-            assert entry.rank == b[token].rank
-            assert entry.logprob == pytest.approx(b[token].logprob, abs=1e-5)
-
-
-@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
-@pytest.mark.parametrize("edits", ["allowed", "repetition"])
-def test_logprobs_are_those_without_speculation(
-    drafting: dict[str, LLM], method: str, edits: str
-) -> None:
-    params = {"max_tokens": 40, "ignore_eos": True, **EDITS[edits]}
-    params |= {"logprobs": 3, "prompt_logprobs": 2}
-    drafted = complete(drafting[method], "abcabcabababc", **params)
-    plain = complete(drafting[method], "abcabcabababc", num_speculative_tokens=0, **params)
-    mine, theirs = drafted.outputs[0], plain.outputs[0]
-    assert mine.token_ids == theirs.token_ids
-    assert drafted.metrics.num_accepted_tokens > 0
-    assert mine.logprobs is not None
-    assert theirs.logprobs is not None
-    assert [next(iter(row)) for row in mine.logprobs] == mine.token_ids
-    assert_same_logprobs([*mine.logprobs], [*theirs.logprobs])
-    assert drafted.prompt_logprobs is not None
-    assert plain.prompt_logprobs is not None
-    assert len(drafted.prompt_logprobs) == 13
-    assert_same_logprobs(drafted.prompt_logprobs, plain.prompt_logprobs)
 
 
 def test_logprobs_stop_with_the_tokens(
@@ -306,7 +245,7 @@ def test_any_request_ends_as_it_does_without_speculation(
 
 
 def naive(llm: LLM, prompt: list[int], tokens: list[int], params: SamplingParams) -> Any:
-    """How a text that would be `tokens` ends, decoded anew from its beginning for every token."""
+    """How a text that would be `tokens` ends, decoded from its beginning for every token."""
     context = decode(llm, prompt[-5:])
 
     def text_of(count: int) -> str:

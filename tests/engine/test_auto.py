@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, ConfigError, RequestError, SamplingParams, SpeculativeConfig
-from foretoken.engine.build import Assembly
-from foretoken.engine.control import DraftControl
+from foretoken.engine.build import EngineParts
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import Request
+from foretoken.engine.scheduler import Schedule
 from foretoken.engine.step_costs import SECONDS
 from foretoken.engine.trace import StepTrace
 from foretoken.outputs import RequestOutput
 from foretoken.slots.step import StepRequests
+from tests.engine.doubles import ON_DEVICE, ON_HOST, double, llm_of
 
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
@@ -32,9 +34,11 @@ def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SECONDS, "cpu", 0.05)
 
 
-def build(target: Path, speculation: dict[str, Any] | None, **options: Any) -> LLM:
+def build(
+    target: Path, speculation: dict[str, Any] | None, parts: EngineParts = ON_HOST, **options: Any
+) -> LLM:
     sizes = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 32, "threads": 1}
-    return LLM(str(target), speculation, **{**sizes, **options})
+    return llm_of(parts, target, speculation, **sizes | options)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -92,20 +96,14 @@ class Noted(Graphs):
 
 @pytest.mark.parametrize("rule", ["standard", "synthetic"])
 def test_a_device_measures_the_steps_that_it_captures_and_will_replay(
-    target: Path, auto: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, auto: dict[str, Any], rule: str
 ) -> None:
-    made, most = Assembly.__init__, {"max_speculative_tokens": 4, "rejection_sample_method": rule}
+    most = {"max_speculative_tokens": 4, "rejection_sample_method": rule}
     if rule == "synthetic":
         most["synthetic_acceptance_rates"] = [0.9, 0.8, 0.6, 0.4]
 
-    def capturing(assembly: Assembly, *given: Any, **named: Any) -> None:
-        made(assembly, *given, **named)
-        assembly.captures = True
-
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
-    monkeypatch.setattr("foretoken.engine.build.Graphs", Noted)
-    monkeypatch.setattr(Assembly, "__init__", capturing)
-    llm = build(target, {**auto, **most}, backend="torch", num_blocks=60)
+    parts = replace(ON_DEVICE, graphs=Noted)
+    llm = build(target, {**auto, **most}, parts, backend="torch", num_blocks=60)
     captured, widths = llm.engine.runner.graphs._captured, range(5)
     assert {(shape.size, shape.most_drafts) for shape in captured} == {
         (size, width) for size in (1, 3) for width in widths
@@ -178,42 +176,37 @@ def test_decisions_are_told(target: Path, auto: dict[str, Any]) -> None:
     assert sum(asked) == metrics.num_steps
 
 
-def test_prompts_that_join_play_no_part_and_nobody_is_kept(
-    target: Path, auto: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_prompts_that_join_play_no_part_and_no_request_is_kept(
+    target: Path, auto: dict[str, Any]
 ) -> None:
-    choose, seen = DraftControl.choose, list[int]()
+    llm, seen = build(target, auto), list[int]()
 
-    def watched(control: DraftControl, decoding: list[Request]) -> None:
+    def watched(choose: Callable[[list[Request]], None], decoding: list[Request]) -> None:
         assert all(request.decodes for request in decoding)
-        choose(control, decoding)
+        choose(decoding)
         seen.append(len(decoding))
 
-    monkeypatch.setattr(DraftControl, "choose", watched)
-    llm = build(target, auto)
-    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    with double(llm.engine.scheduler, "control", choose=watched):
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert seen[0] == 0 < max(seen) <= 3
     control = llm.engine.scheduler.control
     assert control is not None
     assert control._adapting == control._probed == control.acceptance.held_slots() == []
 
 
-def test_slots_on_a_device_take_one_of_few_widths(
-    target: Path, auto: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_on_a_device_take_one_of_few_widths(target: Path, auto: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, max_tokens=40)
     expected = tokens(build(target, None, backend="torch").generate(PROMPTS, params))
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
-    llm = build(target, auto, backend="torch")
+    llm = build(target, auto, ON_DEVICE, backend="torch")
     asked = set[int]()
-    schedule = llm.engine.scheduler.schedule
 
-    def watched() -> Any:
+    def watched(schedule: Callable[[], Schedule]) -> Schedule:
         plan = schedule()
         asked.update(share.request.num_speculative_tokens for share in plan.shares)
         return plan
 
-    llm.engine.scheduler.schedule = watched  # type: ignore[method-assign]
-    assert tokens(llm.generate(PROMPTS, params)) == expected
+    with double(llm.engine, "scheduler", schedule=watched):
+        assert tokens(llm.generate(PROMPTS, params)) == expected
     assert asked <= {0, 1, 2, 3, 4, 6}
     llm.engine.check_integrity()
 

@@ -1,7 +1,7 @@
-"""A GPU that fails: whoever runs or waits ends with the reason, nobody is served, nothing hangs.
+"""A GPU that fails: every request ends with the reason, no other is served, nothing hangs.
 
-Errors are injected where PyTorch raises them, into engines over slots on a device (on a CPU): in
-a pass, or late, when a result is read. Memory that runs out is no such failure: the engine goes on.
+Errors are injected where PyTorch raises them, into engines with slots as on a device: in a pass,
+or later, when a result is read. Memory that runs out is no such failure: the engine goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,21 @@ import torch
 from foretoken import LLM, AsyncEngine, SamplingParams
 from foretoken.cli.app import app
 from foretoken.engine import faults
+from foretoken.engine.build import EngineParts
+from foretoken.engine.engine import Engine
 from foretoken.engine.graphs import Graphs
+from foretoken.engine.runner import Runner
 from foretoken.errors import (
     EngineBrokenError,
     EngineMemoryError,
     ForetokenError,
     NonFiniteLogitsError,
 )
-from foretoken.ops.pinned import ToHost
-from foretoken.slots.step import StepShape
+from foretoken.models import load_model
+from foretoken.ops import ForwardOutput
+from foretoken.slots.step import StepResult, StepShape
+from tests.engine.doubles import ON_DEVICE, always, double, engine_of, failing, llm_of, nth
 from tests.support.asynchronous import PATIENCE
-from tests.support.steps import break_call
 
 OPTIONS: dict[str, Any] = {
     "backend": "torch", "threads": 1, "num_blocks": 40, "block_size": 4, "max_num_seqs": 2,
@@ -45,9 +52,32 @@ FAILURES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+class Lost:
+    """A result that was on its way to the host when the device failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def wait(self) -> Any:
+        raise self.error
+
+
+def fail_at(engine: Engine, place: str, error: BaseException, when: Any = always) -> Any:
+    """Inside, each pass raises, or each result when it is read, for which `when` is true."""
+    if place == "pass":
+        return double(engine.runner, "model", forward=failing(error, when))
+
+    def losing(finish: Callable[..., StepResult], *given: Any) -> StepResult:
+        result = finish(*given)
+        if when():
+            result.packet = Lost(error)  # type: ignore[assignment]
+        return result
+
+    return double(engine, "runner", finish=losing)
+
+
+def build(target: Path, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
+    return llm_of(ON_DEVICE, target, spec, **OPTIONS | options)
 
 
 def speculation(draft: Path, kind: str) -> dict[str, Any] | None:
@@ -58,19 +88,14 @@ def speculation(draft: Path, kind: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "draft_model"])
-def test_all_end_and_nobody_is_taken(
-    target: Path, draft: Path, kind: str, ahead: bool, number: int, place: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    llm = LLM(str(target), speculation(draft, kind), async_scheduling=ahead, **OPTIONS)
+def test_all_requests_end_and_no_other_is_taken(
+    target: Path, draft: Path, kind: str, ahead: bool, number: int, place: str
+) -> None:
+    llm = build(target, speculation(draft, kind), async_scheduling=ahead)
     whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
     engine = llm.engine
-    if place == "pass":
-        model = engine.runner.model
-        monkeypatch.setattr(model, "forward", break_call(number, ILLEGAL, model.forward))
-    else:
-        monkeypatch.setattr(ToHost, "wait", break_call(number, ILLEGAL, ToHost.wait))
-    outputs = llm.generate(PROMPTS, PARAMS)
+    with fail_at(engine, place, ILLEGAL, nth(number)):
+        outputs = llm.generate(PROMPTS, PARAMS)
     for output, tokens in zip(outputs, whole, strict=True):
         assert isinstance(output.error, EngineBrokenError)
         assert output.error.__cause__ is ILLEGAL
@@ -126,17 +151,16 @@ def test_other_errors_are_no_failure_of_the_device() -> None:
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("kind", ["plain", "draft_model"])
 def test_memory_that_runs_out_ends_what_runs_and_the_engine_goes_on(
-    target: Path, draft: Path, kind: str, number: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, kind: str, number: int, ahead: bool
 ) -> None:
-    llm = LLM(str(target), speculation(draft, kind), async_scheduling=ahead, **OPTIONS)
+    llm = build(target, speculation(draft, kind), async_scheduling=ahead)
     whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
-    model = llm.engine.runner.model
     full = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB of "
         "which 1.10 GiB is free. Including non-PyTorch memory, this process has 78.1 GiB in use."
     )
-    monkeypatch.setattr(model, "forward", break_call(number, full, model.forward))
-    outputs = llm.generate(PROMPTS, PARAMS)
+    with fail_at(llm.engine, "pass", full, nth(number)):
+        outputs = llm.generate(PROMPTS, PARAMS)
     assert [type(o.error) for o in outputs] == [EngineMemoryError] * 2 + [type(None)] * 2
     message = str(outputs[0].error)
     assert "1.10 GiB is free. Lower `memory_fraction`" in message
@@ -146,20 +170,18 @@ def test_memory_that_runs_out_ends_what_runs_and_the_engine_goes_on(
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == whole
 
 
-def test_an_error_that_is_kept_keeps_no_tensors(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_is_kept_keeps_no_tensors(target: Path) -> None:
     """Outputs hold the error, the error its frames, and those would hold the step's logits."""
-    llm = LLM(str(target), **OPTIONS)
+    llm = build(target)
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def forward(*args: Any) -> Any:
+    def forward(*given: Any) -> Any:
         large = torch.zeros(1000)
         held.append(weakref.ref(large))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(llm.engine.runner.model, "forward", forward)
-    (output,) = llm.generate(["abc"], PARAMS)
+    with double(llm.engine.runner, "model", forward=forward):
+        (output,) = llm.generate(["abc"], PARAMS)
     assert output.error is not None
     gc.collect()
     assert held
@@ -167,26 +189,21 @@ def test_an_error_that_is_kept_keeps_no_tensors(
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_logits_that_are_no_numbers_end_their_request_alone(
-    target: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = LLM(str(target), async_scheduling=ahead, **OPTIONS | {"max_num_seqs": 4})
+def test_logits_that_are_no_numbers_end_their_request_alone(target: Path, ahead: bool) -> None:
+    llm = build(target, async_scheduling=ahead, max_num_seqs=4)
     whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
-    model = llm.engine.runner.model
-    forward, calls = model.forward, 0
+    is_fourth = nth(4)
 
-    def poisoned(batch: Any, kv: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        output = forward(batch, kv)
-        if calls == 4:  # four requests decode, a row each
+    def poisoned(forward: Callable[..., ForwardOutput], *given: Any) -> ForwardOutput:
+        output = forward(*given)
+        if is_fourth():  # four requests decode, a row each
             logits = output.logits_NV.clone()
             logits[1] = float("nan")
             output = output._replace(logits_NV=logits)
         return output
 
-    monkeypatch.setattr(model, "forward", poisoned)
-    outputs = llm.generate(PROMPTS, PARAMS)
+    with double(llm.engine.runner, "model", forward=poisoned):
+        outputs = llm.generate(PROMPTS, PARAMS)
     assert [type(o.error) for o in outputs] == [
         type(None), NonFiniteLogitsError, type(None), type(None)
     ]  # fmt: skip
@@ -205,18 +222,9 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     ],
 )
 def test_readers_of_an_async_engine_end(
-    target: Path, place: str, error: RuntimeError, kind: type[Exception],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    engine = AsyncEngine(str(target), **OPTIONS)
-
-    def fail(*args: Any) -> Any:
-        raise error
-
-    if place == "pass":
-        monkeypatch.setattr(engine.engine.runner.model, "forward", fail)
-    else:
-        monkeypatch.setattr(ToHost, "wait", fail)
+    target: Path, place: str, error: RuntimeError, kind: type[Exception]
+) -> None:
+    engine = AsyncEngine.from_engine(engine_of(ON_DEVICE, target, **OPTIONS))
 
     async def read(prompt: str) -> BaseException | None:
         try:
@@ -233,61 +241,60 @@ def test_readers_of_an_async_engine_end(
         await engine.close()
         return [*ended, again]
 
-    found = asyncio.run(read_all())
+    with fail_at(engine.engine, place, error):
+        found = asyncio.run(read_all())
     assert all(isinstance(e, kind) for e in found), found
 
 
 def test_a_step_that_cannot_be_captured_runs_without_a_graph(
-    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = LLM(str(target), **OPTIONS)
-    whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
-    runner = llm.engine.runner
-    runner.graphs = Graphs((1, 2))
     tried: list[StepShape] = []
 
-    def capture(shape: StepShape) -> None:
-        tried.append(shape)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+    class Full(Graphs):
+        """There is no memory for what is captured."""
 
-    monkeypatch.setattr(runner, "capture", capture)
+        def recording(self, shape: StepShape) -> Any:
+            tried.append(shape)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    whole = [o.outputs[0].token_ids for o in build(target).generate(PROMPTS, PARAMS)]
+    llm = llm_of(replace(ON_DEVICE, graphs=Full), target, **OPTIONS)
     outputs = llm.generate(PROMPTS, PARAMS)
     assert [o.outputs[0].token_ids for o in outputs] == whole
     assert len(tried) == len({*tried}) > 0, "each once"
     assert caplog.text.count("run without a CUDA graph") == len(tried)
 
 
-def test_weights_that_do_not_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-
-    said = r"weights were loaded: CUDA out of memory.*files hold .* MiB\. Take a smaller checkpoint"
-    with monkeypatch.context() as patch:
-        patch.setattr("foretoken.engine.build.load_model", fail)
-        with pytest.raises(EngineMemoryError, match=said):
-            LLM(str(target), **OPTIONS)
-    monkeypatch.setattr("foretoken.drafting.vocabulary.load_model", fail)
-    with pytest.raises(EngineMemoryError, match=r"drafter was loaded.*Take a smaller draft model"):
-        LLM(str(target), {"model": str(target)}, **OPTIONS)
+def loading(error: BaseException, number: int) -> EngineParts:
+    """The model that is loaded as this one, from 1, raises instead."""
+    when = nth(number)
+    return replace(ON_DEVICE, load_model=partial(failing(error, when), load_model))
 
 
-def test_a_device_that_fails_while_the_engine_is_built(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise ILLEGAL
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (1, r"weights were loaded: CUDA out of.*files hold .* MiB\. Take a smaller checkpoint"),
+        (2, r"drafter was loaded.*Take a smaller draft model"),
+    ],
+)
+def test_weights_that_do_not_fit(target: Path, number: int, said: str) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+    with pytest.raises(EngineMemoryError, match=said):
+        llm_of(loading(error, number), target, {"model": str(target)}, **OPTIONS)
 
-    monkeypatch.setattr("foretoken.engine.build.load_model", fail)
+
+def test_a_device_that_fails_while_the_engine_is_built(target: Path) -> None:
     with pytest.raises(EngineBrokenError, match="illegal memory access"):
-        LLM(str(target), **OPTIONS)
+        llm_of(loading(ILLEGAL, 1), target, **OPTIONS)
 
 
 def test_the_command_exits_with_2(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from foretoken.engine.runner import Runner
-
-    monkeypatch.setattr(Runner, "begin", break_call(2, ILLEGAL, Runner.begin))
+    begin, fail = Runner.begin, failing(ILLEGAL, nth(2))
+    monkeypatch.setattr(Runner, "begin", lambda runner, plan: fail(partial(begin, runner), plan))
     result = CliRunner().invoke(
         app, ["generate", "abc", "--model", str(target), "--max-tokens", "9", "--backend", "torch"]
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ import torch
 from benchmarks.heads import save_head
 from foretoken import LLM
 from foretoken.drafting.control import draft_widths
-from foretoken.engine import build
 from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory_plan import Sizes
 from foretoken.engine.step_costs import measure
-from foretoken.ops import Backend, Rule, checks
+from foretoken.ops import Rule, checks
+from tests.engine.doubles import ON_DEVICE, double, engine_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.interpreter import INTERPRETED, interpret_tests
 
@@ -41,7 +41,6 @@ def test_in_the_interpreter(few: str) -> None:
 @pytest.fixture
 def garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """New tensors hold the largest integer, or NaN."""
-    monkeypatch.setattr(build, "is_on_host", lambda device: False)
     monkeypatch.setattr(checks, "check_verify", lambda batch: None)  # reads no numbers of a device
     torch.use_deterministic_algorithms(True, warn_only=True)
     with warnings.catch_warnings():
@@ -54,12 +53,20 @@ class Compiled(Exception):
     """What is measured afterwards is left out."""
 
 
+class NoGauge(Gauge):
+    """Runs, and measures nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def peak(self, run: Callable[[], object], base: int) -> None:
+        run()
+
+
 @interpreted
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "padded", "eagle3", "unfused"])
-def test_no_garbage_is_used_as_an_index(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_garbage_is_used_as_an_index(method: str, tmp_path: Path) -> None:
     target = save_checkpoint(tmp_path / "target", max_len=128, layers=3)
     spec: dict[str, Any] | None = {"method": method, "num_speculative_tokens": 3}
     if method in ("none", "unfused"):
@@ -74,27 +81,25 @@ def test_no_garbage_is_used_as_an_index(
         hidden, vocabulary = config.hidden_size, config.vocab_size
         spec["model"] = str(save_head(tmp_path / "head", hidden=hidden, vocabulary=vocabulary))
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 96}
-    runner = LLM(
-        str(target), spec, backend="triton", threads=2, num_blocks=40, block_size=16, **sizes
-    ).engine.runner
+    options: dict[str, Any] = {"threads": 2, "num_blocks": 40, "block_size": 16, **sizes}
+    runner = engine_of(ON_DEVICE, target, spec, backend="triton", **options).runner
     if method == "unfused":
         model = runner.model
         model.network = model.backend.stock_stack(model.network.stack)
     ran = []
 
-    def dry(backend: Backend, run: Any) -> None:
-        backend._kernels.compile_ahead(lambda: ran.append(run()))
+    def dry(compile_ahead: Any, run: Any) -> None:
+        compile_ahead(lambda: ran.append(run()))
         raise Compiled
 
-    monkeypatch.setattr(Backend, "compile_ahead", dry)
-    monkeypatch.setattr(Gauge, "__init__", lambda gauge: None)
-    monkeypatch.setattr(Gauge, "peak", lambda gauge, run, base: run())
     drafts = 0 if spec is None else 3
-    with pytest.raises(Compiled):
-        measure_steps(runner, Sizes(3, 48, 96, drafts), Gauge())
-    assert ran
-    ran.clear()
-    runner.graphs = Graphs((1, 3), draft_widths(drafts, adapts=True))
-    with pytest.raises(Compiled):  # as they are captured
-        measure(runner, 3, drafts, runner.graphs.widths, Rule.STANDARD)
-    assert ran
+    graphs = Graphs((1, 3), draft_widths(drafts, adapts=True))
+    with double(runner.model, "backend", compile_ahead=dry):
+        with pytest.raises(Compiled):
+            measure_steps(runner, Sizes(3, 48, 96, drafts), NoGauge())
+        assert ran
+        ran.clear()
+        runner.graphs = graphs
+        with pytest.raises(Compiled):  # as they are captured
+            measure(runner, 3, drafts, graphs.widths, Rule.STANDARD)
+        assert ran

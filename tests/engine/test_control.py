@@ -45,7 +45,7 @@ COSTS = {
 
 
 class World:
-    """Requests that decode for ever, the true costs of steps, and the true chance of each draft."""
+    """Requests that decode without end, the true costs of steps, the true chance of each draft."""
 
     def __init__(self, costs: StepTable, batch: int, chance: float, widths: tuple[int, ...] = (),
                  thought: StepTable | None = None) -> None:  # fmt: skip
@@ -140,7 +140,7 @@ def test_noise_and_outliers_change_no_choice() -> None:
     world.asked.clear()
     assert world.run(800) >= 0.95 * world.best()
     changes = sum(a != b for a, b in zip(world.asked, world.asked[1:], strict=False))
-    assert changes <= 2 * 800 / 8 / 3, "but for one probe in several choices"
+    assert changes <= 2 * 800 / 8 / 3, "except one probe in several choices"
 
 
 def test_costs_that_were_measured_wrong_are_put_right() -> None:
@@ -206,7 +206,7 @@ def test_a_draft_that_makes_long_contexts_dear_is_left_out(context: int, best: i
     assert by_width(curve, load, (0, 1, 2, 3, 4)).asked_B.tolist() == [best]
 
 
-def test_steps_without_adapting_requests_are_nobodys() -> None:
+def test_steps_without_adapting_requests_are_not_counted() -> None:
     """As many requests as before run on, with a K of their own, after the last that adapted."""
     world = World(COSTS["rows are free"], 2, 0.9)
     control = world.control

@@ -25,13 +25,6 @@ def feed(text: bytes, stop: tuple[str, ...] = ()) -> Detokenizer:
     return out
 
 
-@given(st.text(max_size=30))
-def test_text_equals_decoding_the_whole_output(text: str) -> None:
-    out = feed(text.encode())
-    out.flush()
-    assert out.text == text
-
-
 def test_a_character_appears_only_once_all_its_bytes_have() -> None:
     out = Detokenizer(ByteTokenizer(), [], ())
     seen = []
@@ -39,13 +32,6 @@ def test_a_character_appears_only_once_all_its_bytes_have() -> None:
         out.append(byte)
         seen.append(out.text)
     assert seen == ["a", "a", "aß", "aß", "aß", "aß€"]
-
-
-def test_half_a_character_at_the_end_is_shown_as_a_replacement() -> None:
-    out = feed("a€".encode()[:-1])
-    assert out.text == "a"
-    out.flush()
-    assert out.text == "a\ufffd"
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "ab"), (True, "abcd")])

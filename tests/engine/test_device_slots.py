@@ -1,4 +1,4 @@
-"""Slots on a device, of which the host knows bounds alone: the same outputs as with numbers on it.
+"""Slots on a device, where the host knows only bounds: the same outputs as with slots on the host.
 
 The same requests through both kinds of slots, in stock operators on a CPU: tokens, texts, log-
 probabilities, finish reasons and counts of drafts are equal, with steps launched ahead and in turn,
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams
+from foretoken import SamplingParams
+from foretoken.engine.build import EngineParts
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
@@ -26,6 +28,9 @@ from foretoken.ops.steps import DraftRequests, StepTokens
 from foretoken.outputs import RequestOutput
 from foretoken.slots.step import Admission, StepInput, StepPlan, StepRequests, StepShape
 from foretoken.slots.table import SlotSizes, SlotTable
+from tests.engine.doubles import ON_DEVICE, ON_HOST, engine_of, llm_of
+from tests.engine.same import check_same
+from tests.engine.test_late_results import KeepsRejected
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 
@@ -93,7 +98,7 @@ def params_of(kind: str, number: int) -> list[SamplingParams]:
 
 
 def serve(
-    target: Path, draft: Path, kind: str, *, on_host: bool, num_blocks: int = 23, **options: Any
+    target: Path, draft: Path, kind: str, parts: EngineParts, num_blocks: int = 23, **options: Any
 ) -> list[RequestOutput]:
     spec = SPECULATION[kind]
     if kind == "several":
@@ -102,15 +107,12 @@ def serve(
         spec = {"drafters": entries, "method": "ngram"}
     elif spec is not None and kind != "ngram":
         spec = {"model": str(head_of(target) if kind == "eagle3" else draft), **spec}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
-        llm = LLM(
-            str(target), spec, backend="torch", threads=1, num_blocks=num_blocks, block_size=4,
-            max_num_seqs=5, max_num_batched_tokens=48, max_model_len=96, **options,
-        )  # fmt: skip
+    llm = llm_of(
+        parts, target, spec, backend="torch", threads=1, num_blocks=num_blocks, block_size=4,
+        max_num_seqs=5, max_num_batched_tokens=48, max_model_len=96, **options,
+    )  # fmt: skip
     engine = llm.engine
-    assert engine.runner.slots.on_host == on_host
-    if not on_host:
+    if not engine.runner.slots.on_host:
         engine.runner.graphs = Padding(4 if spec else 0)
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     outputs = llm.generate(prompts, params_of(kind, len(prompts)))
@@ -121,29 +123,14 @@ def serve(
 
 @functools.cache
 def on_the_host(target: Path, draft: Path, kind: str) -> list[RequestOutput]:
-    return serve(target, draft, kind, on_host=True)
+    return serve(target, draft, kind, ON_HOST)
 
 
 def check_equal(mine: list[RequestOutput], theirs: list[RequestOutput]) -> None:
     for one, other in zip(mine, theirs, strict=True):
-        assert one.error is other.error is None
+        check_same(one, other)
         for a, b in zip(one.outputs, other.outputs, strict=True):
-            assert (a.token_ids, a.origins, a.text) == (b.token_ids, b.origins, b.text)
-            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
-            check_rows(a.logprobs, b.logprobs)
             check_traces(a.trace, b.trace)
-        check_rows(one.prompt_logprobs, other.prompt_logprobs)
-        assert one.metrics.drafted_per_position == other.metrics.drafted_per_position
-        assert one.metrics.accepted_per_position == other.metrics.accepted_per_position
-
-
-def check_rows(mine: Any, theirs: Any) -> None:
-    assert (mine is None) == (theirs is None)
-    for row, expected in zip(mine or [], theirs or [], strict=True):
-        assert (row or {}).keys() == (expected or {}).keys()
-        for token, entry in (row or {}).items():
-            assert entry.rank == expected[token].rank
-            assert entry.logprob == pytest.approx(expected[token].logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", SPECULATION)
@@ -153,7 +140,7 @@ def test_slots_on_a_device_emit_what_slots_on_the_host_do(
     expected = on_the_host(target, draft, kind)
     assert sum(output.metrics.num_preemptions for output in expected) > 0
     for ahead in (True, False) if kind in ("plain", "draft_model", "several") else (True,):
-        outputs = serve(target, draft, kind, on_host=False, async_scheduling=ahead)
+        outputs = serve(target, draft, kind, ON_DEVICE, async_scheduling=ahead)
         check_equal(outputs, expected)
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
         assert sum(output.metrics.num_cached_tokens for output in outputs) > 0
@@ -166,18 +153,8 @@ class ForgetsLimits(SlotTable):
         return super().count_drafts(requests)._replace(num_B=requests.max_drafts_D)
 
 
-class KeepsRejected(SlotTable):
-    """K/V of rejected drafts count as computed."""
-
-    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        packet, slot_B = super().advance(tokens, verdict), tokens.slot_B
-        slot_D = slot_B if tokens.of_B is None else slot_B[tokens.of_B >= 0]
-        self.state.computed_S[slot_D] += tokens.num_D - verdict.n_accept_B
-        return packet
-
-
 class SlipsByOne(SlotTable):
-    """Drafts are drawn with the noise of the position behind."""
+    """Drafts are drawn with the noise of the next position."""
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
         asked = super().count_drafts(requests)
@@ -194,24 +171,21 @@ class GoesOn(SlotTable):
 
 @pytest.mark.parametrize("mutant", [ForgetsLimits, KeepsRejected, SlipsByOne, GoesOn])
 def test_mutants_of_the_device_slots_are_noticed(
-    target: Path, draft: Path, mutant: type[SlotTable], monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, mutant: type[SlotTable]
 ) -> None:
     expected = on_the_host(target, draft, "draft_model")
-    monkeypatch.setattr("foretoken.engine.build.SlotTable", mutant)
+    parts = replace(ON_DEVICE, slot_table=mutant)
     with pytest.raises((AssertionError, ForetokenError)):
-        check_equal(serve(target, draft, "draft_model", on_host=False), expected)
+        check_equal(serve(target, draft, "draft_model", parts), expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
-    target: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of a prompt with log-probabilities, older than a request that decodes beside them."""
+def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(target: Path, backend: str) -> None:
+    """Chunks of a prompt with log-probabilities, older than a request that decodes with them."""
 
-    def serve(on_host: bool) -> list[RequestOutput]:
-        monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
-        llm = LLM(
-            str(target), backend=backend, threads=1, num_blocks=60, block_size=4,
+    def serve(parts: EngineParts) -> list[RequestOutput]:
+        llm = llm_of(
+            parts, target, backend=backend, threads=1, num_blocks=60, block_size=4,
             max_num_seqs=4, max_num_batched_tokens=12, async_scheduling=True,
         )  # fmt: skip
         prompts = [[3 + i % 50 for i in range(90)], [5, 3, 8, 1]]
@@ -219,10 +193,10 @@ def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
         asked += [SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)]
         return llm.generate(prompts, asked)
 
-    check_equal(serve(False), serve(True))
+    check_equal(serve(ON_DEVICE), serve(ON_HOST))
 
 
-def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_anew() -> None:
+def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_again() -> None:
     """At multiples of 16 bytes, and of a captured step where they lay when it was captured."""
     steps = get_backend("torch").steps
     table = SlotTable(SlotSizes(6, 8, 2, 2, 0), torch.device("cpu"), steps, on_host=False)
@@ -248,16 +222,13 @@ def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_anew() -> None:
                 assert captured is None or same
 
 
-def test_tokens_of_a_request_that_lost_its_slot_are_not_the_next_ones(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_a_request_that_lost_its_slot_are_not_the_next_ones(target: Path) -> None:
     """Both edit their logits; the slot changes hands while a step of the first is unread."""
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
-    llm = LLM(
-        str(target), backend="torch", threads=1, num_blocks=60, block_size=4, max_num_seqs=1,
+    engine = engine_of(
+        ON_DEVICE, target, backend="torch", threads=1, num_blocks=60, block_size=4, max_num_seqs=1,
         max_num_batched_tokens=32, async_scheduling=True,
     )  # fmt: skip
-    engine, scheduler = llm.engine, llm.engine.scheduler
+    scheduler = engine.scheduler
     params = SamplingParams(
         max_tokens=12, temperature=0.0, frequency_penalty=1.0, allowed_token_ids=[4, 5, 6]
     )

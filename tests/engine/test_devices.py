@@ -1,8 +1,9 @@
-"""Which device and backend are chosen, and what is said of a machine that cannot: it is made up."""
+"""Which device and backend are chosen, and what is said of a machine, made up, that cannot."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from foretoken.engine import devices
 from foretoken.errors import ConfigError
 from foretoken.models.loader import check_dtype
+from foretoken.ops import unavailable
 
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
@@ -94,7 +96,7 @@ def test_a_gpu_that_this_pytorch_has_kernels_for(
 
 
 def test_a_gpu_without_triton_kernels(
-    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    machine: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     machine((7, 0))
     assert devices.choose_backend("torch", GPU).name == "torch"
@@ -104,11 +106,30 @@ def test_a_gpu_without_triton_kernels(
     assert "NVIDIA Made-up (compute capability 7.0)" in caplog.text
     with pytest.raises(ConfigError, match=r"7\.5 or more, not NVIDIA Made-up.*`torch`.*`cpu`"):
         devices.choose_backend("triton", GPU)
-    machine((9, 0))
-    monkeypatch.setattr(devices, "unavailable", lambda name: "it is not installed")
+
+
+@pytest.mark.parametrize(("device", "fastest"), [(GPU, "triton"), (torch.device("cpu"), "native")])
+def test_without_kernels_stock_operators_compute_and_a_warning_says_why(
+    machine: Callable[..., None],
+    device: torch.device,
+    fastest: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine()
+    missing = {fastest: "it is not installed"}
     with caplog.at_level(logging.WARNING, logger="foretoken"):
-        assert devices.choose_backend("auto", GPU).name == "torch"
-    assert "`triton` cannot run: it is not installed" in caplog.text
+        assert devices.choose_backend("auto", device, why_not=missing.get).name == "torch"
+    (record,) = caplog.records
+    said = f"Backend `torch`, which is slower: `{fastest}` cannot run: it is not installed."
+    assert (record.levelname, record.getMessage()) == ("WARNING", said)
+
+
+@pytest.mark.skipif(unavailable("triton") is None, reason="it runs here")
+def test_a_backend_that_is_named_and_cannot_run_is_an_error() -> None:
+    reason = re.escape(str(unavailable("triton")))
+    with pytest.raises(ConfigError, match=f"This one cannot: {reason}") as caught:
+        devices.choose_backend("triton", torch.device("cpu"))
+    assert caught.value.field == "backend"
 
 
 @pytest.mark.parametrize("asked", ["auto", "bfloat16"])

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.heads import LAYOUTS
 from foretoken import LLM, SamplingParams
+from foretoken.engine.build import EngineParts
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ConfigError
+from tests.engine.doubles import ON_HOST, llm_of
 from tests.models.heads import SWITCHES, Checked, head_of
 from tests.support.checkpoints import save_checkpoint
 
@@ -45,14 +47,16 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def build(target: Path, head: Path | None = None, **options: Any) -> LLM:
+def build(
+    target: Path, head: Path | None = None, parts: EngineParts = ON_HOST, **options: Any
+) -> LLM:
     method = options.pop("draft_sample_method", "probabilistic")
     speculation: dict[str, Any] | None = None
     if head is not None:
         sizes = {"num_speculative_tokens": K, "draft_sample_method": method}
         speculation = {"method": "eagle3", "model": str(head), **sizes}
     defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return LLM(str(target), speculation, **{**defaults, **options})
+    return llm_of(parts, target, speculation, **defaults | options)
 
 
 def finish(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
@@ -71,12 +75,12 @@ def params(**given: Any) -> SamplingParams:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("slots", ["host, native", "host", "device, native", "device"])
 def test_chunks_ragged_drafts_and_rejections(
-    few: Path, slots: str, drafted: int | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    few: Path, slots: str, drafted: int | None, ahead: bool
 ) -> None:
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda _: "device" not in slots)
+    parts = EngineParts(on_host=lambda device: "device" not in slots)
     backend = "auto" if "native" in slots else "torch"
     head = head_of(few, drafted=drafted)
-    llm = build(few, head, backend=backend, async_scheduling=ahead)
+    llm = build(few, head, parts, backend=backend, async_scheduling=ahead)
     assert llm.engine.runner.slots.on_host == ("device" not in slots)
     checked = Checked(llm.engine.runner, few, head)
     asked = [
@@ -131,7 +135,7 @@ BRANCHES = [TEXT, BRANCH, [*BRANCH, 1, 1], [*TEXT[:16], 0], TEXT[:17]]
 
 
 def branches(llm: LLM) -> list[int]:
-    """Texts that go on differently behind a block; how many tokens of each were cached."""
+    """Texts that differ after a common block; returns how many tokens of each were cached."""
     cached = []
     for i, text in enumerate(BRANCHES):
         group = llm.engine.add(str(i), text, params(seed=i, max_tokens=6))
@@ -144,7 +148,7 @@ def test_shared_blocks_are_right_for_all_who_share_them(few: Path, backend: str)
     head = head_of(few)
     llm = build(few, head, backend=backend)
     checked = Checked(llm.engine.runner, few, head)
-    # Behind TEXT[:8] comes 7 at first, then 9: its second block is computed once for each.
+    # After TEXT[:8] the first text has 7, the others 9: the second block is computed for each.
     assert branches(llm) == [0, 4, 12, 12, 16]
     checked.done(least=30)
 
@@ -162,18 +166,6 @@ def test_blocks_found_by_their_own_tokens_alone_would_be_wrong(few: Path, left_o
     assert checked.worst > 1e-2
 
 
-def test_a_request_that_was_preempted_drafts_as_if_it_was_not(few: Path, backend: str) -> None:
-    head = head_of(few, drafted=5)
-    llm = build(few, head, backend=backend, num_blocks=22, max_num_batched_tokens=24)
-    checked = Checked(llm.engine.runner, few, head)
-    groups = [
-        llm.engine.add(str(i), TEXT[: 6 + 3 * i], params(seed=i, max_tokens=40)) for i in range(5)
-    ]
-    finish(llm, *groups)
-    assert sum(group.metrics.num_preemptions for group in groups) >= 3
-    checked.done(least=150)
-
-
 def test_what_the_last_owner_of_a_block_left_there_does_not_spread(few: Path) -> None:
     """Masked keys are multiplied with: a NaN among them would make every number one."""
     head = head_of(few)
@@ -183,37 +175,6 @@ def test_what_the_last_owner_of_a_block_left_there_does_not_spread(few: Path) ->
         cache.fill_(torch.nan)
     llm.generate([TEXT, TEXT[:5]], params(seed=1))
     checked.done(least=40)
-
-
-def test_a_conversation_and_an_abort_leave_blocks_that_others_can_use(few: Path) -> None:
-    """Blocks of generated tokens too, the last of which was never computed."""
-    head = head_of(few)
-    llm = build(few, head, max_num_batched_tokens=64)
-    checked = Checked(llm.engine.runner, few, head)
-    for length in range(5, 14):
-        [text] = finish(llm, llm.engine.add("first", TEXT[:9], params(seed=3, max_tokens=length)))
-        longer = llm.engine.add("longer", [*text, 1], params(seed=length, max_tokens=5))
-        finish(llm, longer)
-        assert longer.metrics.num_cached_tokens >= (len(text) - 1) // 4 * 4 - 4
-        doomed = llm.engine.add("doomed", [*text, 2, 2], params(max_tokens=40))
-        for _ in range(length % 4 + 1):
-            llm.engine.step()
-        known = list(doomed.samples[0].token_ids)
-        llm.engine.abort(doomed)
-        finish(llm, llm.engine.add("next", [*known, 5], params(seed=4, max_tokens=5)))
-    checked.done(least=200)
-
-
-def test_a_stretch_without_drafts_costs_no_catching_up(few: Path) -> None:
-    head = head_of(few)
-    llm = build(few, head)
-    checked = Checked(llm.engine.runner, few, head)
-    group = llm.engine.add("0", TEXT, params(max_tokens=40))
-    request = group.samples[0]
-    while not group.finished:
-        request.num_speculative_tokens = 0 if 6 < request.num_output < 20 else K
-        llm.engine.step()
-    checked.done(least=20)
 
 
 def test_dummy_weights_of_both_need_their_configurations_alone(few: Path, tmp_path: Path) -> None:

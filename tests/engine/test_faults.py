@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.config.checks import machine_bytes
 from foretoken.engine import build, memory_plan
-from foretoken.engine.detokenizer import Detokenizer
+from foretoken.engine.build import EngineParts
 from foretoken.engine.engine import Engine
+from foretoken.engine.request import Request
 from foretoken.engine.rounds import describe
 from foretoken.errors import (
     ConfigError,
@@ -23,8 +26,8 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
-from foretoken.sampling.history import EditHistory
-from tests.support.steps import OneLate, break_call
+from foretoken.sampling.history import EditHistory, HistoryRows
+from tests.engine.doubles import double, failing, llm_of, nth
 
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]
@@ -47,10 +50,8 @@ ORDERS = ["in turn", "one late"]
 
 def make_llm(target: Path, draft: Path, order: str, **options: Any) -> LLM:
     """Steps are committed in turn, or each after the next one was launched."""
-    llm = LLM(str(target), {"model": str(draft)}, block_size=4, **options)
-    if order == "one late":
-        llm.engine.step = OneLate(llm.engine).step  # type: ignore[method-assign]
-    return llm
+    ahead = order == "one late"
+    return LLM(str(target), {"model": str(draft)}, block_size=4, async_scheduling=ahead, **options)
 
 
 @pytest.fixture(scope="module", params=ORDERS)
@@ -63,108 +64,103 @@ def expected(llm: LLM) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
 
 
-def failing(real: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
-    """`real`, which raises where `when` says so."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if when(*args, **kwargs):
-            raise Broken("injected")
-        return real(*args, **kwargs)
-
-    return call
+Fault = Callable[[LLM, list[list[int]]], AbstractContextManager[Any]]
+"""Breaks something for the request of `FAULTY` alone; the lists are the tokens of all requests."""
+INJECTED = Broken("injected")
 
 
-Inject = Callable[[LLM, list[list[int]], pytest.MonkeyPatch], None]
-"""Breaks something for the request of `FAULTY` alone; these would be everybody's tokens."""
+def in_encoding(llm: LLM, expected: list[list[int]]) -> AbstractContextManager[Any]:
+    encode = failing(INJECTED, lambda text, **options: text == FAULTY)
+    return double(llm.engine, "tokenizer", encode=encode)
 
 
-def is_faulty(llm: LLM, prompt_ids: list[int]) -> bool:
-    return prompt_ids == llm.tokenizer.encode(FAULTY)  # type: ignore[union-attr]
-
-
-def inject_admit(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
-    its_own = lambda tokenizer, prompt_ids, *given, **options: is_faulty(llm, prompt_ids)  # noqa: E731
-    patch.setattr("foretoken.engine.engine.Detokenizer", failing(Detokenizer, its_own))
-
-
-def inject_encode(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
-    tokenizer = llm.tokenizer
-    encode = failing(tokenizer.encode, lambda text, **k: text == FAULTY)  # type: ignore[union-attr]
-    patch.setattr(tokenizer, "encode", encode)
-
-
-def inject_decode(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+def in_decoding(llm: LLM, expected: list[list[int]]) -> AbstractContextManager[Any]:
     """Its text is read token by token, for the stop string, and cannot be read after seven."""
 
     def its_seventh(ids: list[int], **options: Any) -> bool:
         return len(ids) > 1 and ids[-3:] == expected[1][4:7]
 
-    tokenizer = llm.tokenizer
-    patch.setattr(tokenizer, "decode", failing(tokenizer.decode, its_seventh))  # type: ignore[union-attr]
+    return double(llm.engine, "tokenizer", decode=failing(INJECTED, its_seventh))
 
 
-class FaultyHistory(EditHistory):
-    """Takes or gives four tokens, then no more."""
+def at_admission(llm: LLM, change: Callable[[Request], None]) -> AbstractContextManager[Any]:
+    """Changes what the request of `FAULTY` brings, as soon as it waits."""
 
-    def __init__(self, part: str, *args: Any) -> None:
-        super().__init__(*args)
-        if part == "append":
-            self.append = failing(self.append, self.is_long)  # type: ignore[method-assign]
-        else:
-            self.rows = failing(self.rows, self.is_long)  # type: ignore[method-assign]
+    def add(real: Callable[[Request], None], request: Request) -> None:
+        if request.group.prompt == FAULTY:
+            change(request)
+        real(request)
 
-    def is_long(self, *args: Any) -> bool:
-        return len(self.output_ids) >= 4
+    return double(llm.engine, "scheduler", add=add)
 
 
-def inject_history(part: str) -> Inject:
-    def inject(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
-        def made(params: SamplingParams, prompt_ids: list[int], *given: Any) -> EditHistory:
-            if is_faulty(llm, prompt_ids):
-                return FaultyHistory(part, params, prompt_ids, *given)
-            return EditHistory(params, prompt_ids, *given)
-
-        patch.setattr("foretoken.engine.engine.EditHistory", made)
-
-    inject.__name__ = f"inject_history_{part}"
-    return inject
+class Unreadable(frozenset[int]):
+    def __iter__(self) -> Any:
+        raise INJECTED
 
 
-def inject_logprobs(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+def in_admission(llm: LLM, expected: list[list[int]]) -> AbstractContextManager[Any]:
+    def change(request: Request) -> None:
+        request.stop_ids = Unreadable(request.stop_ids)
+
+    return at_admission(llm, change)
+
+
+class FailsToAppend(EditHistory):
+    def append(self, token_ids: Any) -> None:
+        if len(self.output_ids) >= 4:
+            raise INJECTED
+        super().append(token_ids)
+
+
+class FailsToEdit(EditHistory):
+    def rows(self, drafts: Any, vocab_size: int) -> HistoryRows:
+        if len(self.output_ids) >= 4:
+            raise INJECTED
+        return super().rows(drafts, vocab_size)
+
+
+def in_history(kind: type[EditHistory]) -> Fault:
+    def change(request: Request) -> None:
+        request.history = kind(request.params, request.group.prompt_ids, tuple(request.stop_ids))
+
+    return lambda llm, expected: at_admission(llm, change)
+
+
+@contextmanager
+def in_logprobs(llm: LLM, expected: list[list[int]]) -> Iterator[None]:
     one, mine, other = expected
     late = set(mine[6:]) - {*mine[:6], *one, *other}
-
-    def its_own(found: Any, tokens: list[int], *others: Any) -> bool:
-        return not late.isdisjoint(tokens)
-
-    patch.setattr("foretoken.engine.engine.describe", failing(describe, its_own))
-
-
-INJECTIONS: list[Inject] = [
-    inject_admit,
-    inject_encode,
-    inject_decode,
-    inject_history("append"),
-    inject_history("rows"),
-    inject_logprobs,
-]
+    fails = failing(INJECTED, lambda found, tokens, *others: not late.isdisjoint(tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.engine.engine.describe", partial(fails, describe))
+        yield
 
 
-@pytest.mark.parametrize("inject", INJECTIONS, ids=lambda f: f.__name__)
+FAULTS: dict[str, Fault] = {
+    "admission": in_admission,
+    "encoding": in_encoding,
+    "decoding": in_decoding,
+    "history": in_history(FailsToAppend),
+    "edits": in_history(FailsToEdit),
+    "log-probabilities": in_logprobs,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_one_request_ends_it_alone(
-    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, inject: Inject
+    llm: LLM, expected: list[list[int]], fault: str
 ) -> None:
     leave_unfinished(llm)
-    inject(llm, expected, monkeypatch)
-    outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
-    monkeypatch.undo()
+    with FAULTS[fault](llm, expected):
+        outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
     assert [o.outputs[0].token_ids for o in outputs[::2]] == expected[::2]
     assert all(o.error is None for o in outputs[::2])
     bad = outputs[1]
     assert isinstance(bad.error, ProcessingError)
     assert f"request {bad.request_id}" in str(bad.error)
     assert isinstance(bad.error.__cause__, Broken)
-    if inject is not inject_encode:
+    if fault != "encoding":
         (sample,) = bad.outputs
         assert sample.finish_reason == "error"
         assert sample.token_ids == expected[1][: len(sample.token_ids)] != expected[1]
@@ -172,8 +168,13 @@ def test_a_fault_in_one_request_ends_it_alone(
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
 
 
+def failing_pass(llm: LLM, error: Exception, number: int) -> AbstractContextManager[Any]:
+    """Inside, pass `number` of the target, from 1, raises."""
+    return double(llm.engine.runner, "model", forward=failing(error, nth(number)))
+
+
 def leave_unfinished(llm: LLM) -> None:
-    """Slots whose last requests were aborted: what they had stays until the next admission."""
+    """Abort requests: what they had stays in their slots until the next admission."""
     engine = llm.engine
     for i in range(4):
         engine.add(str(i), [i, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
@@ -188,10 +189,8 @@ def assert_clean(llm: LLM) -> None:
     engine.check_integrity()
 
 
-def test_a_fault_while_the_text_is_built_ends_the_stream(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without stop strings nobody reads it before the stream does."""
+def test_a_fault_while_the_text_is_built_ends_the_stream(llm: LLM) -> None:
+    """Without stop strings no text is made before the stream asks for it."""
     readable = replace(PARAMS, stop=[])
     shown = [output.outputs[0].token_ids for output in llm.stream(FAULTY, readable)]
     tail = next(token_ids for token_ids in shown if token_ids)
@@ -199,9 +198,8 @@ def test_a_fault_while_the_text_is_built_ends_the_stream(
     def its_own(ids: list[int], **options: Any) -> bool:
         return len(ids) > 1 and ids[-len(tail) :] == tail
 
-    tokenizer = llm.tokenizer
-    monkeypatch.setattr(tokenizer, "decode", failing(tokenizer.decode, its_own))  # type: ignore[union-attr]
-    *running, last = llm.stream(FAULTY, readable)
+    with double(llm.engine, "tokenizer", decode=failing(INJECTED, its_own)):
+        *running, last = llm.stream(FAULTY, readable)
     assert last.finished
     assert not any(output.finished for output in running)
     assert isinstance(last.error, ProcessingError)
@@ -209,73 +207,69 @@ def test_a_fault_while_the_text_is_built_ends_the_stream(
     assert_clean(llm)
 
 
-def test_one_sample_that_fails_leaves_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sample_that_fails_leaves_the_others(llm: LLM) -> None:
     params = SamplingParams(
         temperature=0.8, max_tokens=8, n=3, seed=5, ignore_eos=True, stop=["never said"]
     )
     whole = llm.generate(["abc"], params)[0]
     fourth = whole.outputs[1].token_ids[2:4]
-    tokenizer = llm.tokenizer
-    decode = failing(tokenizer.decode, lambda ids, **k: ids[-2:] == fourth)  # type: ignore[union-attr]
-    monkeypatch.setattr(tokenizer, "decode", decode)
-    (output,) = llm.generate(["abc"], params)
+    decode = failing(INJECTED, lambda ids, **options: ids[-2:] == fourth)
+    with double(llm.engine, "tokenizer", decode=decode):
+        (output,) = llm.generate(["abc"], params)
     assert [s.finish_reason for s in output.outputs] == ["length", "error", "length"]
     assert "sample 1" in str(output.error)
     for mine, theirs in zip(output.outputs, whole.outputs, strict=True):
         assert mine.token_ids == theirs.token_ids[: len(mine.token_ids)]
 
 
-def test_a_drafter_that_cannot_release_gives_the_slot_back(
-    llm: LLM,
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+class Jammed:
+    """Keeps something of slots, and fails to release it."""
+
+    is_jammed = True
+
+    def release(self, slot: int) -> None:
+        if self.is_jammed:
+            raise INJECTED
+
+    def held_slots(self) -> Iterable[int]:
+        return ()
+
+
+def test_an_owner_that_cannot_release_gives_the_slot_back(
+    llm: LLM, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter = llm.engine.runner.drafter
-    assert drafter is not None
-    release = drafter.release
-    broken_slots = []
-
-    def first_time(slot: int) -> None:
-        kept = slot in drafter.held_slots()
-        release(slot)
-        if kept and not broken_slots:
-            broken_slots.append(slot)
-            raise Broken("injected")
-
-    monkeypatch.setattr(drafter, "release", first_time)
-    short = replace(PARAMS, max_tokens=5)
-    first, *others = llm.generate(PROMPTS, [short, PARAMS, PARAMS])
-    assert (first.error, first.outputs[0].token_ids) == (None, expected[0][:5])
-    assert broken_slots
-    for output, ids in zip(others, expected[1:], strict=True):  # it is over: others go on
-        assert (output.error, output.outputs[0].token_ids) == (None, ids)
+    jammed = Jammed()
+    llm.engine.runner.slots.register("something", jammed)
+    outputs = llm.generate(PROMPTS, [replace(PARAMS, max_tokens=5), PARAMS, PARAMS])
+    tokens = [expected[0][:5], *expected[1:]]
+    assert [(o.error, o.outputs[0].token_ids) for o in outputs] == [(None, ids) for ids in tokens]
     assert "injected" in caplog.text
+    jammed.is_jammed = False
     assert_clean(llm)
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
 
 
 BATCH_PARTS = {
-    "forward": lambda llm: (llm.engine.runner.model, "forward"),
-    "sampler": lambda llm: (llm.engine.runner.sampler, "verify"),
-    "proposal": lambda llm: (llm.engine.runner.drafter, "propose"),
-    "outcome": lambda llm: (llm.engine.runner.drafter, "observe"),
-    "clearing": lambda llm: (llm.engine.runner, "clear"),
+    "forward": "model",
+    "verify": "sampler",
+    "propose": "drafter",
+    "observe": "drafter",
+    "clear": "drafter",
 }
 
 
-@pytest.mark.parametrize("part", BATCH_PARTS)
+@pytest.mark.parametrize("method", BATCH_PARTS)
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_fault_in_the_batch_ends_what_runs_and_the_engine_goes_on(
-    target: Path, draft: Path, part: str, number: int, order: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, method: str, number: int, order: str
 ) -> None:
     llm = make_llm(target, draft, order, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=20)
     whole = [o.outputs[0].token_ids for o in llm.generate(["abc", "abd", "abe", "abf"], params)]
-    owner, name = BATCH_PARTS[part](llm)
-    monkeypatch.setattr(owner, name, break_call(number, Broken("wires"), getattr(owner, name)))
-    outputs = llm.generate(["abc", "abd", "abe", "abf"], params)
+    fails = {method: failing(Broken("wires"), nth(number))}
+    with double(llm.engine.runner, BATCH_PARTS[method], **fails):
+        outputs = llm.generate(["abc", "abd", "abe", "abf"], params)
     assert [type(o.error) for o in outputs[:2]] == [StepError] * 2
     assert all(isinstance(o.error.__cause__, Broken) for o in outputs[:2] if o.error)
     for output, tokens in zip(outputs, whole, strict=True):
@@ -287,10 +281,9 @@ def test_a_fault_in_the_batch_ends_what_runs_and_the_engine_goes_on(
     assert [o.outputs[0].token_ids for o in llm.generate(["abc", "abd"], params)] == whole[:2]
 
 
-def test_a_single_prompt_raises_its_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llm.engine.runner.model
-    monkeypatch.setattr(model, "forward", break_call(2, Broken("wires"), model.forward))
-    with pytest.raises(StepError, match="Broken in a step of the whole batch: wires") as caught:
+def test_a_single_prompt_raises_its_fault(llm: LLM) -> None:
+    said = "Broken in a step of the whole batch: wires"
+    with failing_pass(llm, Broken("wires"), 2), pytest.raises(StepError, match=said) as caught:
         llm.generate("abc")
     assert isinstance(caught.value.__cause__, Broken)
     assert_clean(llm)
@@ -303,24 +296,18 @@ def test_a_single_prompt_raises_its_fault(llm: LLM, monkeypatch: pytest.MonkeyPa
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     ],
 )
-def test_memory_that_runs_out_in_a_step_says_what_to_lower(
-    llm: LLM, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = llm.engine.runner.model
-    monkeypatch.setattr(model, "forward", break_call(2, error, model.forward))
-    (output,) = llm.generate(["abc"])
+def test_memory_that_runs_out_in_a_step_says_what_to_lower(llm: LLM, error: Exception) -> None:
+    with failing_pass(llm, error, 2):
+        (output,) = llm.generate(["abc"])
     assert isinstance(output.error, EngineMemoryError)
     assert output.error.__cause__ is error
     for option in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         assert f"`{option}`" in str(output.error)
 
 
-def test_a_schedule_that_raises_is_our_bug_and_leaves_nothing(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = llm.engine.scheduler
-    monkeypatch.setattr(scheduler, "schedule", break_call(2, Broken("plan"), scheduler.schedule))
-    with pytest.raises(Broken):
+def test_a_schedule_that_raises_is_our_bug_and_leaves_nothing(llm: LLM) -> None:
+    schedule = failing(Broken("plan"), nth(2))
+    with double(llm.engine, "scheduler", schedule=schedule), pytest.raises(Broken):
         llm.generate(["abc", "abd"])
     assert_clean(llm)
 
@@ -331,7 +318,7 @@ def run_dry(engine: Engine) -> None:
 
 
 def test_what_is_leaked_is_told_when_the_engine_goes_idle(
-    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, expected: list[list[int]]
 ) -> None:
     pool, engine = llm.engine.scheduler.pool, llm.engine
     leaked = pool.allocate(1)
@@ -343,15 +330,12 @@ def test_what_is_leaked_is_told_when_the_engine_goes_idle(
         run_dry(engine)
     assert other.finished
     # A step that fails as a whole ends idle, too: the fault is told, or else the leak.
-    model = engine.runner.model
-    monkeypatch.setattr(model, "forward", break_call(1, Broken("wires"), model.forward))
-    with pytest.raises(IntegrityError):
+    with failing_pass(llm, Broken("wires"), 1), pytest.raises(IntegrityError):
         llm.generate(["abc"], PARAMS)
     pool.free(leaked)
-    monkeypatch.setattr(model, "forward", break_call(1, Broken("wires"), model.forward))
-    (output,) = llm.generate(["abc"], PARAMS)
+    with failing_pass(llm, Broken("wires"), 1):
+        (output,) = llm.generate(["abc"], PARAMS)
     assert isinstance(output.error, StepError)
-    monkeypatch.undo()
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
 
 
@@ -364,13 +348,14 @@ def test_a_cache_beyond_the_machine_is_refused(target: Path, num_blocks: int) ->
 def test_memory_that_runs_out_while_building_is_typed(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "check_fits", lambda num_bytes: None)
-        with pytest.raises(EngineMemoryError, match=r"engine was built.*`max_num_seqs`"):
-            LLM(str(target), num_blocks=10**13)
-    monkeypatch.setattr(build, "load_model", break_call(1, Broken("else"), build.load_model))
+    def load(*args: Any, **kwargs: Any) -> Any:
+        raise Broken("else")
+
     with pytest.raises(Broken):
-        LLM(str(target))
+        llm_of(EngineParts(load_model=load), target)
+    monkeypatch.setattr(build, "check_fits", lambda num_bytes: None)
+    with pytest.raises(EngineMemoryError, match=r"engine was built.*`max_num_seqs`"):
+        LLM(str(target), num_blocks=10**13)
     with pytest.raises(ConfigError):
         LLM(str(target), kv_cache_gib=1e-9)
 

@@ -1,4 +1,4 @@
-"""Ten thousand finished requests leave as much memory as two thousand, whoever drafts."""
+"""Ten thousand finished requests take no more memory than two thousand, with any drafter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memory as it is measured: steps that really run on slots of a device, on a GPU that is made up.
 
-PyTorch runs on a CPU here and its allocator is played: `Device` answers for `torch.cuda`, and takes
-memory for weights and for every token and row of a step, as the tests know it.
+PyTorch runs on a CPU here. `Device` answers in the place of `torch.cuda`, and takes as much memory
+for weights and for each token and row of a step as the tests say.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.drafting import vocabulary
+from foretoken import LLM, EngineConfig, SamplingParams
+from foretoken.cache.kv_pool import KVPool
 from foretoken.engine import build
+from foretoken.engine.build import EngineParts
 from foretoken.engine.gauge import Gauge, gauge_of
-from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
-from foretoken.ops import Backend
-from foretoken.slots.step import StepPlan
+from foretoken.models import CausalLM, load_model
+from foretoken.ops import ForwardOutput, VerifyBatch
+from foretoken.ops.steps import ForwardBatch
+from tests.engine.doubles import ON_DEVICE, Double, llm_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -36,7 +38,7 @@ class Device:
 
     def __init__(self, total: int, others: int = 0) -> None:
         self.total, self.others = total, others
-        self.reserved, self.cached, self.most, self.kernels = 0, 0, 0, 0
+        self.reserved, self.cached, self.most, self.kernels, self.weights = 0, 0, 0, 0, 0
         self.steps: list[tuple[int, int]] = []
 
     @property
@@ -50,70 +52,65 @@ class Device:
         self.cached = max(self.cached, num_bytes)
         self.most = max(self.most, self.reserved + self.cached)
 
+    # What `Gauge` asks.
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return self.free, self.total
+
+    def memory_reserved(self, device: Any) -> int:
+        return self.reserved + self.cached
+
+    def max_memory_reserved(self, device: Any) -> int:
+        return self.most
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self.most = self.reserved + self.cached
+
     def empty_cache(self) -> None:
         self.cached = 0
 
-    def reset(self, device: Any) -> None:
-        self.most = self.reserved + self.cached
+    def synchronize(self, device: Any) -> None:
+        pass
 
-    def run(self, real: Callable[..., Any], runner: Runner, plan: StepPlan) -> Any:
-        """A step, of which it is known what it takes."""
-        result, step = real(runner, plan), plan.step
-        if not step.slot_B:
-            return result
-        drafts = sum(step.max_drafts_B)
-        tokens, rows = sum(step.num_tokens_B) + drafts, len(step.slot_B) + drafts
-        self.steps.append((tokens, rows))
-        self.use(BASE + TOKEN * tokens + ROW * rows)
-        return result
+    # What an engine on it is made of.
 
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """The target, and then a draft model; the passes of the target take memory."""
+        model, is_draft = load_model(*args, **kwargs), self.weights > 0
+        self.weights += DRAFT_WEIGHTS if is_draft else WEIGHTS
+        self.reserved += DRAFT_WEIGHTS if is_draft else WEIGHTS
+        return model if is_draft else Double(model, forward=partial(self.forward, model))
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
-    def made(total: int, others: int = 0) -> Device:
-        device, real = Device(total, others), Runner.run
-        for name, answer in {
-            "mem_get_info": lambda _: (device.free, device.total),
-            "memory_reserved": lambda _: device.reserved + device.cached,
-            "max_memory_reserved": lambda _: device.most,
-            "reset_peak_memory_stats": device.reset,
-            "empty_cache": device.empty_cache,
-            "synchronize": lambda _: None,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(Runner, "run", lambda runner, plan: device.run(real, runner, plan))
-        monkeypatch.setattr(build, "gauge_of", Gauge)
-        monkeypatch.setattr(build, "is_on_host", lambda device: False)
+    def forward(self, model: CausalLM, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
+        output = model.forward(batch, kv)
+        rows = len(batch.logit_row_N) if batch.num_deciding is None else batch.num_deciding
+        self.steps.append((len(batch.token_T), rows))
+        self.use(BASE + TOKEN * len(batch.token_T) + ROW * rows)
+        return output
 
-        for module, weights in ((build, WEIGHTS), (vocabulary, DRAFT_WEIGHTS)):
+    def start(self, target: Path, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
+        self.reserved = self.weights = 0
+        parts = EngineParts(
+            on_host=lambda device: False,
+            load_model=self.load,
+            gauge_of=lambda device: Gauge(device, self),
+        )
+        completed = build._completed
 
-            def load(*args: Any, real: Any = module.load_model, n: int = weights, **kw: Any) -> Any:
-                device.reserved += n
-                return real(*args, **kw)
+        def as_on_a_gpu(given: EngineConfig, device: torch.device) -> EngineConfig:
+            return completed(given, torch.device("cuda"))
 
-            monkeypatch.setattr(module, "load_model", load)
-        return device
-
-    return made
-
-
-def start(target: Path, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
-    config = build._completed
-
-    def as_on_a_gpu(given: Any, device: Any) -> Any:
-        return config(given, torch.device("cuda"))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_completed", as_on_a_gpu)
-        return LLM(str(target), spec, backend="torch", threads=1, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "_completed", as_on_a_gpu)
+            return llm_of(parts, target, spec, backend="torch", threads=1, **options)
 
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 300}
 
 
-def test_the_steps_are_as_large_as_they_can_be(target: Path, make: Callable[..., Device]) -> None:
-    device = make(total=4096 * MIB)
-    llm = start(target, **SIZES)
+def test_the_steps_are_as_large_as_they_can_be(target: Path) -> None:
+    device = Device(total=4096 * MIB)
+    llm = device.start(target, **SIZES)
     assert device.steps[::2] == device.steps[1::2] == [(1, 1), (8, 8), (300, 8)]
     plan = llm.memory_plan
     assert plan is not None
@@ -131,31 +128,39 @@ def test_the_steps_are_as_large_as_they_can_be(target: Path, make: Callable[...,
     llm.engine.check_integrity()
 
 
-def test_what_is_compiled_ahead_is_every_kind_of_step(
-    target: Path, make: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = make(total=4096 * MIB)
-    filters, real = [], Runner.run
+class Compiling(Device):
+    """What is compiled ahead is run."""
 
-    def run(runner: Runner, plan: StepPlan) -> Any:
-        if plan.step.slot_B:
-            filters.append(runner.slots.params.has_filters)
-        return real(runner, plan)
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.filters: list[bool] = []
 
-    monkeypatch.setattr(Runner, "run", run)
-    monkeypatch.setattr(Backend, "compile_ahead", lambda backend, run: run())
-    plan = start(target, **SIZES).memory_plan
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        model = super().load(*args, **kwargs)
+        self.verify = model.backend.verify
+        ahead = {"compile_ahead": lambda run: run(), "verify": self.watch}
+        model.backend = Double(model.backend, **ahead)
+        return model
+
+    def watch(self, batch: VerifyBatch) -> Any:
+        self.filters.append(batch.params.has_filters)
+        return self.verify(batch)
+
+
+def test_what_is_compiled_ahead_is_every_kind_of_step(target: Path) -> None:
+    device = Compiling(total=4096 * MIB)
+    plan = device.start(target, **SIZES).memory_plan
     assert plan is not None
     assert plan.parts["activations"] == BASE + 300 * TOKEN + 8 * ROW
     sizes = [(1, 1), (8, 8), (300, 8)]
     assert device.steps[:6] == sizes * 2
-    assert filters[:6] == [False] * 3 + [True] * 3
+    assert device.filters[:6] == [False] * 3 + [True] * 3
     assert device.steps[6::2] == sizes
 
 
-def test_drafts_take_part(target: Path, draft: Path, make: Callable[..., Device]) -> None:
-    device = make(total=4096 * MIB)
-    llm = start(target, {"model": str(draft), "num_speculative_tokens": 3}, **SIZES)
+def test_drafts_take_part(target: Path, draft: Path) -> None:
+    device = Device(total=4096 * MIB)
+    llm = device.start(target, {"model": str(draft), "num_speculative_tokens": 3}, **SIZES)
     assert device.steps[::2] == [(4, 4), (32, 32), (300, 32)]
     plan, drafter = llm.memory_plan, llm.engine.runner.drafter
     assert plan is not None
@@ -169,27 +174,22 @@ def test_drafts_take_part(target: Path, draft: Path, make: Callable[..., Device]
     assert output.metrics.num_draft_tokens > 0
 
 
-def test_a_short_context_bounds_the_tokens_of_a_step(
-    target: Path, make: Callable[..., Device]
-) -> None:
-    device = make(total=4096 * MIB)
-    start(target, max_num_seqs=2, max_num_batched_tokens=300, max_model_len=40)
+def test_a_short_context_bounds_the_tokens_of_a_step(target: Path, draft: Path) -> None:
+    device = Device(total=4096 * MIB)
+    device.start(target, max_num_seqs=2, max_num_batched_tokens=300, max_model_len=40)
     assert device.steps[::2] == [(1, 1), (2, 2), (2 * 39, 2)]
-    device.reserved = 0
-    ngram = {"method": "ngram", "num_speculative_tokens": 9}
+    drafts = {"model": str(draft), "num_speculative_tokens": 9}
     device.steps.clear()
-    start(target, ngram, **SIZES | {"max_model_len": 4})
+    device.start(target, drafts, **SIZES | {"max_model_len": 4})
     assert {*device.steps} == {(3, 3), (24, 24)}, "two drafts, and no room for a prompt"
 
 
-def test_what_does_not_run_is_computed_from_what_does(
-    target: Path, make: Callable[..., Device]
-) -> None:
+def test_what_does_not_run_is_computed_from_what_does(target: Path) -> None:
     """40 MiB for steps: 560 tokens of 40 kB run, 2048 do not."""
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    device = make(total=90 * MIB)
+    device = Device(total=90 * MIB)
     with pytest.raises(EngineMemoryError, match=r"are missing\. Enough would be") as caught:
-        start(target, **sizes)
+        device.start(target, **sizes)
     tokens = [tokens for tokens, _ in device.steps]
     assert tokens == [1, 1, 64, 64, 2048, 1056, 560, 560]
     needed = BASE + 2048 * TOKEN + 64 * ROW
@@ -197,26 +197,26 @@ def test_what_does_not_run_is_computed_from_what_does(
     assert "max_num_batched_tokens" in str(caught.value)
 
 
-def test_not_even_one_request(target: Path, make: Callable[..., Device]) -> None:
-    make(total=52 * MIB)
+def test_not_even_one_request(target: Path) -> None:
+    device = Device(total=52 * MIB)
     with pytest.raises(EngineMemoryError, match="one request: 50 MiB are taken"):
-        start(target)
+        device.start(target)
 
 
-def test_what_others_hold_is_not_planned_with(target: Path, make: Callable[..., Device]) -> None:
-    device = make(total=4096 * MIB, others=4000 * MIB)
-    gauge = Gauge(CPU)
+def test_what_others_hold_is_not_planned_with(target: Path) -> None:
+    device = Device(total=4096 * MIB, others=4000 * MIB)
+    gauge = Gauge(CPU, device)
     assert (gauge.budget(0.5).total, gauge.budget(0.5).free) == (4096 * MIB, 96 * MIB)
     device.reserved, device.cached, device.kernels = 10 * MIB, 5 * MIB, 7 * MIB
     assert gauge.taken() == 10 * MIB
     assert gauge.libraries() == 7 * MIB
     with pytest.raises(EngineMemoryError, match=r"of 4\.0 GiB are free"):
-        start(target, max_num_seqs=64, max_num_batched_tokens=2048)
+        device.start(target, max_num_seqs=64, max_num_batched_tokens=2048)
 
 
-def test_the_peak_is_what_a_step_adds(make: Callable[..., Device]) -> None:
-    device = make(total=100 * MIB)
-    gauge = Gauge(CPU)
+def test_the_peak_is_what_a_step_adds() -> None:
+    device = Device(total=100 * MIB)
+    gauge = Gauge(CPU, device)
     device.reserved = 20 * MIB
     base = gauge.taken()
     assert gauge.peak(lambda: device.use(30 * MIB), base) == 30 * MIB
@@ -226,15 +226,15 @@ def test_the_peak_is_what_a_step_adds(make: Callable[..., Device]) -> None:
         gauge.peak(lambda: (_ for _ in ()).throw(RuntimeError("another")), base)
 
 
-def test_a_context_that_nobody_asked_for_is_shortened(
-    target: Path, make: Callable[..., Device], caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_a_context_that_was_not_asked_for_is_shortened(
+    target: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     from tests.support.checkpoints import save_checkpoint
 
     long = save_checkpoint(tmp_path / "long", max_len=100_000)
-    device = make(total=100 * MIB)
+    device = Device(total=100 * MIB)
     with caplog.at_level(logging.INFO, logger="foretoken"):
-        llm = start(long, **SIZES)
+        llm = device.start(long, **SIZES)
     plan = llm.memory_plan
     assert plan is not None
     assert 1024 < plan.max_model_len < 100_000
@@ -242,25 +242,20 @@ def test_a_context_that_nobody_asked_for_is_shortened(
     assert "K/V cache" in caplog.text, "the table"
     assert llm.engine.limits.max_model_len == plan.max_model_len
     assert llm.engine.limits.cache_tokens >= plan.max_model_len
-    device.reserved = 0
     with pytest.raises(EngineMemoryError, match=rf"`max_model_len` 100000 -> {plan.max_model_len}"):
-        start(long, max_model_len=100_000, **SIZES)
+        device.start(long, max_model_len=100_000, **SIZES)
 
 
-def test_a_cache_of_given_size_overrides_the_plan(
-    target: Path, make: Callable[..., Device]
-) -> None:
-    device = make(total=100 * MIB)
-    assert start(target, num_blocks=3, **SIZES).engine.scheduler.pool.num_blocks == 3
-    device.reserved = 0
-    llm = start(target, kv_cache_gib=0.001, **SIZES)
+def test_a_cache_of_given_size_overrides_the_plan(target: Path) -> None:
+    device = Device(total=100 * MIB)
+    assert device.start(target, num_blocks=3, **SIZES).engine.scheduler.pool.num_blocks == 3
+    llm = device.start(target, kv_cache_gib=0.001, **SIZES)
     plan = llm.memory_plan
     assert plan is not None
     cache = plan.parts["K/V cache"]
     assert 0 < cache + plan.parts["slots"] <= 0.001 * 2**30
-    device.reserved = 0
     with pytest.raises(EngineMemoryError, match="num_blocks or kv_cache_gib"):
-        start(target, num_blocks=2000, **SIZES)
+        device.start(target, num_blocks=2000, **SIZES)
 
 
 def test_on_a_cpu_nothing_is_measured(target: Path) -> None:
@@ -274,14 +269,12 @@ def test_on_a_cpu_nothing_is_measured(target: Path) -> None:
     assert plan.num_blocks == llm.engine.scheduler.pool.num_blocks
 
 
-def test_garbage_is_not_looked_for_in_what_is_loaded(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_is_not_looked_for_in_what_is_loaded(target: Path) -> None:
     gc.unfreeze()
     LLM(str(target))
     assert gc.get_freeze_count() == 0, "a pause costs no device anything on a CPU"
-    monkeypatch.setattr(build, "is_on_host", lambda device: False)
-    llm = LLM(str(target), {"model": str(target), "num_speculative_tokens": 2}, backend="torch")
+    drafts = {"model": str(target), "num_speculative_tokens": 2}
+    llm = llm_of(ON_DEVICE, target, drafts, backend="torch")
     assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()
     runner = llm.engine.runner
     kept = [weakref.ref(one) for one in (runner.model.network, runner.drafter, runner.slots)]

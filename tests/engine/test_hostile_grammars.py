@@ -13,7 +13,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
-from foretoken.sampling import grammar
+from foretoken.sampling.grammar import Grammar, Grammars
 from tests.support.asynchronous import PATIENCE
 from tests.support.checkpoints import save_checkpoint
 
@@ -65,57 +65,55 @@ def test_a_hostile_grammar_ends_its_own_request(
     tiny.engine.check_integrity()
 
 
-def test_a_slow_grammar_is_given_up_and_others_go_on(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.2)
-    release, compile_ = Event(), grammar._compile
+class Slow(Grammars):
+    """Compiles a grammar of one choice only once it is let, or after some seconds."""
 
-    def slow(*given: Any) -> Any:
-        release.wait(PATIENCE)
-        return compile_(*given)
+    def __init__(self, llm: LLM, pauses: dict[str, float], **limits: Any) -> None:
+        engine = llm.engine
+        super().__init__(llm.tokenizer, engine.limits.vocab_size, engine.eos_ids, **limits)
+        self.pauses, self.release, self.words = pauses, Event(), list[str]()
 
-    monkeypatch.setattr(grammar, "_compile", slow)
-    output = one(tiny, {"choice": ["slow"]})
+    def build(self, asked: dict[str, Any], *given: Any) -> Grammar:
+        (word,) = asked["choice"]
+        self.words.append(word)
+        self.release.wait(self.pauses.get(word, 0))
+        return super().build(asked, *given)
+
+
+@pytest.fixture
+def fresh() -> LLM:
+    return LLM("tiny-python", num_blocks=200)
+
+
+def test_a_slow_grammar_is_given_up_and_others_go_on(fresh: LLM) -> None:
+    slow = fresh.engine.grammars = Slow(fresh, {"slow": PATIENCE}, seconds=0.2)
+    output = one(fresh, {"choice": ["slow"]})
     assert isinstance(output.error, RequestError)
     assert "compiled within 0.2 s" in output.error.bound
-    release.set()
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 60)
-    assert one(tiny, {"choice": ["slow2"]}).outputs[0].text == "slow2"
+    slow.release.set()
+    fresh.engine.grammars = Slow(fresh, {}, seconds=60)
+    assert one(fresh, {"choice": ["slow2"]}).outputs[0].text == "slow2"
 
 
-def test_grammars_that_wait_for_others_are_not_given_up(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor compiled again by a turn of the engine, however many there are; one that is stuck holds
-    up nobody."""
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 3)
-    monkeypatch.setattr(grammar, "_CACHED", 2)
-    compiled, compile_, release = [], grammar._compile, Event()
-
-    def slow(asked: Any, *given: Any) -> Any:
-        compiled.append(asked["choice"][0])
-        release.wait(PATIENCE if asked["choice"] == ["w0"] else 0.3)
-        return compile_(asked, *given)
-
-    monkeypatch.setattr(grammar, "_compile", slow)
+def test_grammars_that_wait_for_others_are_not_given_up(fresh: LLM) -> None:
+    """Nor compiled again by a turn of the engine, however many there are. A grammar that never
+    ends holds up no other."""
     words = [f"w{i}" for i in range(12)]
+    pauses = dict.fromkeys(words, 0.3) | {"w0": PATIENCE}
+    slow = fresh.engine.grammars = Slow(fresh, pauses, seconds=3, most_kept=2)
     params = [SamplingParams(structured_outputs={"choice": [word]}) for word in words]
-    first, *others = tiny.generate(["x"] * 12, params, on_error="return")
-    release.set()
+    first, *others = fresh.generate(["x"] * 12, params, on_error="return")
+    slow.release.set()
     assert isinstance(first.error, RequestError)
     assert [one.outputs[0].text for one in others] == words[1:]
-    assert sorted(compiled) == sorted(words)
+    assert sorted(slow.words) == sorted(words)
 
 
-def test_a_grammar_is_compiled_once(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, compile_ = [], grammar._compile
-    monkeypatch.setattr(
-        grammar, "_compile", lambda asked, *given: compiled.append(asked) or compile_(asked, *given)
-    )
+def test_a_grammar_is_compiled_once(fresh: LLM) -> None:
+    quick = fresh.engine.grammars = Slow(fresh, {})
     for _ in range(3):
-        assert one(tiny, {"choice": ["once"]}, n=2).outputs[1].text == "once"
-    assert compiled == [{"choice": ["once"]}]
+        assert one(fresh, {"choice": ["once"]}, n=2).outputs[1].text == "once"
+    assert quick.words == ["once"]
 
 
 def test_what_it_needs_is_named(

@@ -18,6 +18,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
 from foretoken.interrupts import Interrupt
 from foretoken.outputs import RequestOutput
+from tests.engine.doubles import double, failing
 from tests.support.asynchronous import PATIENCE
 from tests.support.steps import at_step
 
@@ -50,12 +51,11 @@ def interrupted(call: Callable[[], Any]) -> list[RequestOutput]:
     [("raise", signal.SIGINT), ("return", signal.SIGINT), ("return", signal.SIGTERM)],
 )
 def test_what_is_there_comes_back_marked(
-    llm: LLM, on_interrupt: Any, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, on_interrupt: Any, number: signal.Signals
 ) -> None:
     whole = [o.outputs[0].token_ids for o in llm.generate(["abc", "abd", "abe"], PARAMS)]
     short = SamplingParams(temperature=0, max_tokens=3)
-    act = at_step(llm, 3, lambda: signal.raise_signal(number))
-    monkeypatch.setattr(llm.engine, "step", act)
+    at_step(llm, 3, lambda: signal.raise_signal(number))
 
     def call() -> list[RequestOutput]:
         prompts, params = ["abc", "abd", "abe", "abf", ""], [short, PARAMS, PARAMS, PARAMS, short]
@@ -79,23 +79,18 @@ def test_what_is_there_comes_back_marked(
 
 
 @pytest.mark.parametrize("on_interrupt", ["raise", "return"])
-def test_a_signal_in_the_last_step_is_not_swallowed(
-    llm: LLM, on_interrupt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_the_last_step_is_not_swallowed(llm: LLM, on_interrupt: Any) -> None:
     one = SamplingParams(max_tokens=1)
-    act = at_step(llm, 1, lambda: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(llm.engine, "step", act)
+    at_step(llm, 1, lambda: signal.raise_signal(signal.SIGINT))
     (output,) = interrupted(lambda: llm.generate(["abc"], one, on_interrupt=on_interrupt))
     assert output.outputs[0].finish_reason == "length"
-    act = at_step(llm, 1, lambda: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(llm.engine, "step", act)
+    at_step(llm, 1, lambda: signal.raise_signal(signal.SIGINT))
     (output,) = interrupted(lambda: list(llm.stream("abc", one, on_interrupt=on_interrupt)))
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_one_ctrl_c_stops_a_loop_of_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    act = at_step(llm, 40, lambda: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(llm.engine, "step", act)
+def test_one_ctrl_c_stops_a_loop_of_calls(llm: LLM) -> None:
+    at_step(llm, 40, lambda: signal.raise_signal(signal.SIGINT))
     calls = itertools.count(1)
     interrupted(lambda: [llm.generate("abc", PARAMS) for _ in calls])
     assert next(calls) < 40
@@ -110,20 +105,17 @@ def test_other_words_are_refused(llm: LLM, word: Any) -> None:
     assert not llm.engine.has_work
 
 
-def test_prompts_not_yet_encoded_come_back_marked(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = llm.tokenizer.encode  # type: ignore[union-attr]
+def test_prompts_not_yet_encoded_come_back_marked(llm: LLM) -> None:
     seen = []
 
-    def signalling(text: str, **options: Any) -> Any:
+    def signalling(encode: Callable[..., Any], text: str, **options: Any) -> Any:
         seen.append(text)
         if text == "b":
             signal.raise_signal(signal.SIGINT)
         return encode(text, **options)
 
-    monkeypatch.setattr(llm.tokenizer, "encode", signalling)
-    outputs = interrupted(lambda: llm.generate(["a", "b", "c"], SamplingParams(n=2)))
+    with double(llm.engine, "tokenizer", encode=signalling):
+        outputs = interrupted(lambda: llm.generate(["a", "b", "c"], SamplingParams(n=2)))
     assert seen == ["a", "b"]
     assert [o.prompt for o in outputs] == ["a", "b", "c"]
     assert len({o.request_id for o in outputs}) == 3
@@ -132,45 +124,35 @@ def test_prompts_not_yet_encoded_come_back_marked(
         assert {s.finish_reason for s in output.outputs} == {"interrupted"}
 
 
-def test_a_second_signal_does_what_it_always_does(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_does_what_it_always_does(llm: LLM) -> None:
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(llm.engine, "step", at_step(llm, 2, twice))
+    at_step(llm, 2, twice)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "abd"], PARAMS)
     assert not llm.engine.has_work
     llm.engine.check_integrity()
 
 
-def test_a_second_signal_within_a_step_leaves_the_engine_usable(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = llm.engine.runner.model
+def test_a_second_signal_within_a_step_leaves_the_engine_usable(llm: LLM) -> None:
     whole = llm.generate(["abc"], PARAMS)[0].outputs[0].token_ids
     stream = llm.stream("xyz", PARAMS)
     next(stream)
 
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["abc", "abd"], PARAMS)
+    forward = failing(KeyboardInterrupt())
+    with double(llm.engine.runner, "model", forward=forward), pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "abd"], PARAMS)
     assert [o.outputs[0].finish_reason for o in stream] == ["error"]
     llm.engine.check_integrity()
     assert llm.generate(["abc"], PARAMS)[0].outputs[0].token_ids == whole
 
 
-def test_a_programs_own_handler_is_left_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_programs_own_handler_is_left_alone(llm: LLM) -> None:
     seen = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    act = at_step(llm, 2, lambda: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(llm.engine, "step", act)
+    at_step(llm, 2, lambda: signal.raise_signal(signal.SIGINT))
     (output,) = llm.generate("abc", PARAMS)
     signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIGINT]
@@ -178,20 +160,16 @@ def test_a_programs_own_handler_is_left_alone(llm: LLM, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_stream_ends_with_what_there_is(
-    llm: LLM, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    act = at_step(llm, 3, lambda: signal.raise_signal(number))
-    monkeypatch.setattr(llm.engine, "step", act)
+def test_a_stream_ends_with_what_there_is(llm: LLM, number: signal.Signals) -> None:
+    at_step(llm, 3, lambda: signal.raise_signal(number))
     outputs = list(llm.stream("abc", PARAMS, on_interrupt="return"))
     assert [o.outputs[0].finish_reason for o in outputs] == [None, None, "interrupted"]
     assert outputs[-1].interrupted_by == number.name
     llm.engine.check_integrity()
 
 
-def test_ctrl_c_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    act = at_step(llm, 3, lambda: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(llm.engine, "step", act)
+def test_ctrl_c_in_a_stream(llm: LLM) -> None:
+    at_step(llm, 3, lambda: signal.raise_signal(signal.SIGINT))
     seen = []
     (output,) = interrupted(lambda: seen.extend(llm.stream("abc", PARAMS)))
     assert output.interrupted_by == "SIGINT"
@@ -225,11 +203,11 @@ def test_other_threads_generate_without_handlers(llm: LLM) -> None:
     assert found[0].outputs[0].finish_reason == "length"
 
 
-def test_handlers_come_back_after_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handlers_come_back_after_an_error(llm: LLM) -> None:
     def broken() -> None:
         raise ValueError("injected")
 
-    monkeypatch.setattr(llm.engine, "step", broken)
+    at_step(llm, 1, broken)
     with pytest.raises(ValueError, match="injected"):
         llm.generate("abc", PARAMS)
 
@@ -243,17 +221,15 @@ step_count = 0
 
 def load(model, speculative_config, **options):
     llm = LLM(model, max_num_seqs=2)
-    step = llm.engine.step
 
-    def told():
+    def told(trace):
         global step_count
         step_count += 1
         if step_count == 3:
             print("running", file=sys.stderr, flush=True)
             sys.stdin.readline()  # until the signal was sent
-        return step()
 
-    llm.engine.step = told
+    llm.engine.on_step = told
     return llm
 
 app._load = load

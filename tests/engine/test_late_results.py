@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.cache.block_pool import ROOT
-from foretoken.engine.boundary import build_output
+from foretoken.engine.boundary import build_output, prepare
 from foretoken.engine.engine import Engine, Launched
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.scheduler import Schedule
@@ -30,7 +30,8 @@ from foretoken.slots.table import SlotTable
 from tests.engine.naive import MOST_DRAFTS
 from tests.engine.paged_machine import PagedMachine, Parts, WatchedScheduler
 from tests.engine.predictions import with_predictions
-from tests.support.steps import OneLate
+from tests.engine.same import check_same, check_sample
+from tests.engine.workload import mixed, prompt_of
 
 TEXT = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 3
 
@@ -109,32 +110,18 @@ def play(crowd: list[Visit], pool: dict[str, Any], **order: Any) -> list[Request
 
 
 def check_equal(late: RequestOutput, in_turn: RequestOutput, tolerance: float = 0.0) -> None:
+    if all(sample.finish_reason != "abort" for o in (late, in_turn) for sample in o.outputs):
+        check_same(late, in_turn, tolerance)
+        assert late.metrics.num_steps == in_turn.metrics.num_steps
+        return
     assert late.error is in_turn.error is None
     for mine, theirs in zip(late.outputs, in_turn.outputs, strict=True):
         if "abort" in (mine.finish_reason, theirs.finish_reason):
-            # What was launched is known a step later: one may have more, or have ended.
+            # The result of a launched step is known a step later: one may have more tokens.
             shorter, longer = sorted((mine.token_ids, theirs.token_ids), key=len)
             assert longer[: len(shorter)] == shorter
-            continue
-        assert mine.token_ids == theirs.token_ids
-        assert mine.origins == theirs.origins
-        assert (mine.text, mine.finish_reason) == (theirs.text, theirs.finish_reason)
-        assert mine.stop_reason == theirs.stop_reason
-        check_rows(mine.logprobs, theirs.logprobs, tolerance)
-    if all(sample.finish_reason != "abort" for o in (late, in_turn) for sample in o.outputs):
-        check_rows(late.prompt_logprobs, in_turn.prompt_logprobs, tolerance)
-        assert late.metrics.num_steps == in_turn.metrics.num_steps
-        assert late.metrics.drafted_per_position == in_turn.metrics.drafted_per_position
-        assert late.metrics.accepted_per_position == in_turn.metrics.accepted_per_position
-
-
-def check_rows(late: Any, in_turn: Any, tolerance: float) -> None:
-    assert (late is None) == (in_turn is None)
-    for row, expected in zip(late or [], in_turn or [], strict=True):
-        assert (row or {}).keys() == (expected or {}).keys()
-        for token, entry in (row or {}).items():
-            assert entry.rank == expected[token].rank
-            assert entry.logprob == pytest.approx(expected[token].logprob, abs=tolerance, rel=0)
+        else:
+            check_sample(mine, theirs, tolerance)
 
 
 @settings(max_examples=150)
@@ -224,7 +211,7 @@ def test_mutants_fail_the_same_property(parts: Parts, message: str) -> None:
 
 
 def test_a_request_may_be_aborted_between_schedule_and_launch() -> None:
-    """It has lost its slot by then; whoever has the last one keeps its numbers."""
+    """It has lost its slot by then: no slot is written."""
     machine = PagedMachine(40, max_num_seqs=3, max_num_batched_tokens=60)
     engine, slots = machine.engine, machine.engine.runner.slots
     stays = [machine.add(f"stays {i}", TEXT[:9], 8, key=i) for i in range(2)]
@@ -235,12 +222,12 @@ def test_a_request_may_be_aborted_between_schedule_and_launch() -> None:
     engine.abort(leaves)
     lengths = slots.length_S.copy()
     engine.commit(engine.launch(plan))
-    assert slots.length_S[2] == lengths[2] == 1, "nobody was admitted there"
+    assert slots.length_S[2] == lengths[2] == 1, "a request was admitted there"
     machine.run()
     assert [group.samples[0].finish_reason for group in stays] == ["length"] * 2
 
 
-def test_a_launched_step_whose_requests_have_ended_is_no_work() -> None:
+def test_a_launched_step_of_ended_requests_is_no_work() -> None:
     machine = PagedMachine(40, max_num_seqs=3, max_num_batched_tokens=60)
     engine, group = machine.engine, machine.add("ends", TEXT[:9], 8)
     launched = engine.launch(engine.scheduler.schedule())
@@ -255,47 +242,28 @@ def test_a_launched_step_whose_requests_have_ended_is_no_work() -> None:
     assert not next_group.samples[0].num_output
 
 
-EDITS: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
-    {"bad_words": ["a", "th"], "logit_bias": {40: 2.0}, "logprobs": 2},
-    {"min_tokens": 6, "stop_token_ids": list(range(0, 256, 11)), "stop": ["e", "(x"]},
-    {"logprobs": 1, "prompt_logprobs": 1, "top_p": 0.9},
-]
-RULES = [None, "block", "coupled"]
-PROMPT = list(b"def shared(prefix, of, many):\n    ")
+def crowd_of(number: int, *, drafts: bool) -> list[Visit]:
+    """Requests that come one after another; some leave."""
+    return [
+        Visit(2 * i // 3, 2 * i + 5 if i % 5 == 3 else None, prompt_of(i), mixed(i, drafts=drafts))
+        for i in range(number)
+    ]
 
 
-def crowd_of(number: int) -> list[Visit]:
-    """Temperatures, rules, lengths, K, n and edits mixed; some leave."""
-    crowd = []
-    for i in range(number):
-        params = {
-            "temperature": (0.9, 0.0, 1.3)[i % 3],
-            "rejection_sample_method": RULES[i // 2 % 3],
-            "seed": 1000 + i,
-            "max_tokens": 12 + (11 * i) % 36,
-            "n": 1 + (i % 4 == 1),
-            "num_speculative_tokens": (None, 0, 1, 4)[i % 4],
-            **EDITS[i % len(EDITS)],
-        }
-        prompt = PROMPT[: 3 + (7 * i) % 30] + [97 + i] * (i % 9)
-        crowd.append(Visit(2 * i // 3, 2 * i + 5 if i % 5 == 3 else None, prompt, params))
-    return crowd
-
-
-def serve(llm: LLM, crowd: list[Visit], late: bool) -> list[RequestOutput]:
+def serve(llm: LLM, crowd: list[Visit]) -> list[RequestOutput]:
     engine = llm.engine
-    steps, groups = OneLate(engine) if late else engine, list[RequestGroup]()
+    groups: list[RequestGroup] = []
+    _kept = engine.grammars.wait(visit.params.get("structured_outputs") for visit in crowd)
     for step in range(1000):
         for i, visit in enumerate(crowd):
             if visit.comes == step:
-                groups.append(engine.add(str(i), visit.prompt, SamplingParams(**visit.params)))
+                params = SamplingParams(**visit.params)
+                groups.append(engine.add(*prepare(engine, str(i), visit.prompt, params)))
             if visit.leaves == step:
                 engine.abort(groups[i])
-        if len(groups) == len(crowd) and not steps.has_work:
+        if len(groups) == len(crowd) and not engine.has_work:
             break
-        steps.step()
+        engine.step()
         engine.check_integrity()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     return [build_output(engine, group) for group in groups]
@@ -314,20 +282,18 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
         "prediction": {"method": "prediction"},
         "draft_text": {"method": "draft_text", "model": str(target)},
     }[kind]
-    crowd = crowd_of(24)
+    crowd = crowd_of(24, drafts=kind != "plain")
     if kind == "prediction":
         asked = [SamplingParams(**visit.params) for visit in crowd]
         asked = with_predictions(LLM(str(target)), [visit.prompt for visit in crowd], asked)
         for visit, params in zip(crowd, asked, strict=True):
             visit.params["prediction"] = params.prediction
-    if speculation is None:
-        for visit in crowd:
-            del visit.params["num_speculative_tokens"]
     options: dict[str, Any] = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 40}
     outputs = []
     for late in (False, True):
+        options["async_scheduling"] = late
         llm = LLM(str(target), speculation, num_blocks=34, max_model_len=128, **options)
-        outputs.append(serve(llm, crowd, late))
+        outputs.append(serve(llm, crowd))
     in_turn, late_ones = outputs
     for mine, theirs in zip(late_ones, in_turn, strict=True):
         # The native decoder's logits do not depend on what else is in the batch, not by a bit.
@@ -337,6 +303,6 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
         assert sum(o.metrics.num_cached_tokens for o in served) > 50
         reasons = {sample.finish_reason for o in served for sample in o.outputs}
         assert reasons == {"length", "stop", "abort"}
-        # Random bytes are no text: nobody can draft them by what they say.
+        # Random bytes are no text: they cannot be drafted by their text.
         count = "num_draft_tokens" if kind == "draft_text" else "num_accepted_tokens"
         assert any(getattr(o.metrics, count) for o in served) == (kind != "plain")

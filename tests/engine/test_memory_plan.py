@@ -173,7 +173,7 @@ def test_a_small_model_takes_no_more_than_it_can_use() -> None:
 
 
 def test_a_shortage_is_told_with_what_would_do() -> None:
-    """20.0 GiB beside the cache, 16.5 of it for one context of 131072 tokens."""
+    """20.0 GiB next to the cache, 16.5 of it for one context of 131072 tokens."""
     demand = of(24)
     with pytest.raises(EngineMemoryError) as caught:
         fitting_plan(demand, may_shorten=False)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, ConfigError, EngineConfig, SamplingParams
+from foretoken.engine.build import EngineParts
 from foretoken.engine.step_costs import SECONDS
+from tests.engine.doubles import ON_DEVICE, ON_HOST, llm_of
 from tests.engine.paged_machine import given_pace
 
 LONG = "for i in range(10):\n    print(i, i * i)\n" * 4
@@ -59,13 +61,11 @@ def test_no_seeded_text_depends_on_how_prompts_are_cut(
     assert len(whole) == 2 < len(chunks)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("parts", [ON_HOST, ON_DEVICE], ids=["host", "device"])
 @pytest.mark.parametrize("length", [2, 9, 70, 256])
-def test_what_is_measured_is_plausible(
-    target: Path, on_host: bool, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
-    llm = build(target, backend="torch", max_model_len=length, max_step_seconds=0.5)
+def test_what_is_measured_is_plausible(target: Path, parts: EngineParts, length: int) -> None:
+    sizes = {"max_num_seqs": 3, "max_model_len": length}
+    llm = llm_of(parts, target, backend="torch", threads=1, max_step_seconds=0.5, **sizes)
     pace = llm.engine.scheduler.pace
     assert pace is not None
     costs = pace.prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,13 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.boundary import build_output
+from foretoken.engine.scheduler import Schedule
 from foretoken.errors import OverloadedError
 from foretoken.outputs import RequestOutput
+from tests.engine.doubles import double
 from tests.engine.predictions import with_predictions
-from tests.support.steps import OneLate
-
-SHARED = list(b"def shared(prefix, of, many):\n    ")
-EDITS: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
-    {"bad_words": ["a", "th"], "logit_bias": {40: 2.0}},
-    {"min_tokens": 20, "stop_token_ids": list(range(0, 256, 11))},
-    {"logprobs": 1, "prompt_logprobs": 1},
-    {"structured_outputs": {"regex": "([a-h]{2,5} ?)*\\."}},
-]
+from tests.engine.same import check_same
+from tests.engine.workload import SHARED, mixed, prompt_of
 
 
 def build(target: Path, speculation: dict[str, Any] | None, **options: Any) -> LLM:
@@ -34,25 +28,6 @@ def build(target: Path, speculation: dict[str, Any] | None, **options: Any) -> L
         "max_model_len": 128,
     }
     return LLM(str(target), speculation, **{**defaults, **options})
-
-
-def workload(num_requests: int, most_drafts: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share prefixes; temperatures, lengths, K, n and edits mixed."""
-    items = []
-    for i in range(num_requests):
-        prompt = SHARED[: 3 + (7 * i) % 30] + [97 + i] * (i % 9)
-        params = SamplingParams(
-            temperature=(0.0, 0.9, 1.3)[i % 3],
-            seed=1000 + i,
-            max_tokens=12 + (11 * i) % 36,
-            n=1 + (i % 4 == 1),
-            ignore_eos=True,
-            priority=i % 3 - 1,
-            num_speculative_tokens=i % (most_drafts + 1) if most_drafts else None,
-            **EDITS[i % len(EDITS)],
-        )
-        items.append((prompt, params))
-    return items
 
 
 def speculations(draft: Path) -> dict[str, dict[str, Any] | None]:
@@ -71,32 +46,9 @@ def speculations(draft: Path) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def check_after_every_step(llm: LLM) -> None:
-    step = llm.engine.step
-
-    def checked() -> Any:
-        changed = step()
-        llm.engine.check_integrity()
-        return changed
-
-    llm.engine.step = checked  # type: ignore[method-assign]
-
-
 def check_equal(crowded: RequestOutput, alone: RequestOutput) -> None:
-    assert crowded.error is None
-    for got, expected in zip(crowded.outputs, alone.outputs, strict=True):
-        assert got.token_ids == expected.token_ids
-        assert got.origins == expected.origins
-        assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
-        assert got.logprobs is None or len(got.logprobs) == len(got.token_ids)
+    check_same(crowded, alone)
     assert crowded.metrics.num_steps == alone.metrics.num_steps
-    assert crowded.metrics.accepted_per_position == alone.metrics.accepted_per_position
-    got_rows, expected_rows = crowded.prompt_logprobs, alone.prompt_logprobs
-    assert (got_rows is None) == (expected_rows is None)
-    for row, want in zip(got_rows or [], expected_rows or [], strict=True):
-        assert (row is None) == (want is None)
-        for token, entry in (row or {}).items():
-            assert entry.logprob == pytest.approx((want or {})[token].logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +64,15 @@ def test_preemption_changes_no_token(
     target: Path, draft: Path, kind: str, caching: bool, backend: str
 ) -> None:
     speculation = speculations(draft)[kind]
-    items = workload(20, most_drafts=4 if speculation else 0)
-    prompts, params = [p for p, _ in items], [q for _, q in items]
+    prompts = [prompt_of(i) for i in range(20)]
+    params = [
+        SamplingParams(ignore_eos=True, priority=i % 3 - 1, **mixed(i, drafts=bool(speculation)))
+        for i in range(20)
+    ]
     if kind == "prediction":
         params = with_predictions(build(target, None), prompts, params)
     llm = build(target, speculation, num_blocks=30, enable_prefix_caching=caching, backend=backend)
-    check_after_every_step(llm)
+    llm.engine.on_step = lambda trace: llm.engine.check_integrity()
     crowded = llm.generate(prompts, params)
     single = build(
         target, speculation, max_num_seqs=2, enable_prefix_caching=False, backend=backend
@@ -134,17 +89,15 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     llm = build(target, None, max_num_seqs=2, max_num_waiting=3, num_blocks=20)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     prompts = [[i, 1, 2] for i in range(12)]
-    longest = 0
-    step = llm.engine.step
+    waiting = list[int]()
 
-    def observed() -> Any:
-        nonlocal longest
-        longest = max(longest, len(llm.engine.scheduler.waiting))
-        return step()
+    def observed(schedule: Callable[[], Schedule]) -> Schedule:
+        waiting.append(len(llm.engine.scheduler.waiting))
+        return schedule()
 
-    llm.engine.step = observed  # type: ignore[method-assign]
-    outputs = llm.generate(prompts, params)
-    assert longest == 3
+    with double(llm.engine, "scheduler", schedule=observed):
+        outputs = llm.generate(prompts, params)
+    assert max(waiting) == 3
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert all(len(o.outputs[0].token_ids) == 9 for o in outputs)
     engine = llm.engine
@@ -161,7 +114,7 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
 
 
 @pytest.mark.parametrize(
-    ("caching", "backend", "late"),
+    ("caching", "backend", "ahead"),
     [
         (True, "auto", False),
         (False, "auto", False),
@@ -171,33 +124,35 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     ],
 )
 def test_a_request_may_be_preempted_at_any_moment(
-    target: Path, draft: Path, caching: bool, backend: str, late: bool
+    target: Path, draft: Path, caching: bool, backend: str, ahead: bool
 ) -> None:
-    """In its prompt, whose logprobs must come once each; between a draft and its verdict; often."""
+    """In its prompt, where each row of log-probabilities comes once; between draft and verdict."""
     params = SamplingParams(
         temperature=1, seed=3, max_tokens=24, prompt_logprobs=1, repetition_penalty=1.1
     )
     speculation = speculations(draft)["draft_model"]
     small = {"max_num_batched_tokens": 30, "num_blocks": 32}
-    llm = build(target, speculation, enable_prefix_caching=caching, backend=backend, **small)
+    llm = build(
+        target, speculation, enable_prefix_caching=caching, backend=backend,
+        async_scheduling=ahead, **small,
+    )  # fmt: skip
     [expected] = llm.generate([SHARED * 2], [params])
     engine = llm.engine
-    steps = OneLate(engine) if late else engine
     moment = 0
     while True:
         group = engine.add(str(moment), SHARED * 2, params)
         request = group.samples[0]
         for _ in range(moment):
-            steps.step()
+            engine.step()
         if group.finished:
             break
         for _ in range(2):
             if request in engine.scheduler.running:
                 engine.scheduler.preempt(request)
-            steps.step()
+            engine.step()
             engine.check_integrity()
         while not group.finished:
-            steps.step()
+            engine.step()
             engine.check_integrity()
         assert group.metrics.num_preemptions >= min(moment, 1)
         check_equal(build_output(engine, group), expected)

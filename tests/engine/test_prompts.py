@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine import admission
 from foretoken.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from foretoken.progress import progress_bar
+from tests.engine.doubles import double, failing
 from tests.support.checkpoints import END, ids_of, save_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -44,35 +43,9 @@ def test_ids_may_bring_their_text(llm: LLM) -> None:
     assert (output.prompt, output.prompt_token_ids) == ("shown", ids_of("ab"))
 
 
-BAD_PROMPTS: list[tuple[Any, str]] = [
-    ({}, "`prompt` is None: must be a text"),
-    ({"promt": "abc"}, "Did you mean `prompt`"),
-    ({"prompt": 3}, "`prompt` is 3: must be a text"),
-    ({"prompt_token_ids": "abc"}, "`prompt_token_ids` is 'abc': must be a list of token ids"),
-    ({"prompt_token_ids": [1.5]}, "token ids in"),
-    ({"prompt": "a", "multi_modal_data": {"image": 1}}, "This version takes text alone"),
-    ({"prompt_embeds": torch.zeros(2)}, "Pass `prompt` or `prompt_token_ids`"),
-    ("abc\udcff", r"lone surrogate '\\udcff' at index 3"),
-    ({"prompt": "\ud83d"}, r"lone surrogate '\\ud83d' at index 0"),
-    ({1, 2}, "list of token ids"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
-def test_what_is_no_prompt(llm: LLM, prompt: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate(prompt, GREEDY)
-    (output,) = llm.generate([prompt], GREEDY, on_error="return")
-    assert isinstance(output.error, RequestError)
-    assert output.outputs == []
-
-
-def test_a_bad_prompt_raises_before_anything_runs(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_prompt_raises_before_anything_runs(llm: LLM) -> None:
     good = llm.generate(["abc"], GREEDY)[0].outputs[0].token_ids
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", None)
+    with double(llm.engine, "scheduler", schedule=failing(AssertionError("a step was made"))):
         for bad, error in (("", RequestError), ([999], RequestError), ([1] * 250, CapacityError)):
             with pytest.raises(error) as caught:
                 llm.generate(["abc", "abd", bad], GREEDY)
@@ -87,21 +60,6 @@ def test_a_bad_prompt_raises_before_anything_runs(
     assert isinstance(alone.error, RequestError)
     with pytest.raises(RequestError, match="on_error"):
         llm.generate("abc", GREEDY, on_error="ignore")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_request": object()}, "Merge the adapter"),
-        ({"priority": [1]}, "SamplingParams.priority"),
-        ({"use_tqdm": print}, "`use_tqdm`"),
-        ({"use_tqmd": False}, "Did you mean `use_tqdm`"),
-    ],
-)
-def test_options_of_a_call(llm: LLM, options: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate("abc", GREEDY, **options)
-    assert len(llm.generate("abc", GREEDY, lora_request=None, priority=None)) == 1
 
 
 def test_no_bound_is_the_context_or_the_cache(llm: LLM, target: Path) -> None:
@@ -165,7 +123,7 @@ def test_defaults_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFix
     (message,) = caplog.messages
     assert "temperature=0.0, max_tokens=9, repetition_penalty=1.3" in message
     (late,) = llm.generate([1] * 250)
-    assert len(late.outputs[0].token_ids) <= 6, "as many as fit: nobody asked for nine"
+    assert len(late.outputs[0].token_ids) <= 6, "as many as fit: nine were not asked for"
     plain = LLM(str(folder), num_blocks=40, generation_config="vllm")
     assert plain.get_default_sampling_params() == SamplingParams()
 
@@ -177,25 +135,6 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
     assert LLM(str(folder), num_blocks=40, generation_config="vllm").generate("abc")
     with pytest.raises(ConfigError, match="generation_config"):
         LLM(str(folder), generation_config="elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 2}, "one process"),
-        ({"tensor_parallel_size": True}, "one process"),
-        ({"gpu_memory_utilization": 1.5}, "`memory_fraction`"),
-        ({"quantization": "awq"}, "as they are stored"),
-        ({"task": "embed"}, "generates text"),
-        ({"num_gpu_blocks_override": 10}, "`num_blocks`"),
-        ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
-        ({"dtype": torch.int8}, "one of auto, float32"),
-        ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "`auto`"),
-    ],
-)
-def test_engine_options_that_cannot_be_honoured(target: Path, options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLM(str(target), **options)
 
 
 def test_a_prompt_is_cut_to_what_leaves_room(llm: LLM) -> None:
@@ -213,13 +152,11 @@ def test_a_prompt_is_cut_to_what_leaves_room(llm: LLM) -> None:
             llm.generate(long, asked)
 
 
-def test_without_text_nothing_is_decoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_text_nothing_is_decoded(llm: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, trace=True)
     (told,) = llm.generate("abc", asked)
     asked.detokenize = False
-    with monkeypatch.context() as patched:
-        decode = "foretoken.engine.detokenizer.Detokenizer._decode"
-        patched.setattr(decode, lambda *given: pytest.fail("a text was made"))
+    with double(llm.engine, "tokenizer", decode=failing(AssertionError("a text was made"))):
         (silent,) = llm.generate("abc", asked)
         *_, last = llm.stream("abc", asked)
     for output in (silent, last):
@@ -268,27 +205,25 @@ def test_the_bar_is_for_terminals_and_long_calls(
     wanted: bool,
     shown: bool,
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", stream())
-    monkeypatch.setattr("foretoken.progress._PATIENCE_S", patience)
     monkeypatch.setenv("TERM", "xterm")
-    with progress_bar(lambda: 2, total, wanted) as update:
+    terminal = stream()
+    with progress_bar(lambda: 2, total, wanted, terminal, patience) as update:
         update()
         update()
-    assert ("2/3" in sys.stderr.getvalue()) == shown  # type: ignore[attr-defined]
+    assert ("2/3" in terminal.getvalue()) == shown
 
 
-def test_bad_words_of_several_prompts_are_encoded_once(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, made = [], admission.bad_word_ids
-    monkeypatch.setattr(
-        "foretoken.engine.engine.bad_word_ids",
-        lambda *given: found.append(made(*given)) or found[-1],
-    )
-    for words in (["ab", "c"], ["c"]):
-        params = SamplingParams(max_tokens=2, bad_words=words)
-        llm.generate(["abc", "abd", "x"], params)
-        llm.generate("abc", SamplingParams(max_tokens=2))
-        llm.generate("abc", params)
-    assert len(found) == 2
-    assert len(found[0]) > len(found[1]) > 0
+def test_bad_words_of_several_prompts_are_encoded_once(llm: LLM) -> None:
+    encoded = []
+
+    def watched(encode: Any, text: str, **options: Any) -> Any:
+        encoded.append(text)
+        return encode(text, **options)
+
+    with double(llm.engine, "tokenizer", encode=watched):
+        for words in (["ab", "c"], ["c"]):
+            params = SamplingParams(max_tokens=2, bad_words=words)
+            llm.generate(["abc", "abd", "x"], params)
+            llm.generate("abc", SamplingParams(max_tokens=2))
+            llm.generate("abc", params)
+    assert [sum(text.strip() == word for text in encoded) for word in ("ab", "c")] == [2, 4]

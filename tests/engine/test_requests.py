@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from foretoken.errors import (
     UsageError,
 )
 from foretoken.ops import ForwardOutput
+from tests.engine.doubles import double, failing
 from tests.support.checkpoints import END, ids_of, save_checkpoint
-from tests.support.steps import OneLate
 
 
 @pytest.fixture(scope="module", params=["auto", "torch"])
@@ -29,8 +29,12 @@ def llm(target: Path, request: pytest.FixtureRequest) -> LLM:
 
     In the native decoder, where there are kernels, and through its Transformers module.
     """
-    options = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "backend": request.param}
-    return LLM(str(target), {"model": str(target)}, **options)
+    return build(target, request.param)
+
+
+def build(target: Path, backend: str, **options: Any) -> LLM:
+    sizes = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64}
+    return LLM(str(target), {"model": str(target)}, backend=backend, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +47,6 @@ def complete(llm: LLM, **params: Any) -> Any:
     output = llm.generate("abc", SamplingParams(temperature=0, max_tokens=40, **params))[0]
     llm.engine.check_integrity()
     return output.outputs[0]
-
-
-@pytest.mark.parametrize("at", range(1, 12))
-def test_a_stop_token_ends_inside_an_accepted_block(llm: LLM, text: list[int], at: int) -> None:
-    first = text.index(text[at])
-    done = complete(llm, stop_token_ids=[text[at]])
-    assert done.token_ids == text[: first + 1]
-    assert (done.finish_reason, done.stop_reason) == ("stop", text[at])
-    assert len(done.origins) == len(done.token_ids)
-
-
-@pytest.mark.parametrize("at", [5, 6, 7])
-def test_a_stop_string_across_tokens_is_cut_and_may_be_kept(llm: LLM, at: int) -> None:
-    whole = complete(llm).text
-    stop = whole[at : at + 3]
-    start = whole.index(stop)
-    cut = complete(llm, stop=[stop])
-    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[:start], "stop", stop)
-    kept = complete(llm, stop=stop, include_stop_str_in_output=True)
-    assert kept.text == whole[: start + len(stop)]
-    assert kept.token_ids == cut.token_ids
 
 
 @pytest.mark.parametrize("reason", ["abort", "interrupted", "error"])
@@ -82,18 +65,6 @@ def test_bytes_that_waited_stop_nothing_that_was_ended_from_outside(llm: LLM, re
     (sample,) = group.samples
     assert (sample.finish_reason, sample.stop_reason) == (reason, None)
     assert "".join(sample.pieces) == "\ufffd\ufffd"
-
-
-def test_length_stop_and_min_tokens(llm: LLM, text: list[int]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=7)
-    done = llm.generate("abc", params)[0].outputs[0]
-    assert (done.token_ids, done.finish_reason) == (text[:7], "length")
-    late = complete(llm, stop_token_ids=[text[2]], min_tokens=10)
-    assert text[2] not in late.token_ids[:9]
-    both = llm.generate(
-        "abc", SamplingParams(temperature=0, max_tokens=7, stop_token_ids=[text[6]])
-    )[0].outputs[0]
-    assert both.finish_reason == "stop", "a stop on the last allowed token is a stop"
 
 
 def test_end_of_text_stops_unless_ignored(llm: LLM) -> None:
@@ -125,59 +96,31 @@ def test_prompt_logprobs_equal_those_of_transformers(llm: LLM, target: Path) -> 
         assert sum(entry.rank <= 3 for entry in row.values()) == 3
 
 
-def test_stream_yields_growing_prefixes_and_aborts_when_closed(llm: LLM, text: list[int]) -> None:
-    seen = []
-    for output in llm.stream("abc", SamplingParams(temperature=0, max_tokens=40)):
-        seen.append(output.outputs[0])
-    assert seen[-1].token_ids == text
-    assert seen[-1].finish_reason == "length"
-    for before, after in pairwise(seen):
-        assert after.text.startswith(before.text)
-        assert after.token_ids[: len(before.token_ids)] == before.token_ids
-    stream = llm.stream("abc", SamplingParams(temperature=0, max_tokens=40))
+def test_a_stream_ends_with_all_tokens_and_aborts_when_closed(llm: LLM, text: list[int]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    *_, last = (output.outputs[0] for output in llm.stream("abc", params))
+    assert (last.token_ids, last.finish_reason) == (text, "length")
+    stream = llm.stream("abc", params)
     next(stream)
     stream.close()
     assert not llm.engine.has_work
     llm.engine.check_integrity()
 
 
-def test_abort_at_any_moment_leaves_nothing_behind(llm: LLM) -> None:
-    engine = llm.engine
-    for steps in range(5):
-        groups = [
-            engine.add(
-                str(i), list(b"abcdefgh"), SamplingParams(max_tokens=20, n=2, ignore_eos=True)
-            )
-            for i in range(4)
-        ]
-        for _ in range(steps):
-            engine.step()
-        engine.abort(groups[1])
-        engine.check_integrity()
-        while engine.has_work:
-            engine.step()
-            engine.check_integrity()
-        assert [s.finish_reason for s in groups[1].samples] == ["abort"] * 2
-        assert all(len(s.token_ids) == 28 for g in (groups[0], groups[3]) for s in g.samples)
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-
-
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_non_finite_logits_end_one_request_alone(
-    llm: LLM, text: list[int], late: bool, monkeypatch: pytest.MonkeyPatch
+    target: Path, llm: LLM, text: list[int], ahead: bool
 ) -> None:
-    if late:  # nothing is computed for it in a step that is launched before anybody knows
-        monkeypatch.setattr(llm.engine, "runs_ahead", True)
-        monkeypatch.setattr(llm.engine, "step", OneLate(llm.engine).step)
-    forward = llm.engine.runner.model.forward
+    """Nor is anything computed for it in a step that was launched before its end is known."""
 
-    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+    def poisoned(forward: Callable[..., ForwardOutput], batch: Any, kv: Any) -> ForwardOutput:
         logits = forward(batch, kv).logits_NV.clone()
         logits[batch.token_T[batch.logit_row_N] == 251] = torch.nan
         return ForwardOutput(logits)
 
-    monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
-    good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
+    llm = build(target, llm.config.backend, async_scheduling=ahead)
+    with double(llm.engine.runner, "model", forward=poisoned):
+        good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
     assert isinstance(bad.error, NonFiniteLogitsError)
     assert bad.outputs[0].finish_reason == "error"
     assert bad.outputs[0].token_ids == []
@@ -241,23 +184,14 @@ def test_snapshots_do_not_change_after_they_were_given(llm: LLM) -> None:
     for output in llm.stream("abc", {"max_tokens": 12, "num_speculative_tokens": 0}):
         outputs.append(output)
         assert output.prompt_token_ids == ids_of("abc")
-        output.prompt_token_ids.clear()  # the caller's own: nobody else reads it
+        output.prompt_token_ids.clear()  # the caller's own copy
     assert [o.metrics.num_steps for o in outputs] == list(range(1, len(outputs) + 1))
 
 
-def test_an_interrupted_call_leaves_no_orphans(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_no_orphans(target: Path) -> None:
     llm = LLM(str(target), max_num_seqs=2)
-    encode = llm.engine.tokenizer.encode  # type: ignore[union-attr]
-
-    def interrupted(text: str) -> list[int]:
-        if text == "c":
-            raise KeyboardInterrupt
-        return encode(text)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(llm.engine.tokenizer, "encode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = failing(KeyboardInterrupt(), lambda text: text == "c")
+    with double(llm.engine, "tokenizer", encode=interrupted), pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"])
     assert not llm.engine.has_work
     stream = llm.stream("a")
@@ -267,12 +201,6 @@ def test_an_interrupted_call_leaves_no_orphans(
         next(stream)
     with pytest.raises(UsageError, match="closed"):
         _ = llm.engine
-
-
-@pytest.mark.parametrize("prompt", [None, b"abc", 7, {1}])
-def test_prompts_of_another_kind_are_refused(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(RequestError, match="list of token ids"):
-        llm.generate(prompt)
 
 
 def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]) -> None:
@@ -286,6 +214,11 @@ def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]
         llm.generate(["abc"], [3])  # type: ignore[list-item]
 
 
+@pytest.fixture(scope="module")
+def small(target: Path) -> LLM:
+    return LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
+
+
 BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ("", {}, RequestError, "at least one token"),
     ([], {}, RequestError, "at least one token"),
@@ -297,31 +230,37 @@ BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ("abc", {"stop_token_ids": [999]}, RequestError, "stop_token_ids"),
     ("abc", {"logit_bias": {300: 1.0}}, RequestError, "logit_bias"),
     ("abc", {"num_speculative_tokens": 9}, RequestError, "engine's 4"),
-    (3.5, {}, RequestError, "list of token ids"),
+    *((given, {}, RequestError, "list of token ids") for given in (3.5, None, b"abc", {1, 2})),
+    ({}, {}, RequestError, "`prompt` is None: must be a text"),
+    ({"promt": "abc"}, {}, RequestError, "Did you mean `prompt`"),
+    ({"prompt": 3}, {}, RequestError, "`prompt` is 3: must be a text"),
+    ({"prompt_token_ids": "abc"}, {}, RequestError, "is 'abc': must be a list of token ids"),
+    ({"prompt_token_ids": [1.5]}, {}, RequestError, "token ids in"),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, RequestError, "takes text alone"),
+    ({"prompt_embeds": torch.zeros(2)}, {}, RequestError, "Pass `prompt` or `prompt_token_ids`"),
+    ("abc\udcff", {}, RequestError, r"lone surrogate '\\udcff' at index 3"),
+    ({"prompt": "\ud83d"}, {}, RequestError, r"lone surrogate '\\ud83d' at index 0"),
 ]
 
 
 @pytest.mark.parametrize(("prompt", "params", "error", "message"), BAD_PROMPTS)
 def test_a_bad_request_is_refused_alone(
-    target: Path, text: list[int], prompt: Any, params: Any, error: Any, message: str
+    small: LLM, text: list[int], prompt: Any, params: Any, error: Any, message: str
 ) -> None:
-    llm = LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
     fine = SamplingParams(temperature=0, max_tokens=8)
-    outputs = llm.generate(
-        ["abc", prompt, "abc"],
-        [fine, SamplingParams(**{"max_tokens": 8, **params}), fine],
-        on_error="return",
+    bad = SamplingParams(**{"max_tokens": 8, **params})
+    first, refused, last = small.generate(
+        ["abc", prompt, "abc"], [fine, bad, fine], on_error="return"
     )
-    assert isinstance(outputs[1].error, error)
+    assert isinstance(refused.error, error)
+    assert refused.outputs == []
+    assert [o.outputs[0].token_ids for o in (first, last)] == [text[:8]] * 2
+    small.engine.check_integrity()
     with pytest.raises(error, match=message):
-        raise outputs[1].error
-    assert [o.outputs[0].token_ids for o in (outputs[0], outputs[2])] == [text[:8]] * 2
-    llm.engine.check_integrity()
+        small.generate([prompt] if prompt == [] else prompt, bad)
 
 
-def test_a_single_bad_prompt_raises(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="at least one token"):
-        llm.generate("")
+def test_as_many_parameters_as_prompts(llm: LLM) -> None:
     assert llm.generate([]) == []
     with pytest.raises(RequestError, match="sampling_params"):
         llm.generate(["a", "b"], [SamplingParams()])
@@ -348,6 +287,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         ("", "JSON"),
         ("{not json", "JSON"),
         ([1], "a dict"),
+        ({"method": "ngram", "disable_by_batch_size": 4}, "`auto`"),
     ],
 )
 def test_bad_speculative_options_are_named(target: Path, speculation: Any, message: str) -> None:
@@ -361,6 +301,9 @@ def test_bad_speculative_options_are_named(target: Path, speculation: Any, messa
         ({"max_num_seq": 3}, "Did you mean `max_num_seqs`"),
         ({"device": "tpu"}, "auto, cpu"),
         ({"dtype": "int8"}, "float32"),
+        ({"dtype": torch.int8}, "one of auto, float32"),
+        ({"tensor_parallel_size": True}, "one process"),
+        ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
         ({"dtype": ""}, "auto, float32"),
         ({"device": ""}, "auto, cpu"),
         ({"backend": ""}, "reference, torch"),

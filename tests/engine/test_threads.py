@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine import build, threads
+from foretoken.engine.build import EngineParts
 from foretoken.engine.request import Share
 from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import ConfigError
 from foretoken.ops import Backend, get_backend, unavailable
-from foretoken.ops.backends import native
+from tests.engine.doubles import Double, llm_of
 from tests.support.kernels import needs_kernels
-
-REASON = "they were not built: run `python -m foretoken.ops.backends.native.build` (needs g++)"
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path) -> Path:
     """Six logical processors on four cores, of which 0, 1, 2 and 4 may be used; no quota."""
     for cpu, siblings in enumerate(["0,3", "1,4", "2", "0,3", "1,4", "5"]):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
     return tmp_path
 
 
-def cores_of(machine: Path) -> int:
-    return usable_cores(machine, machine / "cpu.max")
+def cores_of(machine: Path, **system: Any) -> int:
+    system = system or {"sched_getaffinity": lambda process: {0, 1, 2, 4}}
+    return usable_cores(machine, machine / "cpu.max", SimpleNamespace(**system))
 
 
 def test_hyper_threads_count_once(machine: Path) -> None:
@@ -48,12 +46,9 @@ def test_processors_of_unknown_topology_count_each(machine: Path) -> None:
     assert cores_of(machine) == 4
 
 
-def test_systems_without_affinity_use_all(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(threads.os, "sched_getaffinity")
-    monkeypatch.setattr(threads.os, "cpu_count", lambda: 6)
-    assert cores_of(machine) == 4
-    monkeypatch.setattr(threads.os, "cpu_count", lambda: None)
-    assert cores_of(machine) == 1
+def test_systems_without_affinity_use_all(machine: Path) -> None:
+    assert cores_of(machine, cpu_count=lambda: 6) == 4
+    assert cores_of(machine, cpu_count=lambda: None) == 1
 
 
 @pytest.mark.parametrize(
@@ -72,40 +67,40 @@ def test_a_quota_bounds_them(machine: Path, quota: str, cores: int) -> None:
     assert cores_of(machine) == cores
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What the backend is told; threads are as before afterwards."""
-    told: list[int] = []
-    before, real = torch.get_num_threads(), Backend.set_num_threads
-
-    def tell(backend: Backend, count: int) -> None:
-        told.append(count)
-        real(backend, count)
-
-    monkeypatch.setattr(Backend, "set_num_threads", tell)
-    yield told
+@pytest.fixture(autouse=True)
+def _threads_are_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
     torch.set_num_threads(before)
     if unavailable("native") is None:
-        real(get_backend("native"), 1)
+        get_backend("native").set_num_threads(1)
+
+
+class Told:
+    """`StepThreads`, and the counts that its backend is given."""
+
+    def __init__(self, **options: int) -> None:
+        self.counts: list[int] = []
+        self.options = options
+
+    def __call__(self, asked: int | None, backend: Backend, **given: Any) -> StepThreads:
+        def tell(count: int) -> None:
+            self.counts.append(count)
+            backend.set_num_threads(count)
+
+        told: Any = Double(backend, set_num_threads=tell)
+        return StepThreads(asked, told, **given, **self.options)
 
 
 @pytest.mark.parametrize(
     ("asked", "openmp", "count"), [(1, 8, 1), (2, 1, 2), (5, 1, 5), (None, 8, 3), (None, 2, 2)]
 )
-def test_everyone_is_told(
-    machine: Path,
-    told: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    asked: int | None,
-    openmp: int,
-    count: int,
-) -> None:
-    monkeypatch.setattr(threads, "usable_cores", lambda: cores_of(machine))
-    backend = get_backend("torch")
-    assert StepThreads(asked, backend, False, openmp_threads=openmp).most == count
-    assert (told, torch.get_num_threads()) == ([count], count)
-    assert StepThreads(asked, backend, True, openmp_threads=openmp).most == count
-    assert (told, torch.get_num_threads()) == ([count, count], 1)
+def test_backend_and_pytorch_get_the_count(asked: int | None, openmp: int, count: int) -> None:
+    backend, told = get_backend("torch"), Told(openmp_threads=openmp, cores=3)
+    assert told(asked, backend, native_target=False).most == count
+    assert (told.counts, torch.get_num_threads()) == ([count], count)
+    assert told(asked, backend, native_target=True).most == count
+    assert (told.counts, torch.get_num_threads()) == ([count, count], 1)
 
 
 class Machine:
@@ -113,8 +108,9 @@ class Machine:
 
     def __init__(self, asked: int | None = None) -> None:
         self.now, self.cost = 0.0, quiet
-        backend = get_backend("torch")
-        self.threads = StepThreads(asked, backend, False, clock=lambda: self.now, openmp_threads=2)
+        self.threads = StepThreads(
+            asked, get_backend("torch"), False, lambda: self.now, openmp_threads=2, cores=2
+        )
 
     def step(self, rows: int = 1, prompt: int = 0) -> int:
         """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
@@ -142,13 +138,6 @@ def helpless(threads: int, rows: int) -> float:
     return rows / threads if rows > 8 else 1.0 + threads
 
 
-@pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch, told: list[int]) -> None:
-    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
-    monkeypatch.setattr(build, "StepThreads", partial(StepThreads, openmp_threads=2))
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_the_faster_of_one_and_all_threads_is_taken_and_taken_again() -> None:
     machine = Machine()
     assert machine.steps(6) == [2, 1] * 3
@@ -163,7 +152,6 @@ def test_the_faster_of_one_and_all_threads_is_taken_and_taken_again() -> None:
     assert machine.steps(10_000).count(1) <= 40
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_a_machine_that_is_busy_from_the_start_gets_one_thread_at_once() -> None:
     machine = Machine()
     machine.cost = busy
@@ -171,12 +159,11 @@ def test_a_machine_that_is_busy_from_the_start_gets_one_thread_at_once() -> None
     assert (machine.step(prompt=9), machine.steps(60, rows=4).count(2)) == (1, 1)
 
 
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("later", "least", "most"), [(quiet, 900, 1000), (busy, 2, 4)])
 def test_prompts_alone_get_all_threads_again_once_these_do_not_collapse(
     later: Callable[[int, int], float], least: int, most: int
 ) -> None:
-    """No decode step tells: an engine that only reads prompts, or always some beside the others."""
+    """Without decode steps: an engine that only reads prompts, or has some in every step."""
     machine = Machine()
     machine.cost = busy
     machine.steps(60)
@@ -184,7 +171,6 @@ def test_prompts_alone_get_all_threads_again_once_these_do_not_collapse(
     assert least <= [machine.step(prompt=9 + i % 20) for i in range(1000)].count(2) <= most
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_trials_of_a_count_that_collapses_cost_a_twentieth_at_most() -> None:
     machine = Machine()
     machine.cost = lambda threads, rows: 125.0 if threads > 1 else 1.0
@@ -192,7 +178,6 @@ def test_trials_of_a_count_that_collapses_cost_a_twentieth_at_most() -> None:
     assert machine.steps(10_000).count(2) <= 4
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_steps_of_each_size_choose_on_their_own() -> None:
     machine = Machine()
     machine.cost = helpless
@@ -203,7 +188,6 @@ def test_steps_of_each_size_choose_on_their_own() -> None:
     ] * 40
 
 
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("asked", [1, 2, 3])
 def test_a_number_that_was_asked_for_is_kept(asked: int) -> None:
     machine = Machine(asked)
@@ -213,30 +197,32 @@ def test_a_number_that_was_asked_for_is_kept(asked: int) -> None:
     assert machine.step() == asked
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_without_a_number_the_engine_chooses_and_says_so(
-    target: Path, told: list[int], caplog: pytest.LogCaptureFixture
+    target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "foretoken")
-    llm = LLM(str(target), num_blocks=64)
+    told = Told(openmp_threads=2, cores=2)
+    llm = llm_of(EngineParts(step_threads=told), target, num_blocks=64)
     assert "Threads: 2 or 1 by speed, PyTorch's: 1; for the whole process." in caplog.messages
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
-    before, alone = len(told), LLM(str(target), num_blocks=64, threads=1)
+    alone = LLM(str(target), num_blocks=64, threads=1)
     tokens = llm.generate("abc", params)[0].outputs[0].token_ids
-    assert {1, 2} == set(told[before + 1 :])
+    assert {1, 2} == set(told.counts[1:])
     assert tokens == alone.generate("abc", params)[0].outputs[0].token_ids
 
 
 @needs_kernels
 def test_the_option_reaches_them_is_logged_and_changes_no_token(
-    target: Path, told: list[int], caplog: pytest.LogCaptureFixture
+    target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "foretoken")
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
     texts = []
     for count, backend, openmp in ((1, "auto", 1), (2, "native", 1), (2, "torch", 2)):
-        llm = LLM(str(target), threads=count, backend=backend, num_blocks=64)
-        assert (told[-1], torch.get_num_threads()) == (count, openmp)
+        told = Told()
+        parts = EngineParts(step_threads=told)
+        llm = llm_of(parts, target, threads=count, backend=backend, num_blocks=64)
+        assert (told.counts, torch.get_num_threads()) == ([count], openmp)
         assert f"Threads: {count}, PyTorch's: {openmp}; for the whole process." in caplog.messages
         caplog.clear()
         texts.append(llm.generate("abc " * 30, params)[0].outputs[0].token_ids)
@@ -248,29 +234,3 @@ def test_other_numbers_are_refused(target: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match="`threads` is") as caught:
         LLM(str(target), threads=value)
     assert caught.value.field == "threads"
-
-
-def test_without_kernels_the_engine_says_so_and_runs_on(
-    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12)
-    expected = LLM(str(target), num_blocks=64).generate("abc", params)[0].outputs[0].token_ids
-    monkeypatch.setattr(native, "available", lambda: REASON)
-    speculation = {"model": str(target), "num_speculative_tokens": 2}
-    with caplog.at_level(logging.WARNING, "foretoken"):
-        llm = LLM(str(target), speculation, num_blocks=64)
-    (record,) = caplog.records
-    said = f"Backend `torch`, which is slower: `native` cannot run: {REASON}."
-    assert (record.levelname, record.getMessage()) == ("WARNING", said)
-    assert not llm.engine.runner.model.runs_in_kernels
-    assert llm.generate("abc", params)[0].outputs[0].token_ids == expected
-
-
-def test_kernels_that_are_asked_for_and_missing_are_an_error(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "available", lambda: REASON)
-    with pytest.raises(ConfigError) as caught:
-        LLM(str(target), backend="native")
-    assert caught.value.field == "backend"
-    assert REASON in str(caught.value)

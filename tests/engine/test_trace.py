@@ -1,14 +1,17 @@
-"""What a step tells of itself to whoever asks: times by phase, rows, drafts."""
+"""The trace of a step: times by phase, rows, drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine.trace import PhaseClock, StepTrace
+from foretoken.engine.trace import StepTrace
+from foretoken.slots.step import StepResult
+from tests.engine.doubles import double, failing
 
 PHASES = ["schedule", "admit", "batch", "draft", "forward", "verify", "advance", "observe"]
 PHASES += ["read", "commit"]
@@ -37,8 +40,8 @@ def test_a_trace_adds_up_to_what_was_done(llm: LLM) -> None:
     # Every token but the last of each is computed, and every draft that was not accepted.
     tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
     rejected = metrics.num_draft_tokens - metrics.num_accepted_tokens
-    behind = sum(trace.num_tokens for trace in traces) - tokens - rejected
-    assert 0 <= behind <= 3 * len(prompts), "what was accepted behind the last token"
+    after = sum(trace.num_tokens for trace in traces) - tokens - rejected
+    assert 0 <= after <= 3 * len(prompts), "drafts accepted after the last token"
     assert traces[0].num_requests == 2
     assert [trace.num_decoding for trace in traces][:2] == [0, 1]
     assert {trace.num_decoding for trace in traces[5:-5]} == {2}
@@ -66,16 +69,25 @@ def test_phases_come_in_order_and_add_up(llm: LLM) -> None:
     assert {tuple(trace.seconds) for trace in plain} == {tuple(PHASES)}
 
 
-def test_nobody_asks_and_nothing_is_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        PhaseClock, "mark", lambda clock, phase: clock._seconds is not None and 1 / 0
-    )
-    assert llm.generate("abc", SamplingParams(max_tokens=9))[0].error is None
+def test_without_a_reader_of_traces_no_phase_is_timed(llm: LLM) -> None:
+    engine, results = llm.engine, list[StepResult]()
+
+    def kept(finish: Callable[..., StepResult], *given: Any) -> StepResult:
+        results.append(finish(*given))
+        return results[-1]
+
+    with double(engine, "runner", finish=kept):
+        llm.generate("abc", SamplingParams(max_tokens=9))
+        assert results
+        assert not any(result.phases for result in results)
+        results.clear()
+        traces_of(llm, "abc", SamplingParams(max_tokens=9))
+        assert all(result.phases for result in results)
 
 
-def test_a_step_that_failed_is_told_of_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.runner.model, "forward", None)
-    traces, (output,) = traces_of(llm, ["abc"], None)
+def test_a_step_that_failed_has_a_trace(llm: LLM) -> None:
+    with double(llm.engine.runner, "model", forward=failing(ValueError("broken"))):
+        traces, (output,) = traces_of(llm, ["abc"], None)
     assert output.error is not None
     (trace,) = traces
     assert trace.num_requests == trace.num_tokens == 0

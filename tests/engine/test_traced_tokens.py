@@ -19,10 +19,11 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.engine.boundary import build_output
 from foretoken.engine.rounds import trace_round
-from foretoken.ops import Backend, Evidence, Stream
+from foretoken.ops import Evidence, Stream
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.outputs import REASONS, CompletionOutput, RequestOutput, TokenTrace
 from foretoken.slots.step import Outcome
+from tests.engine.doubles import double
 
 PROMPTS = ["def f(x):\n", "import os", "a = 1\na = 1\na ="]
 RATES = [0.9, 0.6, 0.6, 0.3]
@@ -184,26 +185,6 @@ def test_p_is_the_probability_after_edits(target: Path, draft: Path) -> None:
     assert [token.p for token in edited.trace] == [1.0] * len(edited.token_ids)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_as_many_are_accepted_as_their_thresholds_say(target: Path, draft: Path, rule: str) -> None:
-    """Of drafts that were looked at, whatever else was drawn: the mean of min(1, p/q), or c_i."""
-    outputs = served(build(target, draft, "draft_model", rule), 1.0, n=48, max_tokens=40)
-    tokens = [token for o in outputs for sample in o.outputs for token in sample.trace or ()]
-    drafts = [d for token in tokens for d in (token, *token.dropped) if d.draft_index is not None]
-    drafts = [draft for draft in drafts if draft.origin != "unread"]
-    if rule == "block":  # accepted drafts depend on those behind them: the last has h = p_K alone
-        drafts = [draft for draft in drafts if draft.residual_mass is None]
-    chances = [1.0 if d.threshold is None else d.threshold for d in drafts]
-    assert len(drafts) > 1000
-    if rule == "coupled":  # no number decides; it accepts no more than sum min(p, q) allows
-        assert all(draft.threshold is None for draft in drafts)
-        return
-    accepted = sum(draft.origin == "accepted" for draft in drafts)
-    spread = math.sqrt(sum(c * (1 - c) for c in chances))
-    assert spread > 5
-    assert abs(accepted - sum(chances)) < 4 * spread
-
-
 def test_preemption_changes_no_record(target: Path, draft: Path) -> None:
     few, many = (
         served(build(target, draft, "draft_model", num_blocks=blocks), 0.9) for blocks in (24, 300)
@@ -227,15 +208,15 @@ def test_an_aborted_request_keeps_its_records(target: Path, draft: Path) -> None
 
 
 def test_a_round_that_is_cut_short_keeps_its_drafts(target: Path, draft: Path) -> None:
-    """A stop token in the midst of it: what was accepted behind it is told, and not emitted."""
+    """A stop token within it: drafts accepted after it are in the record and not emitted."""
     llm = build(target, draft, "draft_model")
     asked: dict[str, Any] = {"temperature": 0.9, "n": 1, "max_tokens": 60}
     whole = served(llm, **asked)[0].outputs[0].trace or []
     cut = next(
         token
-        for token, behind in pairwise(whole)
-        if token.origin == behind.origin == "accepted"
-        and token.round == behind.round
+        for token, following in pairwise(whole)
+        if token.origin == following.origin == "accepted"
+        and token.round == following.round
         and token.token_id not in [t.token_id for t in whole[: whole.index(token)]]
     )
     output = served(llm, stop_token_ids=[cut.token_id], **asked)[0]
@@ -250,22 +231,19 @@ def test_a_round_that_is_cut_short_keeps_its_drafts(target: Path, draft: Path) -
     assert [*kept, *[t.token_id for t in trace[-1].dropped]] == drafts
 
 
-def test_only_who_asks_is_looked_at(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_evidence_is_made_for_a_request_without_trace(target: Path, draft: Path) -> None:
     llm, asked = build(target, draft, "draft_model"), []
-    real = Backend.evidence
 
-    def counted(self: Backend, batch: Any, verdict: Any, request_R: torch.Tensor) -> Evidence:
-        asked.append(len(request_R))
-        return real(self, batch, verdict, request_R)
+    def counted(evidence: Callable[..., Evidence], *given: Any) -> Evidence:
+        asked.append(len(given[2]))
+        return evidence(*given)
 
-    monkeypatch.setattr(Backend, "evidence", counted)
-    plain = llm.generate(PROMPTS, params_of(trace=False))
-    assert not asked
-    assert [o.outputs[0].trace for o in plain] == [None] * 3
-    mixed = [replace(params, trace=i == 1, n=1) for i, params in enumerate(params_of())]
-    outputs = llm.generate(PROMPTS, mixed)
+    with double(llm.engine.runner.sampler, "backend", evidence=counted):
+        plain = llm.generate(PROMPTS, params_of(trace=False))
+        assert not asked
+        assert [o.outputs[0].trace for o in plain] == [None] * 3
+        mixed = [replace(params, trace=i == 1, n=1) for i, params in enumerate(params_of())]
+        outputs = llm.generate(PROMPTS, mixed)
     assert {*asked} == {1}
     assert [o.outputs[0].trace is None for o in outputs] == [True, False, True]
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
@@ -350,13 +328,9 @@ def massless(found: Evidence) -> Evidence:
     ],
 )
 def test_mutants_are_noticed(
-    target: Path,
-    draft: Path,
-    rule: str,
-    mutant: Callable[[Evidence], Evidence],
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, draft: Path, rule: str, mutant: Callable[[Evidence], Evidence]
 ) -> None:
-    real = Backend.evidence
-    monkeypatch.setattr(Backend, "evidence", lambda *given: mutant(real(*given)))
-    with pytest.raises(AssertionError):
-        check_all(build(target, draft, "draft_model", rule), 0.9, n=4)
+    llm = build(target, draft, "draft_model", rule)
+    evidence = {"evidence": lambda real, *given: mutant(real(*given))}
+    with double(llm.engine.runner.sampler, "backend", **evidence), pytest.raises(AssertionError):
+        check_all(llm, 0.9, n=4)

@@ -1,4 +1,4 @@
-"""Threads that share one `LLM`: turns in order, one batch, right tokens; nothing waits for ever."""
+"""Threads that share one `LLM`: turns in order, one batch, right tokens; no thread is stuck."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.engine.trace import StepTrace
 from foretoken.engine.worker import Turns
 from foretoken.errors import UsageError
 from tests.support.asynchronous import PATIENCE, until
@@ -94,7 +95,7 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
             free.wait(PATIENCE)
 
     def interrupt() -> None:
-        crew.start(lambda: turns.later(lambda: done.append("behind")))
+        crew.start(lambda: turns.later(lambda: done.append("other")))
         until(lambda: len(turns._line) == 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -106,7 +107,7 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
     assert (len(turns._line), done) == (2, [])
     free.set()
     crew.join()
-    assert sorted(done) == ["behind", "mine"]  # what was left undone is done in the next turn
+    assert sorted(done) == ["mine", "other"]  # what was left undone is done in the next turn
     with turns:
         assert turns.inside
 
@@ -155,15 +156,7 @@ def test_a_call_within_a_call_is_refused(crew: Crew) -> None:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    """Those that the threads of `llm` take."""
-    turns = Turns("LLM")
-    monkeypatch.setattr("foretoken.llm.Turns", lambda owner: turns)
-    return turns
-
-
-@pytest.fixture
-def llm(target: Path, turns: Turns) -> Iterator[LLM]:
+def llm(target: Path) -> Iterator[LLM]:
     with LLM(str(target), max_num_seqs=4, block_size=4) as llm:
         yield llm
 
@@ -208,19 +201,16 @@ def test_many_threads_get_what_one_gets(
     assert [tokens([o]) for o in llm.generate(PROMPTS, GREEDY)] == expected[0]
 
 
-def test_calls_of_two_threads_are_one_batch(
-    llm: LLM, turns: Turns, crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, steps = llm.engine.step, 0
+def test_calls_of_two_threads_are_one_batch(llm: LLM, crew: Crew) -> None:
+    steps = 0
 
-    def counted() -> Any:
+    def counted(_: StepTrace) -> None:
         nonlocal steps
         steps += 1
         if steps == 1:  # the other call is made now
-            until(lambda: len(turns._line) == 2)
-        return step()
+            until(lambda: len(llm._turns._line) == 2)
 
-    monkeypatch.setattr(llm.engine, "step", counted)
+    llm.engine.on_step = counted
     found: list[Any] = []
     for prompt in ("abc", "x"):
         crew.start(lambda prompt=prompt: found.extend(llm.generate(prompt, GREEDY)))  # type: ignore[misc]
@@ -229,17 +219,14 @@ def test_calls_of_two_threads_are_one_batch(
     assert steps <= 33, "one call after the other takes 60"
 
 
-def test_close_ends_the_calls_of_other_threads(
-    llm: LLM, turns: Turns, crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, begun = llm.engine.step, threading.Event()
+def test_close_ends_the_calls_of_other_threads(llm: LLM, crew: Crew) -> None:
+    begun = threading.Event()
 
-    def held() -> Any:
+    def held(_: StepTrace) -> None:
         begun.set()
-        until(lambda: turns._work)  # what `close` leaves for the end of this turn
-        return step()
+        until(lambda: llm._turns._work)  # what `close` leaves for the end of this turn
 
-    monkeypatch.setattr(llm.engine, "step", held)
+    llm.engine.on_step = held
     crew.start(lambda: llm.generate(["abc"] * 9, GREEDY))
     crew.start(lambda: list(llm.stream("abc", GREEDY)))
     assert begun.wait(PATIENCE)
@@ -248,17 +235,15 @@ def test_close_ends_the_calls_of_other_threads(
     assert [type(error) for error in crew.raised] == [UsageError] * 2
 
 
-def test_ctrl_c_while_another_thread_has_its_turn(
-    llm: LLM, turns: Turns, crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_another_thread_has_its_turn(llm: LLM, crew: Crew) -> None:
     whole = llm.generate("x", GREEDY)[0].outputs[0].token_ids
     main, others = threading.main_thread(), []
 
     def interrupt() -> None:
-        until(lambda: threading.current_thread() is main or len(turns._line) == 2)
+        until(lambda: threading.current_thread() is main or len(llm._turns._line) == 2)
         signal.pthread_kill(main.ident or 0, signal.SIGINT)
 
-    monkeypatch.setattr(llm.engine, "step", at_step(llm, 5, interrupt))
+    at_step(llm, 5, interrupt)
     crew.start(lambda: others.extend(llm.generate("x", GREEDY)))
     with pytest.raises(KeyboardInterrupt) as caught:
         llm.generate("abc", SamplingParams(max_tokens=200, ignore_eos=True))
@@ -270,7 +255,7 @@ def test_ctrl_c_while_another_thread_has_its_turn(
     llm.engine.check_integrity()
 
 
-def test_a_handler_that_reads_and_closes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_reads_and_closes(llm: LLM) -> None:
     seen = []
 
     def handler(number: int, frame: Any) -> None:
@@ -278,24 +263,21 @@ def test_a_handler_that_reads_and_closes(llm: LLM, monkeypatch: pytest.MonkeyPat
         llm.close()
 
     before = signal.signal(signal.SIGUSR1, handler)
-    act = at_step(llm, 4, lambda: signal.raise_signal(signal.SIGUSR1))
-    monkeypatch.setattr(llm.engine, "step", act)
+    at_step(llm, 3, lambda: signal.raise_signal(signal.SIGUSR1))
     with pytest.raises(UsageError, match="closed"):
         llm.generate("abc", GREEDY)
     signal.signal(signal.SIGUSR1, before)
     assert seen == [3]
 
 
-def test_a_forgotten_stream_is_collected_within_a_step(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forgotten_stream_is_collected_within_a_step(llm: LLM) -> None:
     whole = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
     cycle: list[Any] = [llm.stream("x", GREEDY)]
     cycle.append(cycle)
     next(cycle[0])
     held = [cycle]
     del cycle
-    monkeypatch.setattr(llm.engine, "step", at_step(llm, 3, lambda: held.clear() or gc.collect()))
+    at_step(llm, 3, lambda: held.clear() or gc.collect())
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == whole
     assert not llm.engine.has_work
     llm.engine.check_integrity()

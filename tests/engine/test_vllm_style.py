@@ -102,11 +102,13 @@ first, second, other = llm.generate(
 assert first.outputs[0].token_ids == second.outputs[0].token_ids
 assert first.outputs[0].token_ids != other.outputs[0].token_ids
 llm.generate("Hello", SamplingParams(seed=None, stop=None, stop_token_ids=None, n=2))
+(some,) = llm.generate("Hello", SamplingParams(n=3, seed=-1, max_tokens=5))
+assert len(some.outputs) == 3
 """,
     "log-probabilities": """
 from vllm import LLM, SamplingParams
 
-llm = LLM(model=MODEL)
+llm = LLM(model=MODEL, seed=0, max_logprobs=20)
 tokenizer = llm.get_tokenizer()
 params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0)
 (output,) = llm.generate("Hello", params)
@@ -171,16 +173,6 @@ assert "<assistant>Dallas\\n<tool>85 degrees\\n<assistant>" in outputs[0].prompt
 }
 
 EMBEDDED = {
-    "basic": """
-from vllm import LLM, SamplingParams
-
-prompts = ["def fibonacci(n):", "import os", "class Queue:", "# The next line"]
-sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-llm = LLM(model=MODEL)
-for output in llm.generate(prompts, sampling_params):
-    print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
-    assert output.outputs[0].text and output.outputs[0].finish_reason in ("length", "stop")
-""",
     "a batch of parameters": """
 from vllm import LLM, SamplingParams
 
@@ -257,31 +249,6 @@ for method in ("mtp", "deepseek_mtp", "eagle", "medusa", "dflash"):
         assert "Did you mean" not in str(error)
     else:
         assert False, method
-""",
-    "log-probabilities and seeds": """
-from vllm import LLM, SamplingParams
-
-llm = LLM(model=MODEL, seed=0, max_logprobs=20)
-params = SamplingParams(temperature=1.0, seed=7, max_tokens=5, logprobs=3, prompt_logprobs=1)
-first, second = llm.generate(["x = [1, 2, "] * 2, params)
-assert first.outputs[0].token_ids == second.outputs[0].token_ids
-assert all(3 <= len(step) <= 4 for step in first.outputs[0].logprobs)
-assert first.prompt_logprobs[0] is None
-(some,) = llm.generate("x = [1, 2, ", SamplingParams(n=3, seed=-1, max_tokens=5))
-assert len(some.outputs) == 3
-""",
-    "token ids alone": """
-from vllm import LLM, SamplingParams, TokensPrompt
-
-llm = LLM(model=MODEL)
-ids = llm.get_tokenizer().encode("def area(width, height):")
-params = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, logprobs=1)
-(output,) = llm.generate(TokensPrompt(prompt_token_ids=ids), params)
-(sample,) = output.outputs
-assert sample.text == "" and len(sample.token_ids) == 8
-assert all(entry.decoded_token is None for step in sample.logprobs for entry in step.values())
-params = SamplingParams(temperature=0.0, max_tokens=8, truncate_prompt_tokens=4)
-assert llm.generate("def area(width, height):", params)[0].prompt_token_ids == ids[-4:]
 """,
 }
 

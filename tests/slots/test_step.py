@@ -1,4 +1,4 @@
-"""The records of a step: some of its requests, what was decided, and whose log-probabilities."""
+"""The records of a step: some of its requests, their decisions and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ EXPECTED = {
 
 
 def make_result(pad: int = 0, **others: Any) -> StepResult:
-    """A result whose step ran beside so many requests of nobody."""
-    computed, nobody = [6, 0, 2, 1, *[0] * pad], [0, 0, 1, 8, -1, -1]
-    rows = [number for row in (*DECIDED, *[nobody] * pad) for number in row]
+    """A result of a step that was padded by so many requests."""
+    computed, padding = [6, 0, 2, 1, *[0] * pad], [0, 0, 1, 8, -1, -1]
+    rows = [number for row in (*DECIDED, *[padding] * pad) for number in row]
     packet = ToHost([torch.tensor(computed + rows)])
     return StepResult(STEP, packet, num_padded=pad, **others)
 
@@ -102,6 +102,6 @@ def test_log_probabilities_are_cut_into_decisions_and_prompts() -> None:
     }  # fmt: skip
 
 
-def test_a_step_whose_requests_had_all_ended_says_nothing() -> None:
+def test_a_step_of_ended_requests_has_no_outcomes() -> None:
     nothing = StepResult()
     assert nothing.read() == nothing.decisions == {}

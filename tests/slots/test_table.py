@@ -74,7 +74,7 @@ class Part(NamedTuple):
     slot: int
     drafts: Sequence[int] = ()
     accepted: int = 0
-    token: int | None = 0  # behind the accepted drafts; None: its row was not finite
+    token: int | None = 0  # after the accepted drafts; None: its row was not finite
     count: int = 1
     decides: bool = True
     prompt_logprobs: int = NONE
@@ -149,7 +149,7 @@ def test_a_request_is_written_into_its_slot() -> None:
     assert not table.token_SL[[0, 2, 3]].any()
 
 
-def test_several_are_written_at_once_behind_what_was_released() -> None:
+def test_several_requests_are_written_at_once_after_releases() -> None:
     table = make_table()
     admit(table, 0, [1, 2, 3], drafter=1, temperature=0)
     one = table.admitted[0]
@@ -214,26 +214,6 @@ def test_a_released_slot_forgets(table: SlotTable) -> None:
     assert (table.length_S[2], table.computed_S[2]) == (1, 0)
 
 
-def test_a_decision_keeps_accepted_drafts_and_takes_the_others_back(table: SlotTable) -> None:
-    for slot in range(3):
-        admit(table, slot, [9, slot], num_computed=1)
-    decided = step(table, Part(2, [5, 6, 7], 1, 4), Part(0, [8], 1, 1))
-    assert decided == {
-        2: Outcome([5, 4], num_drafts=3, num_accepted=1),
-        0: Outcome([8, 1], num_drafts=1, num_accepted=1),
-    }
-    assert texts(table) == [[9, 0, 8, 1], [9, 1], [9, 2, 5, 4]]
-    assert table.computed_S.tolist() == [3, 1, 3, 0], "the last token is not computed yet"
-
-
-def test_a_decision_without_a_token_after_its_drafts_is_a_requests_last(table: SlotTable) -> None:
-    admit(table, 1, [9])
-    assert step(table, Part(1, [5, 6], 1, None))[1] == Outcome([5], 2, 1, is_finite=False)
-    assert table.text(1).tolist() == [9, 5]
-    step(table, Part(1, [7], 1, 3))
-    assert table.text(1).tolist() == [9, 5]
-
-
 def test_drafts_leave_room_for_the_token_after_them_and_none_follow_a_stop(
     table: SlotTable,
 ) -> None:
@@ -286,7 +266,7 @@ def test_a_captured_step_is_padded_with_the_spare_and_promises_its_shape() -> No
 
 
 def test_rows_that_decide_come_first_then_those_of_prompts(table: SlotTable) -> None:
-    """Rows of all tokens would be all in order: then there is one more, which nobody reads."""
+    """As many rows as tokens would mean all tokens in order: then there is one more row, unread."""
     admit(table, 0, range(1, 7))
     admit(table, 1, [5], num_computed=0)
     admit(table, 2, range(20, 24), num_computed=1)
@@ -373,7 +353,7 @@ class Keeper:
         return self.kept
 
 
-def test_whoever_registers_is_released_and_checked() -> None:
+def test_every_registered_owner_is_released_and_checked() -> None:
     table, keeper, other = make_table(), Keeper(), Keeper()
     table.register("probabilities", keeper)
     table.register("drafts", other)
@@ -383,7 +363,7 @@ def test_whoever_registers_is_released_and_checked() -> None:
         table.check_integrity({0})
     release(table, 1)
     table.check_integrity({0})
-    admit(table, 0)  # whoever was there before is forgotten by all
+    admit(table, 0)  # all owners forget the request before
     assert not keeper.kept
     keeper.kept = {2}
     with pytest.raises(IntegrityError, match=r"probabilities of slots that no request has: \[2\]"):
@@ -391,7 +371,7 @@ def test_whoever_registers_is_released_and_checked() -> None:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Requests as lists of tokens beside the table that holds them."""
+    """The table next to requests as lists of tokens."""
 
     @initialize(backend=st.sampled_from(BACKENDS))
     def start(self, backend: str) -> None:

@@ -26,8 +26,9 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         time.sleep(0.001)
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
+def run(coroutine: Coroutine[Any, Any, Any], loop: Any = None) -> Any:
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options: Any) -> Any:

@@ -1,41 +1,27 @@
-"""Steps of an engine: with something that happens in the midst of one, or committed one late."""
+"""Steps of an engine: with something that happens at the end of one, or committed one late."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from foretoken import LLM
 from foretoken.engine.engine import Engine, Launched
 from foretoken.engine.request import RequestGroup
+from foretoken.engine.trace import StepTrace
 
 
-def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
-    """The engine's step, which does something else, too, in its step `number`."""
-    step, calls = llm.engine.step, 0
+def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> None:
+    """Have `act` called at the end of the engine's step `number` from now (from 1)."""
+    steps = count(1)
 
-    def counted() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
+    def told(_: StepTrace) -> None:
+        if next(steps) == number:
+            llm.engine.on_step = None
             act()
-        return step()
 
-    return counted
-
-
-def break_call(number: int, error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real`, whose call `number` (from 1) raises `error`; whoever goes on would not notice."""
-    calls = 0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise error
-        return real(*args, **kwargs)
-
-    return call
+    llm.engine.on_step = told
 
 
 class OneLate:

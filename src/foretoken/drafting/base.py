@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
-from foretoken.models import TargetView
+from foretoken.models import CausalLM, TargetView, load_model
 from foretoken.ops import Backend, DraftBlock
 from foretoken.ops.stack import Weight
 from foretoken.ops.steps import DraftRequests, ForwardBatch
@@ -40,6 +40,7 @@ class DrafterSetup:
         tokenizer: the target's `PreTrainedTokenizerBase`; None if the target has no tokenizer.
         embedding, head: weights of the target, [V, H]; `head` only if `target_view` asks for it.
         on_host: whether the tensors of a step may be read without waiting, see `SlotTable`.
+        load_model: loads a draft model, as `models.load_model` does.
     """
 
     config: EngineConfig
@@ -52,6 +53,7 @@ class DrafterSetup:
     embedding: Weight | None = None
     head: Weight | None = None
     on_host: bool = True
+    load_model: Callable[..., CausalLM] = load_model
 
     @property
     def block_size(self) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import DrafterSetup
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
+from foretoken.models import CausalLM, folder_of, load_tokenizer
 from foretoken.ops import ForwardOutput
 from foretoken.ops.steps import ForwardBatch
 
@@ -115,7 +115,7 @@ def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
 def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
     """Load the draft model, with a context no longer than the target's."""
     config = setup.config
-    return load_model(
+    return setup.load_model(
         folder, device=setup.device, dtype=config.dtype, backend=setup.backend,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=setup.max_model_len, shorten=True,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,34 @@ _SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `sp
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def is_on_host(device: torch.device) -> bool:
+    """Whether the slots of this device are in the host's memory and can be read without waiting."""
+    return device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Replaceable parts of an engine.
+
+    Attributes:
+        on_host: whether the slots of a device can be read without waiting. If it returns False for
+            a CPU, the engine works as on an asynchronous device.
+        load_model: loads the target and the draft model, as `models.load_model` does.
+        gauge_of: returns the gauge of a device's memory, or None to measure nothing.
+        slot_table: the class of the slot table.
+        graphs: the class that captures steps. None: `Graphs`, if device and backend can capture.
+        step_threads: makes the engine's `StepThreads`.
+    """
+
+    on_host: Callable[[torch.device], bool] = is_on_host
+    load_model: Callable[..., CausalLM] = load_model
+    gauge_of: Callable[[torch.device], Gauge | None] = gauge_of
+    slot_table: type[SlotTable] = SlotTable
+    graphs: type[Graphs] | None = None
+    step_threads: Callable[..., StepThreads] = StepThreads
+
+
+def build_engine(config: EngineConfig, parts: EngineParts = EngineParts()) -> Engine:
     """Load models and allocate everything the engine will ever hold.
 
     Raises:
@@ -72,7 +100,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     try:
         with reserving("the engine was built"):
-            engine = _build(config)
+            engine = _build(config, parts)
     except RuntimeError as error:
         if is_device_failure(error) and not isinstance(error, ForetokenError):
             raise broken_engine(error) from error
@@ -87,23 +115,23 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def _build(config: EngineConfig) -> Engine:
+def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     """Build an engine: device and backend, target, drafter, memory plan, then all parts."""
     _check_token_budget(config)
     device = choose_device(config.device)
-    config, on_host = _completed(config, device), is_on_host(device)
+    config, on_host = _completed(config, device), parts.on_host(device)
     speculation, view, drafter = config.speculative_config, TargetView(), None
     drafter_class = find_drafter(speculation, on_host=on_host) if speculation else None
     if drafter_class is not None:  # raises errors of its options before anything is loaded
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
-    gauge = gauge_of(device)
+    gauge = parts.gauge_of(device)
     folder = folder_of(config, config.model, config.revision)
     free = gauge.budget(1).free if gauge else None
     if device.type == "cpu":  # loading rearranges weights in these threads
         backend.set_num_threads(config.threads or usable_cores())
     with reserving("the weights were loaded", partial(_weights_remedy, folder, free)):
-        model = load_model(
+        model = parts.load_model(
             folder, device=device, dtype=config.dtype, backend=backend,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
             max_model_len=config.max_model_len, view=view,
@@ -111,7 +139,7 @@ def _build(config: EngineConfig) -> Engine:
     weights = gauge.taken() if gauge else 0
     native_target = isinstance(model.network, RoundStack)
     thread_count = config.threads if device.type == "cpu" else 1
-    threads = StepThreads(thread_count, backend, native_target=native_target)
+    threads = parts.step_threads(thread_count, backend, native_target=native_target)
     num_threads = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.", num_threads, torch.get_num_threads()
@@ -122,11 +150,11 @@ def _build(config: EngineConfig) -> Engine:
             config=config, speculation=speculation, backend=backend, device=device,
             vocab_size=model.vocab_size, max_model_len=model.max_model_len,
             tokenizer=tokenizer, embedding=model.embedding, head=model.head if view.head else None,
-            on_host=on_host,
+            on_host=on_host, load_model=parts.load_model,
         )  # fmt: skip
         with reserving("the drafter was loaded", _SMALLER_DRAFT):
             drafter = drafter_class(setup)
-    assembly = Assembly(config, model, drafter, on_host=on_host)
+    assembly = Assembly(config, model, drafter, parts, on_host=on_host)
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
@@ -178,11 +206,6 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
         bound = "a folder or hub id with tokenizer files"
         raise ConfigError("tokenizer", config.tokenizer, bound, "It has none.")
     return tokenizer
-
-
-def is_on_host(device: torch.device) -> bool:
-    """Whether the slots of this device are in the host's memory and can be read without waiting."""
-    return device.type == "cpu"
 
 
 def _check_token_budget(config: EngineConfig) -> None:
@@ -239,11 +262,18 @@ class Assembly:
     """
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        drafter: Drafter | None,
+        parts: EngineParts,
+        *,
+        on_host: bool,
     ) -> None:
         self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
+        self.parts = parts
         self.block_size = config.block_size or BLOCK_SIZES[model.device.type]
-        self.captures = (
+        self.captures = parts.graphs is not None or (
             model.device.type == "cuda"
             and model.backend.name == "triton"
             and not config.enforce_eager
@@ -304,7 +334,7 @@ class Assembly:
         count, columns = config.max_num_seqs, -(-max_tokens // block_size)
         pool_blocks = num_blocks + 1  # the last block is the spare slot's
         sizes = SlotSizes(count, max_tokens, config.num_drafts, columns, spare_block=num_blocks)
-        slots = SlotTable(sizes, device, model.backend.steps, on_host=self.on_host)
+        slots = self.parts.slot_table(sizes, device, model.backend.steps, on_host=self.on_host)
         if drafter is not None:
             drafter.allocate(slots, pool_blocks)
             slots.register("drafts", drafter)
@@ -313,7 +343,8 @@ class Assembly:
         sampler = Sampler(model.backend, slots, synthetic_rates=self._rates, fp64_noise=fp64)
         graphs = None
         if self.captures and not measuring:
-            graphs = Graphs(graph_sizes(count), draft_widths(config.num_drafts, adapts=self.adapts))
+            widths = draft_widths(config.num_drafts, adapts=self.adapts)
+            graphs = (self.parts.graphs or Graphs)(graph_sizes(count), widths)
         return Runner(model, kv, sampler, drafter, graphs)
 
     def serving_parts(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:

@@ -7,6 +7,7 @@ The error gives the reason and says what to choose.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -87,8 +88,17 @@ def _check_kernels(name: str, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> Backend:
+def choose_backend(
+    name: str,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    why_not: Callable[[str], str | None] = unavailable,
+) -> Backend:
     """The backend of this name; `auto` is the fastest that this machine can run.
+
+    Args:
+        why_not: returns why a backend cannot run here, or None; as `ops.unavailable` does.
 
     Raises:
         ConfigError: the backend is unknown, or cannot run here.
@@ -100,7 +110,7 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
             raise ConfigError("backend", name, bound, remedy)
         return get_backend(name, deterministic=deterministic)
     name = "native" if device.type == "cpu" else "triton"
-    reason = f"this is {described_gpu(device)}" if _is_old(device) else unavailable(name)
+    reason = f"this is {described_gpu(device)}" if _is_old(device) else why_not(name)
     if reason is not None:
         _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
         name = "torch"

@@ -69,6 +69,9 @@ class Launched:
 class Engine:
     """Continuous batching of plain and speculative requests over one target.
 
+    Between steps `runner`, `scheduler`, `tokenizer` and `grammars` may be replaced by objects with
+    the same methods.
+
     Attributes:
         on_step: called with the trace of each committed step; None: no step is timed.
         runs_ahead: whether a step is launched before the last one is committed.

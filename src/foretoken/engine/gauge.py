@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -32,13 +33,18 @@ _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprob
 
 
 class Gauge:
-    """The memory of one GPU that was taken since this gauge was made, before anything is loaded."""
+    """The memory of one GPU that was taken since this gauge was made, before anything is loaded.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.empty_cache()
-        self._free, self._total = torch.cuda.mem_get_info(device)
-        self._reserved = torch.cuda.memory_reserved(device)
+    Args:
+        cuda: an object with the functions of `torch.cuda` that report or free memory.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        cuda.empty_cache()
+        free_and_total: tuple[int, int] = cuda.mem_get_info(device)
+        self._free, self._total = free_and_total
+        self._reserved: int = cuda.memory_reserved(device)
 
     def budget(self, fraction: float) -> Budget:
         """The memory that the engine may plan with: at most `fraction` of the GPU's."""
@@ -46,29 +52,30 @@ class Gauge:
 
     def taken(self) -> int:
         """Bytes that PyTorch has taken since the start, without its cache of free memory."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self._device) - self._reserved
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        reserved: int = self._cuda.memory_reserved(self._device)
+        return reserved - self._reserved
 
     def libraries(self) -> int:
         """Bytes taken since the start outside PyTorch's allocator; other processes count, too."""
         taken = self.taken()
-        free, _ = torch.cuda.mem_get_info(self._device)
+        free: int = self._cuda.mem_get_info(self._device)[0]
         return max(self._free - free - taken, 0)
 
     def peak(self, run: Callable[[], object], base: int) -> int | None:
         """The most bytes taken during `run()`, less `base`; None if memory ran out."""
         try:
             self.taken()
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self._cuda.reset_peak_memory_stats(self._device)
             run()
-            torch.cuda.synchronize(self._device)
+            self._cuda.synchronize(self._device)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # frees the tensors in them
             return None
-        most = torch.cuda.max_memory_reserved(self._device)
+        most: int = self._cuda.max_memory_reserved(self._device)
         return max(most - self._reserved - base, 0)
 
 

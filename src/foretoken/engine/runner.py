@@ -50,6 +50,9 @@ from foretoken.slots.table import SlotTable
 class Runner:
     """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots.
 
+    Between steps `model`, `drafter` and `sampler` may be replaced by objects with the same methods,
+    for example to watch calls. Captured steps keep the old objects.
+
     Attributes:
         device: the device of the slots, which computes the steps.
         on_host: whether results are known as soon as a step was launched: then reading them never

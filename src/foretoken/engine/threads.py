@@ -14,10 +14,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -33,12 +34,19 @@ _PER_TRIAL = 20  # least steps between trials, times the ratio of the slower to 
 
 
 def usable_cores(
-    cpus: Path = Path("/sys/devices/system/cpu"), quota: Path = Path("/sys/fs/cgroup/cpu.max")
+    cpus: Path = Path("/sys/devices/system/cpu"),
+    quota: Path = Path("/sys/fs/cgroup/cpu.max"),
+    system: Any = os,
 ) -> int:
-    """Physical cores that this process may use, within a container's quota."""
-    usable = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    """Physical cores that this process may use, within a container's quota.
+
+    Args:
+        system: an object with `sched_getaffinity` or `cpu_count`, such as the module `os`.
+    """
+    if hasattr(system, "sched_getaffinity"):
+        usable: Iterable[int] = system.sched_getaffinity(0)
+    else:
+        usable = range(system.cpu_count() or 1)
     count = len({_siblings(cpus / f"cpu{cpu}") or str(cpu) for cpu in usable})
     with suppress(OSError, ValueError):
         time_used, period = quota.read_text(encoding="ascii").split()
@@ -59,6 +67,7 @@ class StepThreads:
             model runs in PyTorch's operators, it is small, and one thread is as fast.
         clock: returns seconds.
         openmp_threads: OpenMP's threads when this module was imported: `OMP_NUM_THREADS`, if set.
+        cores: the number of usable cores; None: `usable_cores()`.
     """
 
     def __init__(
@@ -68,8 +77,9 @@ class StepThreads:
         native_target: bool,
         clock: Callable[[], float] = time.perf_counter,
         openmp_threads: int = _OPENMP_THREADS,
+        cores: int | None = None,
     ) -> None:
-        self.most = min(usable_cores(), openmp_threads) if count is None else count
+        self.most = min(cores or usable_cores(), openmp_threads) if count is None else count
         self.chooses = count is None and self.most > 1
         self._backend = backend
         self._native_target = native_target

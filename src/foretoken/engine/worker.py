@@ -32,7 +32,7 @@ from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import ChatPrompt
 from foretoken.ops.passes import before_passes
-from foretoken.outputs import RequestDelta, SpeculationMetrics
+from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 _Answer = TypeVar("_Answer")
@@ -181,21 +181,18 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
         self.loop = loop
-        self._deltas = deltas
+        self.deltas = deltas
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
         self._reader: asyncio.Future[None] | None = None  # used only on the loop
 
-    def put(self, engine: Engine, group: RequestGroup) -> bool:
-        """From the engine's thread: add what is new in a request; returns whether the reader must
-        be woken."""
-        news = take_delta(engine, group) if self._deltas else build_output(engine, group)
-        if news is None:
-            return False
+    def put(self, news: RequestOutput | RequestDelta) -> bool:
+        """From the engine's thread: add news of a request; returns whether the reader must be
+        woken."""
         with self._lock:
             was_empty = not self._unread
-            if self._deltas:
+            if self.deltas:
                 self._unread.append(news)
             else:  # never empty in between: the reader looks without the lock
                 self._unread = [news]
@@ -518,7 +515,10 @@ class Worker:
 
     def _deliver(self, mailbox: Mailbox, group: RequestGroup) -> None:
         """Put what is new in a request into its mailbox; forget the request if it has ended."""
-        if mailbox.put(self._engine, group):
+        news: RequestDelta | RequestOutput | None = (
+            take_delta(self._engine, group) if mailbox.deltas else build_output(self._engine, group)
+        )
+        if news is not None and mailbox.put(news):
             self._with_news.append(mailbox)
         if group.finished:
             del self._groups[mailbox]

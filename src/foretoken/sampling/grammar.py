@@ -244,9 +244,20 @@ class Grammars:
     Args:
         vocab_size: number of the model's token ids; the tokenizer may have fewer.
         eos_ids: tokens that end a text, allowed where the grammar may end.
+        seconds: limit for compiling one grammar; None: `COMPILE_SECONDS`.
+        most_kept: number of compiled grammars that are kept without a request that holds them.
     """
 
-    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        *,
+        seconds: float | None = None,
+        most_kept: int = _CACHED,
+    ) -> None:
+        self._given_seconds, self._most_kept = seconds, most_kept
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._pool = Compilers()
         self._known = WeakValueDictionary[str, Compiling]()  # by the JSON of the outputs
@@ -254,6 +265,15 @@ class Grammars:
         self._last_began = 0.0  # when any compilation last began
         self._entries_lock, self._native_lock = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Limit for compiling one grammar."""
+        return COMPILE_SECONDS if self._given_seconds is None else self._given_seconds
+
+    def build(self, outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
+        """Compile a grammar in a thread of the pool; an exception refuses the grammar."""
+        return _compile(outputs, tokens, executor)
 
     def begin(self, outputs: Any) -> Compiling | None:
         """Begin to compile `structured_outputs` in the background, unless that was done before.
@@ -277,10 +297,10 @@ class Grammars:
         return entry
 
     def _keep(self, key: str, entry: Compiling) -> None:
-        """Keep the `_CACHED` latest entries. Older entries live as long as requests hold them."""
+        """Keep the `most_kept` latest entries. Older entries live as long as requests hold them."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
-        while len(self._recent) > _CACHED:
+        while len(self._recent) > self._most_kept:
             self._recent.popitem(last=False)
 
     def wait(self, outputs: Iterable[Any]) -> list[Compiling]:
@@ -301,7 +321,7 @@ class Grammars:
         A queued compilation gets its full time again whenever another compilation begins.
         """
         since = entry.since if entry.has_begun else max(entry.since, self._last_began)
-        left = since + COMPILE_SECONDS - time.monotonic()
+        left = since + self.seconds - time.monotonic()
         return 0.0 if entry.future.done() else left
 
     def compiled(self, outputs: Any) -> Grammar | None:
@@ -314,7 +334,7 @@ class Grammars:
             return outputs
         entry = self._entry(outputs)
         if not entry.future.done():
-            raise _refused(outputs, f"compiled within {COMPILE_SECONDS:g} s")
+            raise _refused(outputs, f"compiled within {self.seconds:g} s")
         result = entry.future.result()
         if isinstance(result, RequestError):  # a new object for each request
             raise RequestError(result.field, result.value, result.bound, result.remedy)
@@ -332,7 +352,7 @@ class Grammars:
                 if self._native is None:
                     self._native = self._load(outputs)
             tokens, executor = self._native
-            result: Grammar | RequestError = _compile(outputs, tokens, executor)
+            result: Grammar | RequestError = self.build(outputs, tokens, executor)
         except RequestError as error:
             result = error
         except Exception as error:

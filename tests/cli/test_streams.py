@@ -16,22 +16,21 @@ from tests.support.asynchronous import PATIENCE
 # A model that takes no time: what is tested is around it.
 SCRIPT = """
 import sys
-from foretoken.cli import app, main
-from tests.support.fake_llm import FakeLLM
+from foretoken.cli import main
+from foretoken.cli.terminal import console
+from tests.support.fake_llm import FakeLLM, WithLLM
 
 class Demo:
-    def __init__(self, llm, console, note):
-        self.console = console
     def run(self, *args):
         for _ in range(20000):
-            self.console.print("a line of the demo")
+            console().print("a line of the demo")
 
-app._load = lambda *args, **options: FakeLLM(pieces=["\\xe9", "\\u20ac"] * 3)
-if "demo" in sys.argv:
-    from foretoken.lab import demo
-    demo.Demo = Demo
+class Quick(WithLLM):
+    def demo(self, llm, note):
+        return Demo()
+
 sys.argv[0] = "foretoken"
-main()
+main(Quick(FakeLLM(pieces=["\\xe9", "\\u20ac"] * 3)))
 """
 COMMAND = [sys.executable, "-c", SCRIPT]
 

@@ -19,7 +19,7 @@ from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
 from foretoken.lab.audit.evidence import Evidence, Model, Source
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.subjects import TOYS, Subject, bind, models, of_backend, of_callable
-from foretoken.lab.audit.verdict import EXACT, audit, enumerated
+from foretoken.lab.audit.verdict import EXACT, Finding, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
 from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream
 from foretoken.ops import Rule, get_backend
@@ -201,15 +201,18 @@ def test_what_is_right_passes(rule: str) -> None:
     assert ("lossless, accepts less than it could" in found.verdict) == slow
 
 
-def test_a_blind_audit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blind_audit_is_noticed() -> None:
     """Without its likelihoods, without its bets, without its counts: none of these refutes."""
     subject = of_callable("x", bind(member("residual_is_p")))._replace(exact=None)
     assert audit(subject, 900).refuted
-    monkeypatch.setattr(
-        Evidence, "_mixtures", lambda self, source, cells: np.zeros((3, len(cells)))
-    )
-    blind = subject._replace(models=[m._replace(bugs={}, rounds=0) for m in subject.models])
-    assert not audit(blind, 900).refuted
+
+    class Blind(Evidence):
+        def _mixtures(self, source: Source, cells: Any) -> Any:
+            return np.zeros((3, len(cells)))
+
+    unnamed = subject._replace(models=[m._replace(bugs={}, rounds=0) for m in subject.models])
+    found = Finding(unnamed, Blind(unnamed.models))
+    assert not audit(unnamed, 900, finding=found).refuted
 
 
 def test_an_unknown_bug_is_refuted_without_a_name() -> None:

@@ -8,16 +8,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
-import pytest
 
 from foretoken import AsyncEngine
-from foretoken.serve import running as engine_runs
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.running import Lifetime
 from foretoken.serve.server import bind, make_server
 from tests.support.asynchronous import PATIENCE, until
 
@@ -31,9 +29,11 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
+def running(
+    engine: AsyncEngine, options: ServeOptions, life: Lifetime | None = None
+) -> Iterator[Running]:
     """A real server on a free port of the loopback; it and its engine have ended afterwards."""
-    server = make_server(build_app(engine, options))
+    server = make_server(build_app(engine, options, life=life))
     with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
@@ -46,18 +46,17 @@ def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
             thread.join()
 
 
-class Deadlines:
-    """Those of requests: each comes when a test says so, however fast the machine is."""
+class Deadlines(Lifetime):
+    """Deadlines of requests come when a test says so, however fast the machine is."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, options: ServeOptions) -> None:
+        super().__init__(options, lambda: None)
         self.timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
-        names = {**vars(asyncio), "get_running_loop": lambda: self}
-        monkeypatch.setattr(engine_runs, "asyncio", SimpleNamespace(**names))
 
-    def call_later(self, seconds: float, *what: Any) -> asyncio.TimerHandle:
+    def call_later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
-        handle = loop.call_later(10**6, *what)
-        self.timers.append((seconds, handle, lambda: loop.call_soon_threadsafe(*what)))
+        handle = loop.call_later(10**6, call, *args)
+        self.timers.append((seconds, handle, lambda: loop.call_soon_threadsafe(call, *args)))
         return handle
 
     def come(self, seconds: float) -> None:

@@ -586,8 +586,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("deployment", "fleet.command", "fleet.handles", "fleet.router"):
         monkeypatch.delitem(sys.modules, f"foretoken.serve.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr("foretoken.serve.command.set_in_environment", lambda **values: None)
-    ended = CliRunner().invoke(app, ["serve", "tiny-python", "--replicas", "2"])
+    words = ["serve", "tiny-python", "--replicas", "2", "--ray-address", "auto"]
+    ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 2
     assert "`foretoken[ray]: ray` is None: must be installed for replicas" in ended.stderr
     assert "pip install 'foretoken[ray]'" in ended.stderr

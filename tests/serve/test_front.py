@@ -28,12 +28,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from foretoken import __version__
 from foretoken.config import EngineConfig
 from foretoken.errors import StepError
-from foretoken.serve import running as engine_runs
 from foretoken.serve.errors import UnavailableError
-from foretoken.serve.fleet import front as fronts
 from foretoken.serve.fleet.call import Call, Done, Head, Taken
 from foretoken.serve.fleet.config import Fleet, ReplicaOptions, fleet_model
-from foretoken.serve.fleet.front import Front, ReplicaDiedError
+from foretoken.serve.fleet.front import TAKEN_SECONDS, Front, ReplicaDiedError
 from foretoken.serve.fleet.replica import Replica, State
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
@@ -122,12 +120,17 @@ class Fronted(NamedTuple):
 
 
 @contextmanager
-def fronted(*models: Any, options: ServeOptions = SMALL) -> Iterator[Fronted]:
+def fronted(
+    *models: Any,
+    options: ServeOptions = SMALL,
+    taken_seconds: float = TAKEN_SECONDS,
+    grace: float = 5.0,
+) -> Iterator[Fronted]:
     """A front on a real socket; it has ended afterwards, and its replicas have not."""
     one = {"model": "tiny-python"}
     each = tuple(fleet_model(one, model.names, ReplicaOptions(replicas=1)) for model in models)
-    life = Lifetime(options, lambda: None)
-    front = Front(Fleet(each, options), models, life)
+    life = Lifetime(options, lambda: None, grace)
+    front = Front(Fleet(each, options), models, life, taken_seconds)
     process = Process(front.app, life, lambda line: None, is_front=True)
     with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=process.run, kwargs={"sockets": [bound]})
@@ -416,12 +419,9 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, when: str) -> None:
 
 
 @pytest.mark.parametrize("script", [[HANG], [TAKEN, HANG], [TAKEN, STREAM, b"data: 1\n\n", HANG]])
-def test_a_client_that_leaves_closes_the_answer(
-    monkeypatch: pytest.MonkeyPatch, script: list[Any]
-) -> None:
-    monkeypatch.setattr(fronts, "TAKEN_SECONDS", PATIENCE)
+def test_a_client_that_leaves_closes_the_answer(script: list[Any]) -> None:
     fake = Scripted(*script)
-    with fronted(fake) as found:
+    with fronted(fake, taken_seconds=PATIENCE) as found:
         with closing(connect(Running(found.url, Any))) as leaving:
             leaving.sendall(request(LONG))
             until(lambda: fake.calls)
@@ -515,10 +515,9 @@ def test_clients_raise_what_a_stream_ends_by(pair: Pair) -> None:
             list(claude.messages.create(**given))
 
 
-def test_what_nobody_takes_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fronts, "TAKEN_SECONDS", 0.05)
+def test_what_no_replica_takes_is_refused_in_time() -> None:
     fake = Scripted(HANG)
-    with fronted(fake) as found:
+    with fronted(fake, taken_seconds=0.05) as found:
         answer = found.http.post(CHAT, json={**BODIES[CHAT], "stream": True})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "No replica took the request within 0.05 s" in answer.json()["error"]["message"]
@@ -579,13 +578,10 @@ def test_what_takes_too_long_then_ends_with_what_there_is(target: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [[], [STREAM, b'data: {"n":1}\n\ndata: {"n']])
-def test_what_a_replica_does_not_let_go_of_is_ended(
-    monkeypatch: pytest.MonkeyPatch, begun: list[Any]
-) -> None:
-    monkeypatch.setattr(engine_runs, "_GRACE", 0.05)
+def test_what_a_replica_does_not_let_go_of_is_ended(begun: list[Any]) -> None:
     fake = Scripted(TAKEN, *begun, HANG)
     with (
-        fronted(fake, options=ServeOptions(drain_timeout=0)) as found,
+        fronted(fake, options=ServeOptions(drain_timeout=0), grace=0.05) as found,
         ThreadPoolExecutor(1) as pool,
     ):
         asked = pool.submit(httpx.post, found.url + CHAT, json=BODIES[CHAT], timeout=PATIENCE)

@@ -72,14 +72,12 @@ def test_a_queue_that_is_full_says_when_to_come_again(target: Path) -> None:
         assert [f.result().status_code for f in taken] == [200] * 3
 
 
-def test_what_takes_too_long_ends_with_what_there_is(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_too_long_ends_with_what_there_is(target: Path) -> None:
     """The tenth step takes until both requests, a stream and a whole answer, have been aborted."""
-    engine, deadlines = AsyncEngine(str(target)), Deadlines(monkeypatch)
-    gate = Gate(engine)
+    engine, options = AsyncEngine(str(target)), ServeOptions(queue_timeout=1, request_timeout=2)
+    gate, deadlines = Gate(engine), Deadlines(options)
     with (
-        running(engine, ServeOptions(queue_timeout=1, request_timeout=2)) as server,
+        running(engine, options, deadlines) as server,
         ThreadPoolExecutor(2) as pool,
     ):
         both = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
@@ -102,10 +100,10 @@ def test_what_takes_too_long_ends_with_what_there_is(
         until(lambda: nothing_is_held(server))
 
 
-def test_what_waits_too_long_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, deadlines = AsyncEngine(str(target), max_num_seqs=1), Deadlines(monkeypatch)
-    gate = Gate(engine)
-    with running(engine, ServeOptions(queue_timeout=1)) as server, ThreadPoolExecutor(2) as pool:
+def test_what_waits_too_long_is_refused(target: Path) -> None:
+    engine, options = AsyncEngine(str(target), max_num_seqs=1), ServeOptions(queue_timeout=1)
+    gate, deadlines = Gate(engine), Deadlines(options)
+    with running(engine, options, deadlines) as server, ThreadPoolExecutor(2) as pool:
         waiting = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
         until(lambda: engine.status.num_open == 2)
         deadlines.come(1)

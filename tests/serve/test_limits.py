@@ -12,11 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from foretoken import AsyncEngine
 from foretoken.errors import ConfigError, ProcessingError, StepError
-from foretoken.serve.command import start
+from foretoken.serve.command import start, with_defaults
 from foretoken.serve.errors import refusal
 from foretoken.serve.limits import json_depth
 from foretoken.serve.options import ServeOptions
@@ -288,38 +287,25 @@ def test_limits_have_bounds(name: str) -> None:
         ServeOptions(**{name: 0})
 
 
-def test_the_queue_of_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    def engine(**options: Any) -> Any:
-        given.update(options)
-        raise ConfigError("model", "x", "no more than looked at")
-
-    monkeypatch.setattr("foretoken.async_engine.AsyncEngine", engine)
-    for asked, bound in (({}, 1024), ({"max_num_waiting": 5}, 5)):
-        with pytest.raises(ConfigError):
-            start({"model": "tiny-python", **asked}, ServeOptions(port=0), lambda line: None)
-        assert given["max_num_waiting"] == bound
-
-
 @pytest.mark.parametrize(
-    ("asked", "bound"),
-    [({}, 0.15), ({"max_step_seconds": 2.0}, 2.0), ({"device": "cuda"}, None)],
+    ("given", "waiting", "seconds"),
+    [({}, 1024, 0.15), ({"max_num_waiting": 5}, 5, 0.15), ({"max_step_seconds": 2.0}, 1024, 2.0)],
 )
-def test_steps_of_a_server_on_a_cpu_have_a_longest_time(
-    asked: dict[str, Any], bound: float | None, monkeypatch: pytest.MonkeyPatch
+def test_the_queue_and_the_steps_of_a_server_are_bounded(
+    given: dict[str, Any], waiting: int, seconds: float
 ) -> None:
-    given: dict[str, Any] = {}
+    """On a GPU no step has a longest time."""
+    loaded: dict[str, Any] = {}
 
-    def engine(**options: Any) -> Any:
-        given.update(options)
-        raise ConfigError("model", "x", "no more than looked at")
+    def load(**options: Any) -> Any:
+        loaded.update(options)
+        raise ConfigError("model", "x", "not loaded")
 
-    monkeypatch.setattr("foretoken.async_engine.AsyncEngine", engine)
-    monkeypatch.setattr("foretoken.engine.devices.choose_device", torch.device)
-    with pytest.raises(ConfigError):
-        start({"model": "tiny-python", "device": "cpu", **asked}, ServeOptions(), lambda line: None)
-    assert given.get("max_step_seconds") == bound
+    engine = {"model": "tiny-python", "device": "cpu", **given}
+    with pytest.raises(ConfigError, match="not loaded"):
+        start(engine, ServeOptions(port=0), lambda line: None, load)
+    assert (loaded["max_num_waiting"], loaded["max_step_seconds"]) == (waiting, seconds)
+    assert with_defaults(given, "cuda") == {"max_num_waiting": waiting, **given}
 
 
 def test_the_limits_documented_are_the_options() -> None:

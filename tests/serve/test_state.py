@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretoken import AsyncEngine, __version__
+from foretoken.cli.actions import Actions
 from foretoken.cli.app import app
 from foretoken.engine.worker import EngineStatus
 from foretoken.errors import (
@@ -395,11 +396,13 @@ def test_an_address_is_tried_before_a_model_is_loaded(server: Running) -> None:
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, ...]] = []
-    monkeypatch.setattr(
-        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.keys)
-    )
+
+    class Keys(Actions):
+        def serve(self, engine: Any, options: ServeOptions, say: Any) -> None:
+            found.append(options.keys)
+
     for name, words in (("key", []), ("key", ["--api-key", "other"]), ("", [])):
         monkeypatch.setenv("FORETOKEN_API_KEY", name)
-        done = CliRunner().invoke(app, ["serve", *words])
+        done = CliRunner().invoke(app, ["serve", *words], obj=Keys())
         assert done.exit_code == (0 if name else 2)
     assert found == [("key",), ("other",)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken import __version__
+from foretoken.cli.actions import Actions
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
 from foretoken.cli.foreign import ServeCommand, foreign_options
 from foretoken.cli.options import SPECULATION, fields_given, with_fields
@@ -40,7 +41,6 @@ from foretoken.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from foretoken.lab.desk import Desk
-    from foretoken.llm import LLM
 
 _EMBEDDED = "tiny-python"
 _OWN_DRAFTS: dict[str, dict[str, Any]] = {
@@ -102,6 +102,7 @@ def root(
 @app.command()
 @with_fields(model=_EMBEDDED, max_tokens=128, temperature=0.8)
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The text to complete; - reads standard input.")],
     as_json: AsJson = False,
     debug: Debug = False,
@@ -112,13 +113,14 @@ def generate(
         params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
-        llm = _load(**_engine_options(options))
+        llm = ctx.ensure_object(Actions).load(**_engine_options(options))
         raise SystemExit(exit_code(complete(llm, text, params, as_json, note)))
 
 
 @app.command()
 @with_fields(model=_EMBEDDED, max_tokens=512, temperature=0.8)
 def chat(
+    ctx: typer.Context,
     message: Annotated[
         str | None,
         typer.Argument(
@@ -150,7 +152,7 @@ def chat(
         check_shown(params, as_json)
         messages, given = read_messages(message, system), read_template(chat_template)
         typed = Conversation(messages, params, as_json) if message is None else None
-        llm = _load(**_engine_options(options))
+        llm = ctx.ensure_object(Actions).load(**_engine_options(options))
         template = find_template(llm, given)
         if typed:
             typed.run(llm, template, note)
@@ -163,6 +165,7 @@ def chat(
 
 @app.command()
 def demo(
+    ctx: typer.Context,
     prompts: Annotated[int, typer.Option(help="Held-out prompts to complete.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 80,
     samples: Annotated[int, typer.Option(help="Tokens that the sampled check examines.")] = 4096,
@@ -182,18 +185,18 @@ def demo(
     with reporting(debug) as note:
         for name, value in (("prompts", prompts), ("max-tokens", max_tokens), ("samples", samples)):
             check_int(name, value, 1)
-        from foretoken.lab.demo import Demo
-
         # Timed prompts are repeated: each time must pay for its own prompt.
         drafter = speculative_config or _OWN_DRAFTS.get(model, _ANY_DRAFT)
-        llm = _load(model, drafter, enable_prefix_caching=False)
+        actions = ctx.ensure_object(Actions)
+        llm = actions.load(model, drafter, enable_prefix_caching=False)
         with exit_on_sigterm():
-            Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
+            actions.demo(llm, note).run(prompts, max_tokens, samples)
 
 
 @app.command()
 @with_fields(BenchOptions, without=SET_BY_BENCH, model=_EMBEDDED, temperature=0.0, **BENCH_DEFAULTS)
 def bench(
+    ctx: typer.Context,
     debug: Debug = False,
     **options: Any,
 ) -> None:
@@ -215,15 +218,13 @@ def bench(
                     raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
         with _desk(note, secret=asked.api_key) as desk:
-            with desk.status("Starting"):
-                from foretoken.lab.bench.command import run
-
-            run(desk, asked, params, engine)
+            ctx.ensure_object(Actions).bench(desk, asked, params, engine)
 
 
 @app.command()
 @with_fields(AuditOptions, without={*SET_BY_AUDIT, "no_speculation"}, model=None, backend=None)
 def audit(
+    ctx: typer.Context,
     as_json: AsJson = False,
     debug: Debug = False,
     **options: Any,
@@ -244,10 +245,8 @@ def audit(
         engine = _engine_options(given)
         note("nothing was audited.")
         with _desk(note, as_json, asked.api_key) as desk:
-            with desk.status("Starting"):
-                from foretoken.lab.audit.command import Command, Plan
-
-            raise SystemExit(Command(desk).run(Plan(parts, asked, engine, params)))
+            audit_parts = ctx.ensure_object(Actions).audit
+            raise SystemExit(audit_parts(desk, parts, asked, engine, params))
 
 
 @app.command()
@@ -259,6 +258,7 @@ def audit(
     max_num_seqs=None,
 )
 def plan(
+    ctx: typer.Context,
     model_name: Model = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -284,10 +284,7 @@ def plan(
             engine["speculative_config"] = next(drafting, None)
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
-            with desk.status("Starting"):
-                from foretoken.lab.plan.command import Command
-
-            Command(desk).run(engine, asked, params)
+            ctx.ensure_object(Actions).plan(desk, engine, asked, params)
 
 
 @app.command(cls=ServeCommand)
@@ -322,17 +319,16 @@ def serve(
         note("nothing was served.")
         if inert:
             say(f"Without effect here: {', '.join(inert)}.")
-        from foretoken.serve.command import start, start_replicas
-
+        actions = ctx.ensure_object(Actions)
         if scale.replicas is None:
-            start(engine, asked, say)
+            actions.serve(engine, asked, say)
         else:
-            start_replicas(engine, scale, asked, ray_address, say)
+            actions.serve_replicas(engine, scale, asked, ray_address, say)
 
 
 @app.command("train-eagle3")
 @with_fields(TrainOptions, engine=False)
-def train_eagle3(debug: Debug = False, **options: Any) -> None:
+def train_eagle3(ctx: typer.Context, debug: Debug = False, **options: Any) -> None:
     """Train an EAGLE-3 head for a model, on texts that the model writes itself.
 
     Ctrl-C keeps the head as it is by then, and a checkpoint from which --resume goes on.
@@ -340,10 +336,9 @@ def train_eagle3(debug: Debug = False, **options: Any) -> None:
     with reporting(debug) as note:
         asked = TrainOptions(**fields_given(TrainOptions, options))
         note("nothing was trained.")
-        from foretoken.lab.train_eagle3.command import Training
-
         shown = console(stderr=True, highlight=False, soft_wrap=True)
-        Training(asked, lambda line: shown.print(line, markup=False), note).run()
+        actions = ctx.ensure_object(Actions)
+        actions.train(asked, lambda line: shown.print(line, markup=False), note)
 
 
 @contextmanager
@@ -386,11 +381,3 @@ def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> di
         return {**engine, "speculative_config": {"method": "suffix", "suffix_corpus": corpus}}
     own_draft = None if off else _OWN_DRAFTS.get(engine["model"])
     return {**engine, "speculative_config": own_draft if given is None else given}
-
-
-def _load(model: str, speculative_config: Any, **options: Any) -> LLM:
-    """Import the engine and load the models, with a sign of life on a terminal."""
-    with console(stderr=True).status(f"Loading {model}"):
-        from foretoken.llm import LLM
-
-        return LLM(model, speculative_config, **options)

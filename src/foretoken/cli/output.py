@@ -43,7 +43,12 @@ def check_shown(params: SamplingParams, json_output: bool) -> None:
 
 
 def complete(
-    llm: LLM, prompt: str | ChatPrompt, params: SamplingParams, json_output: bool, note: Note
+    llm: LLM,
+    prompt: str | ChatPrompt,
+    params: SamplingParams,
+    json_output: bool,
+    note: Note,
+    patience: float = _PATIENCE,
 ) -> RequestOutput:
     """Complete one prompt and print what comes, the samples one after another.
 
@@ -56,7 +61,7 @@ def complete(
     most = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
     done = "no token was generated."
     note(done)
-    with _sign_of_life(json_output) as show:
+    with _sign_of_life(json_output, patience) as show:
         for output in llm.stream(prompt, params, on_interrupt="return"):
             if not json_output:
                 text.show(output)
@@ -119,7 +124,7 @@ def _write(text: str) -> None:
 
 
 @contextmanager
-def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
+def _sign_of_life(wanted: bool, patience: float) -> Iterator[Callable[[str], None]]:
     """A status line for what prints nothing and takes long; on anything but a terminal, nothing.
 
     Yields a function that sets the line's text.
@@ -129,7 +134,7 @@ def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     status = shown.status("Generating")
-    timer = threading.Timer(_PATIENCE, status.start)
+    timer = threading.Timer(patience, status.start)
     timer.daemon = True
     timer.start()
     try:

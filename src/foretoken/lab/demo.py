@@ -89,7 +89,14 @@ class Demo:
         llm: an engine with a drafter.
         console: where to write; colour and width are its business.
         note: called after each part with what has been done, which Ctrl-C reports.
+
+    Attributes, of which a subclass may have others:
+        rounds: timed rounds of each kind of decoding.
+        audit: what checks the losslessness.
     """
+
+    rounds: int = ROUNDS
+    audit: type[EngineAudit] = EngineAudit
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
         self.llm, self.console, self.note = llm, console, note
@@ -184,8 +191,8 @@ class Demo:
             plain = replace(speculative, num_speculative_tokens=0)
             slow: list[float] = []
             fast: list[float] = []
-            with self._progress("measuring", ROUNDS) as advance:
-                for done in range(ROUNDS):
+            with self._progress("measuring", self.rounds) as advance:
+                for done in range(self.rounds):
                     advance(done)
                     slow.append(self._speed(chosen, plain))
                     fast.append(self._speed(chosen, speculative))
@@ -194,7 +201,7 @@ class Demo:
                 f"  temperature {temperature:<4g} plain {_span(slow)}   speculative {_span(fast)}"
                 f"   {ratios[-1]:.2f}x"
             )
-        self._say(f"Tokens per second: median of {ROUNDS} rounds (least to most).")
+        self._say(f"Tokens per second: median of {self.rounds} rounds (least to most).")
         if min(ratios) < 1.0:
             self._say(
                 "Speculation is slower than plain decoding here: at this acceptance, drafting "
@@ -212,7 +219,7 @@ class Demo:
         self._title("Is it lossless?")
         config = self.llm.config
         reference = reference_of(self.llm)
-        asked = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
+        asked = self.audit(self.llm, SamplingParams(temperature=1.0), reference)
         self._say(asked.greedy()[1])
         subject = asked.subject(config.model)._replace(exact=None)
         with self._progress("drawing", draws) as advance:

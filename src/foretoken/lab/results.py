@@ -267,15 +267,15 @@ def _cpu_name() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def commit() -> tuple[str, bool]:
+def commit(source: Path = Path(__file__)) -> tuple[str, bool]:
     """The commit of this code, and whether what runs differs from it; `unknown` if installed."""
 
-    def git(*args: str, folder: Path = Path(__file__).parent) -> str:
+    def git(*args: str, folder: Path = source.parent) -> str:
         command = ["git", "-C", str(folder), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not a copy in another repository
+        git("ls-files", "--error-unmatch", source.name)  # not a copy in another repository
         code = ("src", "benchmarks/*.py", "pyproject.toml")
         changed = git(
             "status", "--porcelain", "--", *code, folder=Path(git("rev-parse", "--show-toplevel"))

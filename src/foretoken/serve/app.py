@@ -24,11 +24,18 @@ from foretoken.serve.routes import generate, page, state
 from foretoken.serve.running import Lifetime
 
 
-def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = True) -> FastAPI:
+def build_app(
+    engine: AsyncEngine,
+    options: ServeOptions,
+    *,
+    guarded: bool = True,
+    life: Lifetime | None = None,
+) -> FastAPI:
     """OpenAI's API over an engine, which it closes when it ends.
 
     Args:
         guarded: whether it checks who calls, and logs that; False in a replica: the front has.
+        life: knows its requests; None: one of its own.
 
     Raises:
         ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
@@ -39,7 +46,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = Tru
         yield
         await engine.close()
 
-    life = Lifetime(options, lambda: engine.status.failure)
+    life = life or Lifetime(options, lambda: engine.status.failure)
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,

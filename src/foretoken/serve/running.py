@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import TimerHandle
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,7 +27,6 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Asked
 
 _GRACE = 5.0
-"""Seconds that a client has to receive and read an answer that was cut off."""
 NO_MORE = "The server ends and takes no more requests."
 TOLD = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
@@ -48,13 +48,19 @@ class Lifetime:
 
     Args:
         failed: what made it impossible to serve, if anything did.
+        grace: seconds that a client has to receive and read an answer that was cut off.
 
     Attributes:
         num_cut: requests that the end came before.
     """
 
-    def __init__(self, options: ServeOptions, failed: Callable[[], ForetokenError | None]) -> None:
-        self.options, self.failed = options, failed
+    def __init__(
+        self,
+        options: ServeOptions,
+        failed: Callable[[], ForetokenError | None],
+        grace: float = _GRACE,
+    ) -> None:
+        self.options, self.failed, self._grace = options, failed, grace
         self.flights: set[UnderWay] = set()
         self._end: float | None = None
         self.num_cut = 0
@@ -70,8 +76,9 @@ class Lifetime:
 
     def seconds_left(self) -> float:
         """How long a client may still take to read the end of its answer."""
-        left = _GRACE if self._end is None else self._end + _GRACE - time.monotonic()
-        return min(max(left, 1.0), _GRACE)
+        grace = self._grace
+        left = grace if self._end is None else self._end + grace - time.monotonic()
+        return min(max(left, 1.0), grace)
 
     def is_over(self) -> bool:
         """Whether all has been answered, or has had its time; to be asked again and again."""
@@ -81,8 +88,12 @@ class Lifetime:
         if late >= 0:
             self.num_cut = max(self.num_cut, len(self.flights))
             for flight in [*self.flights]:
-                flight.cut("shutdown", refuses=late >= _GRACE)
-        return not self.flights or late >= _GRACE
+                flight.cut("shutdown", refuses=late >= self._grace)
+        return not self.flights or late >= self._grace
+
+    def call_later(self, seconds: float, call: Callable[..., Any], *args: Any) -> TimerHandle:
+        """As an event loop does it."""
+        return asyncio.get_running_loop().call_later(seconds, call, *args)
 
 
 class Flight:
@@ -104,17 +115,17 @@ class Flight:
         self._lifetime, self._engine, self._name = lifetime, engine, name
         self._why, self._has_begun, self._is_refused, self._num_names = "", False, False, 0
         self._task: asyncio.Task[Any] | None = None
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: list[TimerHandle] = []
         self._aborts: set[asyncio.Task[bool]] = set()
 
     def __enter__(self) -> Self:
         if self._lifetime.is_draining:
             raise UnavailableError(NO_MORE)
         self._task = asyncio.current_task()
-        options, loop = self._lifetime.options, asyncio.get_running_loop()
+        options, call_later = self._lifetime.options, self._lifetime.call_later
         self._timers = [
-            loop.call_later(options.queue_timeout, self.cut, "queue"),
-            loop.call_later(options.request_timeout, self.cut, "timeout"),
+            call_later(options.queue_timeout, self.cut, "queue"),
+            call_later(options.request_timeout, self.cut, "timeout"),
         ]
         self._lifetime.flights.add(self)
         return self

@@ -97,7 +97,14 @@ class EngineAudit:
         params: temperature, filters, edits, rule, K; length, stopping and seed are set here.
         reference: of the same checkpoint; drafted: of the draft model's, see `draft_reference`.
         alpha: the probability at most that a lossless engine is refuted, by draws or parameters.
+
+    Attributes, of which a subclass may have others:
+        batch: requests at a time.
+        parameters: sampling parameters that are probed, each with what it is set to.
+        waves: most batches of half the size that probe a parameter.
     """
+
+    batch, parameters, waves = BATCH, PARAMETERS, MOST_WAVES
 
     def __init__(
         self,
@@ -119,10 +126,10 @@ class EngineAudit:
         tokenizer: Any = llm.tokenizer
         if tokenizer is None:
             every = torch.Generator().manual_seed(1)
-            size = (BATCH, PROMPT_TOKENS)
+            size = (self.batch, PROMPT_TOKENS)
             ids = torch.randint(reference.vocabulary, size, generator=every).tolist()
         else:
-            ids = [tokenizer.encode(item.prompt)[:PROMPT_TOKENS] for item in heldout(BATCH)]
+            ids = [tokenizer.encode(item.prompt)[:PROMPT_TOKENS] for item in heldout(self.batch)]
         self.prompts: list[list[int]] = ids
         self._ranks = torch.empty(0, 0)
         self._texts: list[Text] = []
@@ -169,11 +176,11 @@ class EngineAudit:
         ]
         models = [model._replace(shown=SHOWN[model.name]) for model in models]
         drawn = models if sampled else []
-        return Subject(name, drawn, self._draw, self.checks, BATCH, DRAWS, drawn=DRAWN)
+        return Subject(name, drawn, self._draw, self.checks, self.batch, DRAWS, drawn=DRAWN)
 
     def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
         if number == 0:
-            self._texts, self._ranks = self.ranked(self.params, BATCH)
+            self._texts, self._ranks = self.ranked(self.params, self.batch)
             return (cells(self._ranks), *self._decided())
         if number == 1:
             return (pairs(self._ranks[:, ::2], self._ranks[:, 1::2]),)
@@ -181,7 +188,7 @@ class EngineAudit:
             return (pairs(self._ranks[::2], self._ranks[1::2]),)
         if number in (3, 4):
             return (self._uniforms()[number - 3],)
-        return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
+        return (cells(self.ranked(replace(self.params, **FEW), self.batch)[1]),)
 
     def _drafts_of_an_outcome(self) -> tuple[int, str]:
         """How many may be told as accepted with a token, and by which rule; see `_decided`."""
@@ -284,7 +291,7 @@ class EngineAudit:
     def greedy(self) -> tuple[str | None, str]:
         """Tokens at temperature 0; see `classify`."""
         params = replace(self.params, temperature=0.0)
-        texts = self.texts(params, BATCH)
+        texts = self.texts(params, self.batch)
         return classify(texts, self.reference.logits(texts), params, self._ulp())
 
     def _ulp(self) -> float:
@@ -297,11 +304,13 @@ class EngineAudit:
         params = replace(self.params, rejection_sample_method="coupled", trace=False)
         if params.temperature == 0:
             params = replace(params, temperature=1.0)
-        drafted = self.texts(params, BATCH, first=0)
-        plain = self.texts(replace(params, num_speculative_tokens=0), BATCH, first=0)
+        drafted = self.texts(params, self.batch, first=0)
+        plain = self.texts(replace(params, num_speculative_tokens=0), self.batch, first=0)
         apart = sum(a.output != b.output for a, b in zip(drafted, plain, strict=True))
-        line = f"`coupled` again without drafts: {BATCH - apart} of {BATCH} texts are equal."
-        return ("replay_differs" if apart > BATCH // 8 else None), line
+        line = (
+            f"`coupled` again without drafts: {self.batch - apart} of {self.batch} texts are equal."
+        )
+        return ("replay_differs" if apart > self.batch // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
         """Each probed next to the audited ones; refuted only if tokens tell that it is ignored.
@@ -309,13 +318,13 @@ class EngineAudit:
         If one of n acts, exp(-gain) is a supermartingale of mean 1: it is above n/alpha *ever* with
         probability alpha/n at most.
         """
-        acts_at = math.log(len(PARAMETERS) / ((1 - DRAWN) * self.alpha))
+        acts_at = math.log(len(self.parameters) / ((1 - DRAWN) * self.alpha))
         found: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
-        for name, change in PARAMETERS.items():
+        for name, change in self.parameters.items():
             other, gain = replace(params, **self._value(name, change)), 0.0
-            for _ in range(MOST_WAVES):
-                gain += self._gain(self.texts(other, BATCH // 2), other, params)
+            for _ in range(self.waves):
+                gain += self._gain(self.texts(other, self.batch // 2), other, params)
                 if abs(gain) > acts_at:
                     break
             acts, ignored, open_ = found.values()

@@ -36,7 +36,6 @@ from foretoken.serve.running import NO_MORE, TOLD, Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
 
 TAKEN_SECONDS = 8.0
-"""Seconds for a replica to begin with a request; after that the client gets 503."""
 _LATE_SECONDS = 10.0
 """Over `request_timeout`, in which a replica ends what it answers: then the front does."""
 _MOST_CONTEXT = 2**19
@@ -69,11 +68,21 @@ class Replicas(Protocol):
 class Front:
     """Several models with several replicas each, as one application.
 
+    Args:
+        taken_seconds: for a replica to begin with a request; after that the client gets 503.
+
     Attributes:
         num_died: answers that ended because their replica died.
     """
 
-    def __init__(self, fleet: Fleet, models: Sequence[Replicas], life: Lifetime) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        models: Sequence[Replicas],
+        life: Lifetime,
+        taken_seconds: float = TAKEN_SECONDS,
+    ) -> None:
+        self._taken_seconds = taken_seconds
         self.models, self.life, self.num_died = models, life, 0
         self._by_name = {name: each for each in models for name in each.names}
         routes = [*state_routes(self), Route("/{path:path}", _Endpoint(self._forward))]
@@ -104,7 +113,7 @@ class Front:
         """Tell all replicas once that this front drains: a signal's handler cannot."""
         while not self.life.is_draining:
             await asyncio.sleep(_POLL_S)
-        await asyncio.gather(*(each.ask("drain", TAKEN_SECONDS) for each in self.models))
+        await asyncio.gather(*(each.ask("drain", self._taken_seconds) for each in self.models))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -113,7 +122,7 @@ class Front:
         replicas = self.of(wanted.model or _named_in(own_path(scope)))
         call = Call.of(scope, body, wanted.prompt, request_id.get())
         with suppress(ClientDisconnect), Forwarded(self.life) as under_way:
-            relay = Relay(scope, send)
+            relay = Relay(scope, send, self._taken_seconds)
             try:
                 async with asyncio.timeout(self.life.options.request_timeout + _LATE_SECONDS):
                     await while_connected(receive, relay.run(replicas.answer(call), under_way))
@@ -176,8 +185,8 @@ class Relay:
     is kept until it is complete, so that what fails has its status.
     """
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
+    def __init__(self, scope: Scope, send: Send, taken_seconds: float) -> None:
+        self._scope, self._send, self._taken_seconds = scope, send, taken_seconds
         self._head: Head | None = None
         self._replica = ""
         self._parts, self._num_events, self._has_begun = list[bytes](), 0, False
@@ -218,11 +227,12 @@ class Relay:
 
     async def _await_taken(self, pieces: AsyncGenerator[Piece, None]) -> None:
         try:
-            async with asyncio.timeout(TAKEN_SECONDS):
+            async with asyncio.timeout(self._taken_seconds):
                 taken = await anext(pieces, None)
         except TimeoutError:
-            told = f"No replica took the request within {TAKEN_SECONDS:g} s: none is up, or all"
-            raise UnavailableError(f"{told} are too busy.") from None
+            within = f"within {self._taken_seconds:g} s"
+            told = f"No replica took the request {within}: none is up, or all are too busy."
+            raise UnavailableError(told) from None
         if isinstance(taken, Taken):
             self._replica = taken.replica
             self._note({"replica": taken.replica})

@@ -19,7 +19,6 @@ from foretoken.cli.app import app
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.lab.train_eagle3.command import Batches, Documents, Training, cut, pick_prompts
 from foretoken.lab.train_eagle3.options import TrainOptions
-from foretoken.lab.train_eagle3.trainer import Trainer
 from foretoken.lab.train_eagle3.unroll import Unroll, agreement, loss_of
 from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config

@@ -45,11 +45,12 @@ Failures = list[str]
 class Child:
     """A case in a process of its own, which is killed when it is silent for too long."""
 
+    program = ("-m", "tests.long.trial_child")
+
     def __init__(self, case: str, backend: str, *numbers: float, patience: float = PATIENCE):
-        command = [sys.executable, "-m", "tests.long.trial_child", case, backend]
         self.patience = patience
         self.process = subprocess.Popen(
-            [*command, *map(str, numbers)],
+            [sys.executable, *self.program, case, backend, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # A loop that is ended by Ctrl-C leaves a traceback, as any program does.

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from benchmarks.common import DRAFT, TARGET
@@ -62,10 +62,11 @@ def check(llm: LLM, failures: list[str]) -> None:
         failures.append("requests were left behind")
 
 
-def threads(backend: str, seconds: float, count: int = 2) -> Report:
+def threads(
+    llm: LLM, seconds: float, each: Sequence[SamplingParams] = SHORT, count: int = 2
+) -> Report:
     """Threads that share one LLM for a while; every result against that of one thread."""
-    llm = load(backend)
-    pairs = [(prompt, params) for prompt in PROMPTS[:4] for params in SHORT]
+    pairs = [(prompt, params) for prompt in PROMPTS[:4] for params in each]
     expected = [tokens(llm.generate([prompt], params)[0]) for prompt, params in pairs]
     calls, failures = [0] * count, list[str]()
     num_steps = 0
@@ -272,7 +273,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     case, backend, *numbers = sys.argv[1:]
     if case == "threads":
-        say(threads(backend, float(numbers[0])))
+        say(threads(load(backend), float(numbers[0])))
     elif case == "signals":
         signals(backend)
     elif case == "loop":

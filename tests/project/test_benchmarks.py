@@ -218,12 +218,16 @@ def test_an_answer_says_the_same_streamed_in_any_pieces() -> None:
         list(soak_serve.chunks('data: {"choices": []}\n\n'))
 
 
-def test_what_a_soak_captures_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_soak_captures_is_no_growth() -> None:
     """Only stretches count in which nothing was captured, from a quarter of the time on."""
     seen = [(0, 9, 1), (0, 15, 1), (4, 20, 2), (5, 30, 9), (5, 31, 9.5), (6, 40, 15), (6, 41, 16)]
     looks = iter(seen)
-    monkeypatch.setattr(Memory, "_now", lambda self: next(looks))
-    memory = Memory(None, 100.0)  # type: ignore[arg-type]
+
+    class Scripted(Memory):
+        def _now(self) -> Any:
+            return next(looks)
+
+    memory = Scripted(None, 100.0)  # type: ignore[arg-type]
     for seconds in (10, 20, 40, 45, 60, 80):
         memory.look(seconds)
     assert (memory.on_host, memory.on_gpu, memory.steady) == (1 + 1, 0.5 + 1, 5 + 20)

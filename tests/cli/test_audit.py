@@ -396,8 +396,3 @@ def test_our_own_server_passes_and_repeats_itself_without_drafts(auditor: Server
     greedy, replayed = found.exact[1:]
     assert "Temperature 0: 8 of 8 texts are the target's" in greedy
     assert replayed == "`coupled` by seed, again without drafts: 8 of 8 texts are equal."
-
-
-def test_a_server_that_is_none_is_refused() -> None:
-    result = run("--url", "http://127.0.0.1:9")
-    assert result.exit_code == 2

@@ -37,7 +37,7 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
 from foretoken.serve.server import Process, bind
 from tests.serve.conftest import SPECULATION, TEMPLATE
-from tests.serve.running import PROMPT, Running, connect, request
+from tests.serve.running import PROMPT, Running, connect, fail_later, request
 from tests.support.asynchronous import PATIENCE, Gate, until
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = PATHS = (
@@ -368,14 +368,11 @@ def test_metrics_are_those_of_all_replicas(pair: Pair) -> None:
 
 
 def test_health_while_one_replica_serves(pair: Pair) -> None:
-    def fail() -> None:
-        raise RuntimeError("the step is broken")
-
     local = Local(["small"], *pair)
     with fronted(local) as found:
         for local.choose, status in ((0, 200), (1, 503)):
             failing = pair[local.choose]
-            failing._engine.engine.step = fail  # type: ignore[method-assign, assignment]
+            fail_later(failing._engine.engine, "step", "the step is broken", steps=0)
             for _ in range(2):
                 answer = found.http.post(COMPLETIONS, json=LONG)
                 assert (answer.status_code, "retry-after" in answer.headers) == (503, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import string
@@ -140,10 +141,7 @@ def test_texts_beside_the_prompt_are_bounded(client: httpx.Client, name: str) ->
     ("path", "body"),
     [
         ("responses", '"input": "a", "text": {"format": {"type": "text", "name": VALUE}}'),
-        (
-            "responses",
-            '"input": "a", "tools": [{"type": "function", "name": "f", "strict": VALUE}]',
-        ),
+        ("responses", '"input": "a", "tools": [{"name": "f", "parameters": {"a": VALUE}}]'),
         ("completions", '"prompt": "a", "user": VALUE'),
         ("completions", '"prompt": "a", "temperature": VALUE'),
     ],
@@ -201,8 +199,6 @@ def test_depth_is_that_of_lists_and_objects_and_not_of_texts() -> None:
             return "".join(draw.choices('[]{}"\\' + string.ascii_letters, k=20))
         inner = made(depth - 1)
         return [made(0), inner] if draw.random() < 0.5 else {made(0): 1, "k": inner}
-
-    import json
 
     for depth in range(30):
         assert json_depth(json.dumps(made(depth)).encode()) == depth

@@ -130,12 +130,6 @@ def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], par
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_numbers_that_json_does_not_have_are_refused(http: httpx.Client) -> None:
-    body = '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]}'
-    answer = http.post(PATH, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400
-
-
 def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
     """What has begun does not show what came later."""
     body = ResponsesBody(input="a", chat_template_kwargs={})

@@ -307,11 +307,7 @@ def test_a_key_is_asked_for_and_probes_need_none(target: Path) -> None:
 def test_an_engine_that_fails_answers_everybody(target: Path, caplog: Any) -> None:
     engine = AsyncEngine(str(target))
     with running(engine, ServeOptions()) as server:
-
-        def fail() -> None:
-            raise RuntimeError("the step is broken")
-
-        engine.engine.step = fail  # type: ignore[method-assign, assignment]
+        fail_later(engine.engine, "step", "the step is broken", steps=0)
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
             for path in ("/v1/completions", "/v1/completions", "/tokenize"):
                 answer = http.post(path, json={"prompt": "abc"})

@@ -1,10 +1,14 @@
-"""Runs of `foretoken bench` made by hand."""
+"""Runs of `foretoken bench` made by hand, and the options of a small one."""
 
 from __future__ import annotations
 
+from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.lab.bench.load import Record, Run, Step
 from foretoken.outputs import SpeculationMetrics
+
+SMALL = {"input_len": "12", "output_len": "9", "num_requests": "4", "bandwidth": 40.0}
+NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=4)
 
 
 def step(

@@ -26,8 +26,7 @@ from foretoken.lab.bench.report import charts, results, tables
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Section, Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
-from tests.lab.runs import by_hand, step
-from tests.lab.small import SMALL
+from tests.lab.runs import SMALL, by_hand, step
 from tests.support.asynchronous import until
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -27,7 +27,7 @@ from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import as_text
 from foretoken.lab.results import Spread, validate
-from tests.lab.small import NGRAM, SMALL
+from tests.lab.runs import NGRAM, SMALL
 
 pytestmark = pytest.mark.usefixtures("known_memory")
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import auto, near_ties
+from benchmarks.acceptance import ending_cycle
 from benchmarks.auto import Speeds, ratios_to_best, rows_of
 from benchmarks.curves import fit
 from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
@@ -264,3 +267,27 @@ def test_many_turns_are_for_the_fastest_k(monkeypatch: pytest.MonkeyPatch) -> No
         [0, 3, 4, 5, "auto"], many
     )
     assert rows_of(speeds, 4, "T=0")[-1].labels["best_k"] == 4
+
+
+TOKENS = st.lists(st.integers(0, 50), max_size=30)
+
+
+def test_a_cycle_at_the_end_of_an_output_has_the_shortest_period() -> None:
+    assert ending_cycle([9, 8] + [1, 2, 3] * 6) == 3
+    assert ending_cycle([5] * 20) == 1
+
+
+def test_short_runs_are_no_cycle() -> None:
+    assert ending_cycle([1, 2, 3, 4, 4, 4, 4]) is None
+    assert ending_cycle(list(range(40))) is None
+    assert ending_cycle([]) is None
+
+
+def test_a_cycle_that_stopped_earlier_does_not_count() -> None:
+    assert ending_cycle([1, 2] * 20 + list(range(10, 30))) is None
+
+
+@given(TOKENS, st.lists(st.integers(51, 90), min_size=1, max_size=12, unique=True))
+def test_any_cycle_is_found_after_any_beginning(head: list[int], period: list[int]) -> None:
+    repeats = max(3, -(-16 // len(period)))
+    assert ending_cycle(head + period * repeats) == len(period)

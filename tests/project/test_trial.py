@@ -13,9 +13,8 @@ from benchmarks.common import TARGET
 from foretoken import LLM
 from foretoken.engine.worker import Turns
 from foretoken.ops import unavailable
-from tests.long import documented, trial, trial_child
-from tests.long.trial import Child, collapse
-from tests.long.trial_child import SHORT
+from tests.long import documented, trial
+from tests.long.trial import SHORT, Child, collapse
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ BACKENDS = [
 @pytest.mark.usefixtures("_threads_come_back")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_threads(backend: str) -> None:
-    report = trial_child.threads(trial_child.load(backend), 0.5, SHORT[:2])
+    report = trial.share_llm(trial.load(backend), 0.5, SHORT[:2])
     assert report["failures"] == []
     assert report["calls_of_the_other"] >= 1
 
@@ -57,8 +56,8 @@ class WithoutTurns(LLM):
 
 @pytest.mark.usefixtures("_threads_come_back")
 def test_two_threads_without_turns_fail() -> None:
-    llm = WithoutTurns(TARGET, trial_child.SPECULATION, backend="torch", max_num_seqs=8)
-    assert trial_child.threads(llm, 0.5, SHORT[:1])["failures"]
+    llm = WithoutTurns(TARGET, trial.SPECULATION, backend="torch", max_num_seqs=8)
+    assert trial.share_llm(llm, 0.5, SHORT[:1])["failures"]
 
 
 @pytest.mark.usefixtures("forked")
@@ -82,7 +81,7 @@ def test_forks() -> None:
 @pytest.mark.usefixtures("_threads_come_back")
 def test_a_busy_neighbour() -> None:
     with trial.busy(True):
-        report = trial_child.speed("torch", 0.1, 1)
+        report = trial.measure_speed("torch", 0.1, 1)
     assert report["tokens_per_s"].keys() == {"default", "one"}
     assert min(*report["tokens_per_s"].values())[0] > 0
 

@@ -165,7 +165,7 @@ def test_bad_input_is_one_message(args: list[str], said: str) -> None:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
-    """A server whose answers to completions a function gives; a number is a status."""
+    """A server that answers completions by a function; it returns a body, or a status."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -201,7 +201,7 @@ def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def audited(url: str, draws: int) -> Any:
-    """An audit of texts alone, of one prompt with two outcomes."""
+    """An audit that only draws texts, of one prompt with two outcomes."""
     asked = ServerAudit.__new__(ServerAudit)
     asked.client, asked.noise = Client(url, None), 0.03
     null = np.array([0.4995, 0.4995, 0.001])
@@ -267,7 +267,7 @@ def test_a_server_that_is_gone_is_given_up_at_once() -> None:
         client.texts("p", 1)
 
 
-# A server with a law of its own -------------------------------------------------------------------
+# A server with a distribution of its own -----------------------------------------------------------
 
 Laws = Callable[[torch.Tensor, torch.Tensor, SamplingParams], torch.Tensor]
 
@@ -278,10 +278,10 @@ def right(p: torch.Tensor, q: torch.Tensor, params: SamplingParams) -> torch.Ten
 
 @pytest.fixture(scope="module")
 def auditor() -> ServerAudit:
-    """Of the embedded pair; its client is still to be given."""
+    """Of the embedded pair; tests set its client."""
     tokenizer = load_tokenizer(resolve_checkpoint("tiny-python"))
-    nobody: Any = None
-    return ServerAudit(nobody, Reference("tiny-python"), tokenizer, SamplingParams())
+    no_client: Any = None
+    return ServerAudit(no_client, Reference("tiny-python"), tokenizer, SamplingParams())
 
 
 @pytest.fixture(scope="module")

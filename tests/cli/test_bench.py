@@ -152,7 +152,7 @@ def test_a_server_that_is_not_there() -> None:
         (["--no-speculation"], "`speculative_config"),
     ],
 )
-def test_options_of_an_engine_are_refused_beside_a_server(args: list[str], said: str) -> None:
+def test_options_of_an_engine_are_refused_with_a_server(args: list[str], said: str) -> None:
     result = CliRunner().invoke(cli.app, ["bench", "--url", "http://127.0.0.1:9", *args])
     assert result.exit_code == 2
     assert f"Error: {said}" in result.stderr

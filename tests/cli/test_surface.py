@@ -1,8 +1,8 @@
 """The command line is an interface: what commands add to the dataclasses' fields is pinned.
 
 After a change that is meant, write the new surface with `python -m tests.cli.test_surface` and
-say in CHANGELOG.md what changed. Options that are fields follow their dataclass, whose fields
-`project/test_surface.py` compares with CHANGELOG.md.
+say in CHANGELOG.md what changed. Options that are fields follow their dataclass;
+`project/test_surface.py` compares the fields with CHANGELOG.md.
 """
 
 from __future__ import annotations

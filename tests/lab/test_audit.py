@@ -33,7 +33,7 @@ Q = [Fraction(n, 12) for n in (2, 1, 9)]
 
 
 def one_draft(verify: Callable[..., Any]) -> dict[int, Any]:
-    """The law of the first token in fractions: no rounding at all."""
+    """The distribution of the first token in fractions, without rounding."""
 
     def run(rng: Any) -> int:
         return int(verify(np.array([P, P]), np.array([Q]), [rng.fork(Q)], rng)[0])
@@ -152,7 +152,7 @@ def test_shared_noise_is_what_a_race_does() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.key)
 def test_every_bug_is_refuted_and_named(bug: gallery.Bug) -> None:
-    """By its enumerated distribution, and by draws alone, as of what cannot be enumerated."""
+    """By its enumerated distribution, and by draws only, as if it could not be enumerated."""
     subject = of_callable(bug.key, bind(bug.verify))
     found = audit(subject)
     assert found.refuted
@@ -467,7 +467,7 @@ def test_outcomes_given_their_group() -> None:
 
 
 def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
-    """An engine at temperature 0, which has checks alone."""
+    """An engine at temperature 0, which has only checks."""
     subject = Subject("x", [], lambda *given: (), lambda: ([], ["All is equal."]))
     assert audit(subject).verdict.startswith("not refuted: all is as it should be")
     wrong = subject._replace(exact=lambda: (["greedy_differs"], []))
@@ -475,7 +475,7 @@ def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
 
 
 def test_tokens_of_a_text_are_read_together() -> None:
-    """The first of two sources that share their texts refutes nothing before the other is told."""
+    """Of two sources with the same texts, the first refutes nothing before the second has come."""
     fair, drawn = Model("m", np.full(2, 0.5), {}, together=2), np.zeros(100, dtype=int)
     evidence = Evidence([fair, fair])
     evidence.add(0, drawn)

@@ -453,7 +453,7 @@ def test_drafts_count_where_one_was_decided_about() -> None:
 
 @pytest.mark.parametrize("real", [True, False])
 def test_no_draft_counts_from_a_placeholder_on(pair: LLM, reference: Reference, real: bool) -> None:
-    """A drafter whose q the engine alone knows, and one without: neither has a q there."""
+    """A drafter with a q that only the engine knows, and one without: neither has a q there."""
 
     def record(origin: str, round_: int, height: float | None = None, *dropped: Any) -> Any:
         made = {"origin": origin, "round": round_, "rule": "block", "threshold": height}
@@ -461,9 +461,9 @@ def test_no_draft_counts_from_a_placeholder_on(pair: LLM, reference: Reference, 
         q = 0.5 if real and height is not None else None
         return SimpleNamespace(**made, draft_index=index, q=q, token_id=5, dropped=dropped)
 
-    hole, behind = record("rejected", 0), record("unread", 0, 0.5)
-    first = record("resampled", 0, None, hole, behind)
-    second = [record("accepted", 1, 0.75), record("resampled", 1, None, hole, behind)]
+    hole, unread = record("rejected", 0), record("unread", 0, 0.5)
+    first = record("resampled", 0, None, hole, unread)
+    second = [record("accepted", 1, 0.75), record("resampled", 1, None, hole, unread)]
     trace = [first, *second]
     assert [(a, b, len(drafts)) for a, b, drafts in block_rounds(trace)] == [(1, 2, 1)]
     audited = EngineAudit(pair, SamplingParams(rejection_sample_method="block"), reference)

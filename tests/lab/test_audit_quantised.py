@@ -1,4 +1,4 @@
-"""The audit of models whose weights are quantised: it passes the right ones, and no wrong one.
+"""The audit of models with quantised weights: it passes the right ones, and no wrong one.
 
 Their products round what they read, and the reference does so, too.
 """

@@ -71,15 +71,15 @@ def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
             assert run["total_tokens_per_second"] * run["wall_s"] == pytest.approx(21 * 4)
             assert run["goodput_requests_per_second"] * run["wall_s"] == pytest.approx(4)
             # No request takes longer than the run; the time before its first token is part of it.
-            behind = (run["e2e_ms"] - run["ttft_ms"]) / run["tpot_ms"]
-            assert 1 <= behind <= 8 + 1e-9  # tokens, without those of the first piece
+            after = (run["e2e_ms"] - run["ttft_ms"]) / run["tpot_ms"]
+            assert 1 <= after <= 8 + 1e-9  # tokens, without those of the first piece
             assert run["e2e_ms"] <= 1000 * run["wall_s"]
             assert 1 <= run["requests_per_step"] <= load.concurrency
             assert run["floor_ms"] == pytest.approx(1000 * run["read_gb"] / 40)
             assert ("acceptance_rate" in run) == (not case.plain)
             if case.plain:
                 assert run["tokens_per_step"] == 1
-                assert run["draft_ms"] < run["step_ms"] / 5  # counting alone: no draft pass
+                assert run["draft_ms"] < run["step_ms"] / 5  # only counting: no draft pass
             else:
                 assert run["draft_ms"] > 0
                 assert 1 <= run["tokens_per_step"] <= 4

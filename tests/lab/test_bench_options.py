@@ -135,7 +135,7 @@ def test_synthetic_rates_take_an_engine_each() -> None:
     assert [group[1].name for group in groups][:2] == [
         "ngram, K=2, length 2", "ngram, K=2, length 2.5"
     ]  # fmt: skip
-    assert groups[3][0].name == "plain (K=3, length 2.5)"  # each beside its own
+    assert groups[3][0].name == "plain (K=3, length 2.5)"  # each next to its own
     made = speculation_of(NGRAM, groups[3][0])
     assert made is not None
     assert (made.num_speculative_tokens, made.rejection_sample_method) == (3, "synthetic")
@@ -170,7 +170,7 @@ def test_prompts_are_as_long_as_asked_and_differ() -> None:
 
 
 def test_where_prefixes_are_kept_no_case_has_the_prompts_of_another() -> None:
-    """Pieces of a text begin a token later for each case, lines of a dataset are others."""
+    """Pieces of a text begin a token later for each case, lines of a dataset differ."""
     for source in (Source(range(900)), Source([3, 5, 9] * 99, shuffled=True)):
         workload = Workload(source, ((24, 24), (5, 9)), 0, apart=3)
         cases = [[a for _, a in workload.requests(Load(2), 4, 9, case)] for case in range(3)]

@@ -39,7 +39,7 @@ END = f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n"
 
 
 class Fake:
-    """A server of HTTP/1.1 that is told what to answer; keeps what it was asked.
+    """A server of HTTP/1.1 with answers that a test sets; it keeps its requests.
 
     Attributes:
         pieces: of a stream; None ends it by hanging up.

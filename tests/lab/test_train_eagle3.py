@@ -36,7 +36,7 @@ UNROLL, LENGTH, BLOCK = 4, 24, 4
 
 
 def drafted(head: LoadedStack, aux: Tensor, tokens: list[int], last: int) -> list[Tensor]:
-    """Logits of each draft step behind position `last`, by packed rows and a paged cache."""
+    """Logits of each draft step after position `last`, by packed rows and a paged cache."""
     stack, device = head.stack, head.stack.device
     kv = KVPool(stack.layer_shapes, 9, BLOCK, dtype=stack.dtype, device=device)
     blocks = [3, 1, 7, 5, 2, 8]

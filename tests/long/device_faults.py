@@ -1,4 +1,4 @@
-"""Faults of a real GPU: is everybody answered with a reason, are the others served, does it end?
+"""Faults of a real GPU: each failed request has a reason, other requests are served, and it ends.
 
 Each case is a process of its own, since a GPU that failed is lost to its process; one that is still
 there after two minutes has failed. Injected into a step of the embedded pair's engine are an
@@ -34,7 +34,7 @@ from foretoken.models.causal_lm import CausalLM
 
 SECONDS = 120  # until a case has hung
 STEP = 6  # of the engine: the one that fails
-POISON = 777  # the token whose vector is NaN
+POISON = 777  # a token with a vector of NaN
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "max_num_seqs": 2,
@@ -85,7 +85,7 @@ def break_step(act: Callable[[], None]) -> None:
 
 
 def poison(model: CausalLM) -> None:
-    """Prompts are embedded by another table, beside graphs; the output layer's is not touched."""
+    """Embed prompts by another table, outside of graphs; the output layer keeps its own."""
     network: Any = model.network
     table_VC = network.stack.embedding_VC.clone()
     table_VC[POISON] = float("nan")
@@ -97,7 +97,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
 
 
 def in_llm(act: Callable[[], None], kind: type[Exception]) -> dict[str, bool]:
-    """A step fails: its batch ends with the reason; whether others go on depends on the kind."""
+    """A step fails: its batch ends with the reason; the kind decides about other requests."""
     with LLM("tiny-python", **OPTIONS) as llm:
         whole = texts(llm.generate(PROMPTS, PARAMS))
         break_step(act)
@@ -119,7 +119,7 @@ def in_llm(act: Callable[[], None], kind: type[Exception]) -> dict[str, bool]:
 
 
 def nan_in_llm() -> dict[str, bool]:
-    """One request's logits are NaN: it alone ends."""
+    """One request's logits are NaN: only that one ends."""
     with LLM("tiny-python", **OPTIONS | {"max_num_seqs": 4}) as llm:
         whole = texts(llm.generate(PROMPTS, PARAMS))
         poison(llm.engine.runner.model)

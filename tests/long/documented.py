@@ -72,7 +72,7 @@ class Documented(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """Whether it runs in a trial alone."""
+        """Whether it runs only in a trial."""
         return begins(self.line, SLOW) and not self.only_parsed
 
     @property

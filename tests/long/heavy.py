@@ -1,11 +1,11 @@
-"""The heaviest requests that a server's limits admit, and what others notice of each.
+"""The heaviest requests that a server's limits admit, and how long other clients wait for each.
 
     python -m tests.long.heavy
 
 While one such request is answered, another client asks for `/health` again and again, and a third
-reads a stream. A step of the engine holds up every stream, whoever asked for it: steps are kept
-short here (`--max-num-batched-tokens`), and a twin of each request, which computes the same and is
-told nothing of it, says what the steps alone do to that stream.
+reads a stream. A step of the engine holds up every stream. So steps are kept short here
+(`--max-num-batched-tokens`). A twin of each request, which computes the same and returns little,
+shows the effect of the steps by themselves on that stream.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def ask(server: Served, path: str, body: bytes) -> tuple[int, int]:
 
 
 def measure(server: Served, what: Heavy) -> Row:
-    """What others waited for while it was answered, and while its twin was."""
+    """How long other clients waited while it was answered, and while its twin was."""
     with probing(server) as (health, stream):
         health.take(), stream.take()
         if what.of_twin is None:

@@ -77,7 +77,7 @@ class Odd(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Bytes for a socket, in pieces with pauses, and whether it closes its half behind them."""
+    """Bytes for a socket, in pieces with pauses, and whether it closes its half after them."""
 
     name: str
     pieces: tuple[bytes, ...]
@@ -92,7 +92,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def bodies() -> Iterator[Odd]:
-    """Every field with every odd value, beside what is needed, for each endpoint."""
+    """Every field with every odd value, next to the fields that each endpoint needs."""
     for path, needed in NEEDS.items():
         for name in FIELDS:
             given = {key: value for key, value in needed.items() if key != name}

@@ -173,7 +173,7 @@ def chunks(text: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
-    """Hold the lock file, with others, while a round runs."""
+    """Share the lock file while a round runs."""
     if lock is None:
         yield
         return

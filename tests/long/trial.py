@@ -180,7 +180,7 @@ def loops(backend: str, count: int) -> tuple[Row, Failures]:
 
 
 def forks(backend: str, count: int) -> tuple[Row, Failures]:
-    """Forks of a process whose LLM and AsyncEngine are busy in other threads."""
+    """Forks of a process while its LLM and AsyncEngine are busy in other threads."""
     failures: Failures = []
     with Child("fork", backend, count) as child:
         values = child.report(failures)
@@ -188,7 +188,7 @@ def forks(backend: str, count: int) -> tuple[Row, Failures]:
 
 
 def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures]:
-    """Default threads and one thread, alone and beside a process that keeps one core busy."""
+    """Default threads and one thread, on a quiet machine and next to a busy process."""
     failures: Failures = []
     values: dict[str, Value] = {}
     for place in ("alone", "beside a busy process"):
@@ -219,7 +219,7 @@ def collapse(default: list[float], one: list[float]) -> Failures:
 
 @contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    """A process beside us that keeps one core busy, if wanted."""
+    """Another process keeps one core busy, if wanted."""
     if not wanted:
         yield
         return
@@ -262,7 +262,7 @@ def say(report: Report | str) -> None:
 
 
 def check(llm: LLM, failures: list[str]) -> None:
-    """Nothing is left behind in the engine."""
+    """Add to the failures what is left in the engine."""
     try:
         llm.engine.check_integrity()
     except Exception as error:
@@ -385,7 +385,7 @@ def call_in_a_loop(backend: str) -> None:
 
 
 def fork_while_busy(backend: str, count: int) -> Report:
-    """Forks while LLM and AsyncEngine are busy in other threads; all must go on as if alone."""
+    """Forks while LLM and AsyncEngine are busy in other threads; neither may notice."""
     llm, engine = load(backend), AsyncEngine(TARGET, SPECULATION, backend=backend)
     expected = tokens(llm.generate(PROMPTS[0], SHORT[0])[0])
     failures, stop = list[str](), threading.Event()
@@ -479,7 +479,7 @@ def measure_speed(backend: str, seconds: float, repeats: int) -> Report:
 
 def be_child(case: str, backend: str, *numbers: str) -> None:
     """Run a case in this process."""
-    # What a script starts in its background ignores Ctrl-C unless it says otherwise.
+    # A process that a script starts in its background ignores Ctrl-C by default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if case == "threads":
         say(share_llm(load(backend), float(numbers[0])))

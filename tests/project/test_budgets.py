@@ -17,7 +17,7 @@ MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
 MAX_TREE = 48 * 2**20  # bytes of what a clone checks out
 MAX_SUPPORT_LINES = 2100  # of tests/support in all
-# Functions whose parameters are a published contract: the limit they have is the limit they keep.
+# Functions with published parameters keep the limit that they have.
 WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls
 }

@@ -109,7 +109,7 @@ TESTS = ROOT / "tests"
 
 
 def unlisted(document: str, files: set[str]) -> tuple[set[str], set[str]]:
-    """(files that no row names, alone or by their folder; names of rows that name no file)."""
+    """(files that no row names, by themselves or by their folder; names in rows without a file)."""
     named = set(re.findall(r"\| `([\w/.]+)` \|$", document, flags=re.MULTILINE))
     folders = tuple(name for name in named if name.endswith("/"))
     left_out = {file for file in files - named if not file.startswith(folders)}

@@ -177,7 +177,7 @@ def test_a_quick_command_runs(command: Documented) -> None:
         assert (result.exit_code, result.stderr) == (2, command.shown[0] + "\n")
         return
     assert result.exit_code == 0, result.stderr
-    # A conversation, whose messages would be typed, ends where standard input does.
+    # A conversation reads its messages from standard input, and ends with it.
     assert result.stdout.strip() or command.line == "foretoken chat --model path/to/checkpoint"
 
 

@@ -123,7 +123,7 @@ def test_what_is_imported_is_a_declared_dependency(extra: str) -> None:
     brought = {"starlette", "pydantic", "pydantic_core", "httptools"} if extra else set()
     # The core asks for llguidance when a request has a grammar.
     declared = {*dependencies(), *(dependencies("serve") if extra else ["llguidance"])}
-    declared |= {"ray"} if extra else set()  # of replicas alone: the extra of its name
+    declared |= {"ray"} if extra else set()  # only for replicas: the extra `ray`
     imported_as = {"yaml": "pyyaml"}
     names = {imported_as.get(name, name).replace("_", "-") for name in foreign - brought}
     assert names <= declared

@@ -119,7 +119,7 @@ def test_a_request_without_a_certain_end_is_refused_and_nothing_follows_it(
 
 
 def test_trailers_are_no_headers(server: Running) -> None:
-    """One of them would make the body JSON, the others offer to leave HTTP/1.1."""
+    """As headers, the first trailer would make the body JSON, and the rest would leave HTTP/1.1."""
     head, wire = post(b'{"prompt": "a", "max_tokens": 3}', "", chunked=True)
     head = head.replace(b"Content-Type: application/json\r\n", b"")
     trailers = b"Content-Type: application/json\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"

@@ -147,7 +147,7 @@ def fronted(
 
 @contextmanager
 def replica(model: Path | str, name: str, options: ServeOptions, **engine: Any) -> Iterator[Any]:
-    """A replica; this process is not its alone: its garbage and its logs stay as they are."""
+    """A replica in this process, which keeps its own settings of garbage collection and logs."""
     config = EngineConfig.parse(model=str(model), threads=1, max_num_batched_tokens=64, **engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.serve.fleet.replica.collect_when_idle", lambda: None)
@@ -161,7 +161,7 @@ def replica(model: Path | str, name: str, options: ServeOptions, **engine: Any) 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Fronted]:
-    """The embedded model with the options of `server`, which is not behind a front."""
+    """The embedded model with the options of `server`, which has no front."""
     options = ServeOptions(served_model_name=("tiny", "other"), chat_template=TEMPLATE)
     speculation = {"speculative_config": SPECULATION, "max_num_seqs": 8}
     with (
@@ -386,7 +386,7 @@ def test_health_while_one_replica_serves(pair: Pair) -> None:
         assert found.http.post("/ping").status_code == 503
 
 
-def test_without_replicas_nobody_is_up() -> None:
+def test_without_replicas_no_model_is_up() -> None:
     with fronted(Scripted(UnavailableError("none"))) as found:
         answer = found.http.get("/health")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

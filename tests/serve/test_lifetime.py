@@ -268,7 +268,7 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
 
 @pytest.mark.usefixtures("forked")
 def test_sigterm_under_load_answers_everybody() -> None:
-    """Three that stream, one that waits for a slot and one whose stream does; who comes later."""
+    """Three streams run, a whole answer and a stream wait for a slot, and a request comes late."""
     engine = {"threads": 1, "num_blocks": 512, "max_num_seqs": 3}
     with (
         child("tiny-python", engine=engine, step_seconds=0.01, drain_timeout=3600) as server,

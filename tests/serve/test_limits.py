@@ -1,4 +1,4 @@
-"""Bodies, prompts, templates, origins and logs: what is refused, and what is told to nobody."""
+"""Bodies, prompts, templates, origins and logs: what is refused, and what is never shown."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_answer_of_any_length_ends_where_its_logprobs_do(client: httpx.Client
 
 
 @pytest.mark.parametrize("name", ["prediction", "bad_words", "stop"])
-def test_texts_beside_the_prompt_are_bounded(client: httpx.Client, name: str) -> None:
+def test_texts_other_than_the_prompt_are_bounded(client: httpx.Client, name: str) -> None:
     text: Any = "ab" * 200
     asked = {"type": "content", "content": text} if name == "prediction" else [text]
     answer = client.post(PATH, json={"prompt": "a", name: asked})
@@ -237,7 +237,7 @@ def test_pages_of_other_origins_call_only_where_that_is_allowed(
     assert "access-control-allow-origin" not in client.get("/health", headers=asked).headers
 
 
-def test_a_key_is_told_to_nobody(small: Running) -> None:
+def test_a_key_is_never_shown(small: Running) -> None:
     options = ServeOptions(api_key="k3y")
     assert "k3y" not in repr(options)
     for headers in ({}, {"Authorization": "Bearer k3"}, {"Authorization": "k3y"}):

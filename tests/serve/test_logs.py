@@ -28,7 +28,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 def is_logged(caplog: pytest.LogCaptureFixture, number: int) -> bool:
-    """Whether there are so many lines: one is written behind its answer."""
+    """Whether there are so many lines: each is written after its answer."""
     return len(lines(caplog)) == number
 
 

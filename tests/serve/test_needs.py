@@ -42,7 +42,7 @@ def test_compressed_tensors_are_counted_as_they_are(tmp_path: Path, bits: int) -
     assert size < 1.3 * bits / 8 * written.module.num_parameters()
 
 
-def test_a_draft_in_a_file_is_counted_beside_its_target(tmp_path: Path) -> None:
+def test_a_draft_in_a_file_is_counted_with_its_target(tmp_path: Path) -> None:
     target, draft = (Written(tmp_path / mix, "llama", mix).file for mix in ("F16", "Q8_0"))
     both = memory(target, speculative_config={"method": "draft_model", "model": str(draft)})
     assert both == memory(target) + memory(draft) - REST

@@ -206,7 +206,7 @@ def test_it_stands_on_one_edge_and_fingers_hit_it(opened: Open) -> None:
     assert len({round(box["x"]) for box in boxes(page, "header h1, section").values()}) == 1
 
 
-def test_the_form_stays_beside_long_results_and_steps_have_axes(opened: Open) -> None:
+def test_the_form_stays_next_to_long_results_and_steps_have_axes(opened: Open) -> None:
     page = opened(height=700)
     run(page, max_tokens="150", seed="3", pairs="0")
     for end in ("0", "document.documentElement.scrollHeight"):

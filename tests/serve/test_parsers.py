@@ -146,7 +146,7 @@ def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
         assert ARGUMENTS.startswith(last.arguments)
         assert len(whole) + last.is_whole >= done
         done = len(whole) + last.is_whole
-    assert done == (1 if name == "llama3_json" else 2)  # whose last brace is cut
+    assert done == (1 if name == "llama3_json" else 2)  # the last brace is cut
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
         ("llama3_json", '{"name": "Ada", "age"', [Content('{"name": "Ada", "age"')]),
     ],
 )  # fmt: skip
-def test_calls_that_nobody_forced_may_be_cut(name: str, text: str, parts: list[Part]) -> None:
+def test_calls_that_are_not_forced_may_be_cut(name: str, text: str, parts: list[Part]) -> None:
     assert read(parsing(name), [text], reason="length") == parts
 
 

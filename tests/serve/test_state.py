@@ -1,4 +1,4 @@
-"""Health, models, tokens, metrics, keys; requests whose client or engine is gone."""
+"""Health, models, tokens, metrics, keys; requests that have lost their client or engine."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
 
 
 def test_gauges_while_requests_run_and_after_their_clients_left(server: Running) -> None:
-    """Streamed or not, waiting or running: nothing is left of what nobody reads."""
+    """Streamed or not, waiting or running: nothing is left of requests without a reader."""
     with (
         ExitStack() as stack,
         ThreadPoolExecutor(1) as pool,

@@ -12,7 +12,7 @@ PIECES = ["a", " +", " b", "\n"]
 
 
 class FakeLLM:
-    """Streams `pieces`; fails where it is told to."""
+    """Streams `pieces`; raises `error` after `fail_after` of them."""
 
     def __init__(
         self,

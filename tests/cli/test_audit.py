@@ -267,7 +267,7 @@ def test_a_server_that_is_gone_is_given_up_at_once() -> None:
         client.texts("p", 1)
 
 
-# A server with a distribution of its own -----------------------------------------------------------
+# A server with a distribution of its own ----------------------------------------------------------
 
 Laws = Callable[[torch.Tensor, torch.Tensor, SamplingParams], torch.Tensor]
 

@@ -77,7 +77,7 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
 
 
 def test_a_head_that_follows_plain_decoding_is_drafting_and_no_host_gap() -> None:
-    """In a step of 8B after 32 768 tokens with K = 0 it takes 0.2 ms; nothing else explains that."""
+    """In a step of 8B after 32 768 tokens with K = 0 it takes 0.2 ms: nothing else explains it."""
     seconds = {"gap": 0.1, "draft": 0.2, "forward": 5.0, "verify": 0.3, "observe": 0.4}
     trace = StepTrace(seconds)
     assert device_seconds(trace) == {"draft": 0.4, "target": 5.0, "verify": 0.3}

@@ -197,24 +197,18 @@ def test_ctrl_c_says_what_was_done() -> None:
     assert "Interrupted: 2 tokens were generated in" in result.stderr
 
 
-def test_unknown_errors_hide_the_traceback() -> None:
-    result = invoke(FakeLLM(1, ZeroDivisionError("by zero")), "x")
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), IntegrityError("two owners")])
+def test_unknown_errors_hide_the_traceback_and_are_called_bugs(error: Exception) -> None:
+    result = invoke(FakeLLM(1, error), "x")
     assert result.exit_code == 1
-    assert "Unexpected ZeroDivisionError: by zero" in result.stderr
-    assert "--debug" in result.stderr
+    assert f"Unexpected {type(error).__name__}: {error}" in result.stderr
+    assert "This is a bug in Foretoken; --debug" in result.stderr
 
 
 def test_debug_shows_the_traceback() -> None:
     error = NonFiniteLogitsError("row 3")
     result = invoke(FakeLLM(1, error), "x", "--debug")
     assert result.exception is error
-
-
-def test_our_own_bugs_are_called_bugs() -> None:
-    result = invoke(FakeLLM(1, IntegrityError("block 3 has two owners")), "x")
-    assert result.exit_code == 1
-    assert "Unexpected IntegrityError: block 3 has two owners" in result.stderr
-    assert "bug in Foretoken" in result.stderr
 
 
 @pytest.mark.parametrize(("prompt", "given"), [("-", b"def \xff():"), ("def \udcff():", None)])

@@ -20,9 +20,9 @@ from foretoken import LLM
 from foretoken.cli import app as cli
 from foretoken.errors import CapacityError
 from foretoken.outputs import RequestOutput
+from tests.cli.fake_llm import WithLLM
 from tests.support.asynchronous import PATIENCE
 from tests.support.checkpoints import save_checkpoint
-from tests.support.fake_llm import WithLLM
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""

@@ -26,7 +26,7 @@ from foretoken.errors import (
 )
 from foretoken.outputs import RequestOutput
 from foretoken.sampling.params import SamplingParams
-from tests.support.fake_llm import FakeLLM, WithLLM
+from tests.cli.fake_llm import FakeLLM, WithLLM
 
 
 def invoke(llm: FakeLLM, *args: str, **kwargs: Any) -> Result:

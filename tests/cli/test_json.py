@@ -15,9 +15,9 @@ from foretoken import LLM
 from foretoken.cli import app as cli
 from foretoken.cli.output import as_json
 from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenTrace
+from tests.cli.fake_llm import WithLLM
 from tests.project.source import ROOT
 from tests.support.checkpoints import save_checkpoint
-from tests.support.fake_llm import WithLLM
 
 OPTIONS = ["--temperature", "1", "--max-tokens", "5", "--n", "3", "--seed", "4"]
 

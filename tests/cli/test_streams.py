@@ -18,7 +18,7 @@ SCRIPT = """
 import sys
 from foretoken.cli import main
 from foretoken.cli.terminal import console
-from tests.support.fake_llm import FakeLLM, WithLLM
+from tests.cli.fake_llm import FakeLLM, WithLLM
 
 class Demo:
     def run(self, *args):

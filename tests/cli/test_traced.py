@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
 from foretoken.cli.output import Painter
 from foretoken.outputs import RequestOutput
-from tests.support.fake_llm import WithLLM
+from tests.cli.fake_llm import WithLLM
 
 STYLE_OF = {"green": "accepted", "bold red": "resampled", "cyan": "bonus", "": "plain"}
 

@@ -19,7 +19,7 @@ from foretoken.lab.audit.engine import EngineAudit
 from foretoken.lab.demo import STYLES, Demo
 from foretoken.models.locate import PACKAGED
 from foretoken.outputs import RequestMetrics
-from tests.support.fake_llm import WithLLM
+from tests.cli.fake_llm import WithLLM
 from tests.support.kernels import needs_kernels
 
 

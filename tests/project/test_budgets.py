@@ -19,7 +19,7 @@ MAX_TREE = 48 * 2**20  # bytes of what a clone checks out
 MAX_SUPPORT_LINES = 2100  # of tests/support in all
 # Functions with published parameters keep the limit that they have.
 WIDE_CONTRACTS = {
-    "foretoken.models.attention": 9,  # the signature that Transformers calls
+    "foretoken.models.attention": 9  # the signature that Transformers calls
 }
 SUPPORT = ROOT / "tests" / "support"
 

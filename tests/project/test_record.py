@@ -45,11 +45,7 @@ GONE = object()
     ("place", "value", "said"),
     [
         (("samples", 0, "token_ids", 1), 8, "samples[0].token_ids[1]: 7 → 8"),
-        (
-            ("samples", 0, "logprobs", 0, 0, 1),
-            NEXT_DOUBLE.hex(),
-            "samples[0].logprobs[0]: ",
-        ),
+        (("samples", 0, "logprobs", 0, 0, 1), NEXT_DOUBLE.hex(), "samples[0].logprobs[0]: "),
         (("prompt_logprobs", 2), None, "prompt_logprobs[2]: "),
         (("samples", 0, "token_ids", 1), GONE, "samples[0].token_ids[1]: 7 → no more"),
         (("samples", 0), GONE, "samples[0]: "),

@@ -431,9 +431,7 @@ def test_json_next_to_tools_is_one_of_two_ways_to_answer(name: str) -> None:
     assert (asked.parsing.is_either, asked.parsing.is_forced) == (True, False)
 
 
-def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(
-    http: httpx.Client,
-) -> None:
+def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(http: httpx.Client) -> None:
     conversation = [{"role": "user", "content": "def area(width, height):"}]
     limit = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     asked: dict[str, dict[str, Any]] = {

@@ -27,16 +27,7 @@ from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
 from tests.serve.child import LAST_CALL, TIME_IS_UP, Child, child
-from tests.serve.running import (
-    PATH,
-    PROMPT,
-    Deadlines,
-    Running,
-    connect,
-    post,
-    request,
-    running,
-)
+from tests.serve.running import PATH, PROMPT, Deadlines, Running, connect, post, request, running
 from tests.support.asynchronous import PATIENCE, Gate, idle, until
 
 LONG = {"prompt": "abc", "max_tokens": 90, "ignore_eos": True}
@@ -76,10 +67,7 @@ def test_what_takes_too_long_ends_with_what_there_is(target: Path) -> None:
     """The tenth step takes until both requests, a stream and a whole answer, have been aborted."""
     engine, options = AsyncEngine(str(target)), ServeOptions(queue_timeout=1, request_timeout=2)
     gate, deadlines = Gate(engine), Deadlines(options)
-    with (
-        running(engine, options, deadlines) as server,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    with running(engine, options, deadlines) as server, ThreadPoolExecutor(2) as pool:
         both = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
         until(lambda: engine.status.num_open == 2)
         gate.open(9)
@@ -316,9 +304,7 @@ def test_a_server_that_ends_lets_answers_be_completed(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_server_is_gone_when_its_time_is_over_whoever_still_wants_something(
-    target: Path,
-) -> None:
+def test_a_server_is_gone_when_its_time_is_over_whoever_still_wants_something(target: Path) -> None:
     """One has a stream of 12 s, which is cut; another has not sent all of its request."""
     with child(target, step_seconds=0.05, drain_timeout=1) as server:
         threads, found = long_streams(server, 1, 240)

@@ -34,15 +34,7 @@ from foretoken.serve.metrics import Counts, EngineCollector, Histogram, Record, 
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import News
 from tests.project.source import ROOT
-from tests.serve.running import (
-    PROMPT,
-    Running,
-    connect,
-    fail_later,
-    post,
-    request,
-    running,
-)
+from tests.serve.running import PROMPT, Running, connect, fail_later, post, request, running
 from tests.support.asynchronous import PATIENCE, Gate, idle, until
 
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
@@ -232,10 +224,7 @@ def test_the_metrics_documented_are_those_there_are(server: Running) -> None:
         controlled_seconds=2, estimated_plain_seconds=3, realised_plain_seconds=4))  # fmt: skip
     more = [*EngineCollector(adapting, Counts(), "x").collect()]
     speedups = {family.name: family.samples[0].value for family in more[-2:]}
-    assert speedups == {
-        "foretoken:estimated_speedup": 1.5,
-        "foretoken:realised_speedup": 2.0,
-    }
+    assert speedups == {"foretoken:estimated_speedup": 1.5, "foretoken:realised_speedup": 2.0}
     assert not speedups.keys() & names, "K is fixed there"
     names |= speedups.keys()
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -265,11 +254,7 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
 
 def test_gauges_while_requests_run_and_after_their_clients_left(server: Running) -> None:
     """Streamed or not, waiting or running: nothing is left of requests without a reader."""
-    with (
-        ExitStack() as stack,
-        ThreadPoolExecutor(1) as pool,
-        closing(Gate(server.engine)) as gate,
-    ):
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool, closing(Gate(server.engine)) as gate:
         readers = []  # one that is collected closes its stream
         for number in (1, 2, 3):
             http = stack.enter_context(httpx.Client(base_url=server.url, timeout=PATIENCE))

@@ -1,4 +1,4 @@
-"""An `LLM` of texts written beforehand, and commands that take an `LLM` which is there."""
+"""An `LLM` with given texts, and actions of the commands that use an `LLM` of the test's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foretoken audit`: verdicts, files, exit codes; servers that are absent, talk garbage or stop."""
+"""`foretoken audit`: verdicts, files, exit codes; servers that are absent, wrong or stop."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def serving(answer: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
 
 
 def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
-    """These answers, the last one for good."""
+    """These answers in turn, then the last one again and again."""
     left = [*answers]
     return lambda body: left.pop(0) if len(left) > 1 else left[0]
 

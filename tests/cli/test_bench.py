@@ -29,7 +29,7 @@ def bench(*args: Any, actions: Actions | None = None) -> Result:
 
 
 class Interrupted(Actions):
-    """Sends a signal when a line about the progress was noted so many times."""
+    """Sends a signal when the same line about the progress is noted for the `times`-th time."""
 
     def __init__(self, number: signal.Signals, line: str, times: int) -> None:
         self.number, self.line, self.left = number, line, times
@@ -74,7 +74,7 @@ def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -
 
 
 def test_a_shape_alone_is_enough(tmp_path: Path) -> None:
-    """That of Llama-3.1-8B, made small."""
+    """The shape of Llama-3.1-8B, made small."""
     shape = json.loads((ROOT / "benchmarks/shapes/llama-3.1-8b/config.json").read_text())
     shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -193,7 +193,7 @@ class Terminal:
         self.seen = ""
 
     def expect(self, text: str, seconds: float = PATIENCE) -> str:
-        """Read on until `text` was shown; what was shown since the last time."""
+        """Read until `text` is shown; returns what was shown before it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             ready, _, _ = select.select([self.fd], [], [], max(end - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""`foretoken generate`: streaming, JSON, and one clear message for whatever goes wrong."""
+"""`foretoken generate`: streaming, JSON, and one clear message for each error."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_what_the_command_does_not_say_is_the_engines_default() -> None:
 
 
 class EndingLLM(FakeLLM):
-    """Ends after its pieces in another way than by their length."""
+    """Ends after its pieces, by an error or for another reason than `length`."""
 
     def __init__(self, error: ForetokenError | None = None, **fields: Any) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_a_prompt_that_is_no_text(prompt: str, given: bytes | None) -> None:
 
 
 class SlowLLM(FakeLLM):
-    """Begins when all that was to be shown at once has been."""
+    """Begins when timers without a delay have run."""
 
     def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
         for thread in threading.enumerate():

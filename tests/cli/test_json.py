@@ -1,4 +1,4 @@
-"""What `--json` prints is what docs/cli.md says, and samples are printed one after another."""
+"""`--json` prints the keys of docs/cli.md, and samples are printed one after another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generate(llm: Any, *words: str) -> Result:
 
 
 def keys(value: Any, where: str = "") -> Iterator[str]:
-    """Paths of all keys, as the document writes them."""
+    """Paths of all keys, as in the document."""
     if isinstance(value, list):
         for item in value:
             yield from keys(item, where + "[]")

@@ -28,7 +28,7 @@ ENGINE = EngineConfig.__dataclass_fields__
 
 @pytest.fixture
 def served() -> Any:
-    """Runs the command up to where a model would be loaded: what it serves, or what it says."""
+    """Runs the command up to the load of a model: returns its options and output, or its error."""
     found: list[tuple[EngineConfig, ServeOptions]] = []
 
     class Reads(Actions):

@@ -1,4 +1,4 @@
-"""Closed, full and foreign streams are named as what they are, never as our bug."""
+"""Closed, full and foreign streams are named, and never called a bug."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMAND = [sys.executable, "-c", SCRIPT]
 
 
 def run(*args: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """The command; `shell` is what a shell does with its streams."""
+    """Run the command; `shell` redirects its streams."""
     return subprocess.run(
         ["bash", "-c", f'"$@" {shell}', "bash", *COMMAND, *args],
         env={**os.environ, **variables}, cwd=ROOT, capture_output=True, check=False,
@@ -57,7 +57,7 @@ def test_a_full_disk(args: list[str], unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize("args", [["generate", "x"], ["generate", "-h"], ["demo"]])
-def test_nobody_reads(args: list[str]) -> None:
+def test_without_a_reader(args: list[str]) -> None:
     done = run(*args, shell="| true; echo ${PIPESTATUS[0]}")
     # A short text may fit into the pipe before its reader is gone.
     assert done.stdout in ([b"141\n"] if args == ["demo"] else [b"141\n", b"0\n"])

@@ -1,4 +1,4 @@
-"""`--trace`: each token's text has its own colour, and the table says what the trace does."""
+"""`--trace`: each token's text has its own colour, and the table shows the trace."""
 
 from __future__ import annotations
 

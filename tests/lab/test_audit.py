@@ -370,7 +370,7 @@ def test_a_verifier_that_raises_is_an_error_that_says_so() -> None:
 
 
 def false_alarms(runs: int, draws: int, alpha: float, delta: float = 0.0) -> int:
-    """How many of so many null runs are refuted, each looked at after every draw."""
+    """How many of `runs` null runs are refuted, with a look after every draw."""
     rng, alarms = np.random.default_rng(1), 0
     known = [model._replace(rounds=1, most_accepted=0.5, delta=delta) for model in models()]
     for _ in range(runs):

@@ -1,4 +1,4 @@
-"""The audit of a live engine passes on the engine as it is, and fails on one that is wrong."""
+"""The audit of a live engine passes right engines, and refutes wrong ones."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def test_ranks_are_uniform_and_what_cannot_be_is_last() -> None:
 
 
 def test_filters_are_the_oracles() -> None:
-    """Written once more, not shared: both must say the same of rows with ties."""
+    """Two implementations agree on rows with ties."""
     from foretoken.lab.laws.chain import Chain, Setting
 
     logits = (torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 2).round()

@@ -45,7 +45,7 @@ def bench(target: Path, draft: Path) -> Bench:
     put = Mailbox.put
 
     def put_alone(self: Mailbox, *news: Any) -> bool:
-        """No step runs ahead of who reads it: each brings a piece, however busy the machine is."""
+        """Each step waits for its reader, so that each brings a piece, also on a busy machine."""
         if put(self, *news):
             tell([self])
         until(lambda: not self._unread)
@@ -161,7 +161,7 @@ def test_a_table_on_a_terminal() -> None:
 
 
 class Failing:
-    """A model that computes nothing any more."""
+    """A model that fails in every pass."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -199,7 +199,7 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(targe
 
 
 class Dying(Engines):
-    """Its first step fails, and the engine is gone before it is watched no more."""
+    """Its first step fails, and `watch(None)` comes when the engine is gone."""
 
     def watch(self, steps: list[Step] | None) -> None:
         if steps is None:

@@ -1,4 +1,4 @@
-"""`foretoken bench` sends what it says, in turns, and keeps what there is when it ends early."""
+"""`foretoken bench`: its load, turns of its cases, and its results after an early end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_concurrency_is_kept_and_a_rate_is_random_but_the_same() -> None:
 
 
 def test_who_is_late_under_a_rate_makes_its_requests_wait() -> None:
-    """Due every 10 ms from a client that takes 20 ms with each: every one waits for all before."""
+    """A request is due every 10 ms, and the client takes 20 ms for each: lateness adds up."""
 
     def busy(number: int, case: Case) -> None:
         time.sleep(0.02)

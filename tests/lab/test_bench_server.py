@@ -1,4 +1,4 @@
-"""`foretoken bench --url`: streams as times and counts, and what a server can do wrong."""
+"""`foretoken bench --url`: times and counts of streams, and faults of servers."""
 
 from __future__ import annotations
 

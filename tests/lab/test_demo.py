@@ -70,7 +70,7 @@ def test_styles_differ_without_colour() -> None:
 @pytest.mark.skipif(find_spec(PACKAGED["smollm2-135m"].module) is None, reason="needs its package")
 @needs_kernels
 def test_a_model_of_chats_answers_questions() -> None:
-    """With the head of its own, and no reading of code."""
+    """It uses the model's own head, and completes no code."""
 
     class Quick(Actions):
         def demo(self, llm: LLM, note: Callable[[str], None]) -> Demo:

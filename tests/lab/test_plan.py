@@ -1,4 +1,4 @@
-"""`foretoken plan`: the scheduler it drives, the profiles it reads, what it concludes from them."""
+"""`foretoken plan`: the scheduler that it drives, the profiles that it reads, its conclusions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("known_memory")
 def test_the_simulation_takes_the_steps_of_the_engine(
     target: Path, draft: Path, ahead: bool
 ) -> None:
-    """With acceptance that leaves nothing to chance: chunked prompts, queues and preemption too."""
+    """Acceptance is fixed; there are chunked prompts, queues and preemption."""
     speculation = {
         "model": str(draft), "num_speculative_tokens": 4, "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [1.0, 1.0, 0.0, 0.0],
@@ -74,7 +74,7 @@ def test_the_simulation_takes_the_steps_of_the_engine(
 
 
 def test_chunks_next_to_decode_steps_are_those_of_the_engine(target: Path) -> None:
-    """Given the same costs, by which a prompt takes several steps that one would have room for."""
+    """By the same costs, which spread a prompt over several steps though one has room for it."""
     with LLM(
         target, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=200, block_size=16,
         enable_prefix_caching=False,

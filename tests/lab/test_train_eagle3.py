@@ -155,7 +155,7 @@ def options_of(target: Path, data: Path, output: Path, **others: Any) -> TrainOp
 
 
 def train(options: TrainOptions, stop_after: int | None = None) -> list[str]:
-    """The lines that it says; Ctrl-C comes while a step is reported."""
+    """Train and return the reported lines; Ctrl-C comes at the report of step `stop_after`."""
     lines = list[str]()
 
     def say(line: str) -> None:

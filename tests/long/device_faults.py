@@ -66,7 +66,7 @@ def too_much_memory() -> None:
 
 
 def break_step(act: Callable[[], None]) -> None:
-    """Have the step number `STEP` that any engine serves begin with this on the device."""
+    """Run `act` on the device at the beginning of step number `STEP` of any engine."""
     serve, run, calls = Engine.step, Runner.run, 0
 
     def counted(self: Engine) -> Any:
@@ -133,7 +133,7 @@ def nan_in_llm() -> dict[str, bool]:
 
 
 def in_async_engine(act: Callable[[], None] | None, kind: type[Exception]) -> dict[str, bool]:
-    """All readers end, as many as there are, and one that comes later; `act` None: a NaN."""
+    """All readers end, also one that comes later; `act` None: a NaN."""
     engine = AsyncEngine("tiny-python", **OPTIONS)
     prompts = list(PROMPTS)
     if act is None:
@@ -167,7 +167,7 @@ def in_async_engine(act: Callable[[], None] | None, kind: type[Exception]) -> di
 
 
 def in_command(said: str, *words: str, act: Callable[[], None] | None = None) -> dict[str, bool]:
-    """`foretoken generate` in this process; what it says on stderr, and its exit status."""
+    """Check stderr and the exit status of `foretoken generate`, run in this process."""
     from typer.testing import CliRunner
 
     from foretoken.cli.app import app
@@ -203,7 +203,7 @@ CASES: dict[str, Callable[[], dict[str, bool]]] = {
 
 
 def run(name: str) -> Row:
-    """A case in a process of its own; a check that is not there any more has failed."""
+    """Run a case in a process of its own; a check that is missing has failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if "no GPU" in name else {}
     command = [sys.executable, "-m", "tests.long.device_faults", "--case", name]
     started = time.perf_counter()

@@ -111,7 +111,7 @@ class Crowd:
         self.pause = 0
 
     def step(self) -> None:
-        """Let a wave come once the pause after the last one is over, perhaps one go, and step."""
+        """Add a wave of requests after a pause, perhaps abort a request, and step."""
         found, self.pause = self.found, self.pause - 1
         if self.pause < 0 or not self.engine.has_work:
             self.pause = self.rng.choice(PAUSES)
@@ -133,7 +133,7 @@ class Crowd:
             self._take(group, self.running.pop(group))
 
     def drain(self) -> None:
-        """Serve who is left: every size of a batch; every block and slot must come back."""
+        """Serve the remaining requests; every block and slot must come back."""
         while self.engine.has_work:
             self.engine.step()
         self.engine.step()  # what runs ahead is read
@@ -181,7 +181,7 @@ class Memory:
         self.held = self._now()
 
     def look(self, seconds: float) -> None:
-        """See what there is, so many seconds from the start on."""
+        """Read the memory, `seconds` after the start."""
         made, host, gpu = self.held
         self.held = self._now()
         if self.held[0] == made and self.looked >= self.limit / 4:
@@ -214,7 +214,7 @@ def learn(known: list[Known], speculation: Any, options: Any, seconds: float) ->
 
 
 def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]:
-    """Let the crowd come and go; how long it did, and what memory has grown by."""
+    """Run the crowd; returns its duration and the growth of memory."""
     pool, start, limit = crowd.engine.scheduler.pool, time.perf_counter(), 60 * args.minutes
     memory, now, told = Memory(crowd.engine, limit), start, start
     if end - TO_END - start < limit:
@@ -244,7 +244,7 @@ def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]
 
 
 def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """What did not happen as promised, or must not happen."""
+    """Promised events that did not happen, and bounds that were exceeded."""
     least = {"seconds": 60 * args.minutes, "requests": args.requests, "distinct": LEAST_DISTINCT}
     least |= dict.fromkeys(PROMISED, 1) | {"steady_seconds": 60 * args.minutes * LEAST_STEADY}
     most = {"blocks_missing": 0, "unexplained": 0, **MOST_GROWN}

@@ -99,7 +99,7 @@ class Child:
             timer.cancel()
 
     def report(self, failures: Failures) -> dict[str, Any]:
-        """The next line's object; its failures, or that there is none, are added to those given."""
+        """The next line's object; adds its failures, or a missing line, to `failures`."""
         line = self.line()
         if not line.startswith("{"):
             failures.append(f"the process said {line!r} and ended with {self.process.wait()}")
@@ -123,7 +123,7 @@ def threads(backend: str, seconds: float) -> tuple[Row, Failures]:
 
 
 def signals(backend: str, count: int) -> tuple[Row, Failures]:
-    """Signals at random moments of long calls, of which one process makes one after the other."""
+    """Signals at random moments of long calls, which one process makes one after the other."""
     failures: Failures = []
     took, got = [], []
     with Child("signals", backend) as child:
@@ -202,7 +202,7 @@ def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures
 
 
 def documents() -> tuple[Row, Failures]:
-    """What README.md and docs/ tell users to type (`tests/long/documented.py`)."""
+    """The commands of README.md and docs/ (`tests/long/documented.py`)."""
     start = time.perf_counter()
     count, failures = documented.run_all()
     values: dict[str, Value] = {"commands": count, "minutes": (time.perf_counter() - start) / 60}
@@ -210,7 +210,7 @@ def documents() -> tuple[Row, Failures]:
 
 
 def collapse(default: list[float], one: list[float]) -> Failures:
-    """What is wrong with these tokens per second of default threads and of one."""
+    """Failures in these tokens per second of default threads and of one."""
     ours, least = statistics.median(default), statistics.median(one) / COLLAPSE
     if ours >= least:
         return []
@@ -236,7 +236,7 @@ def _row(case: str, backend: str, values: dict[str, Any], failures: Failures) ->
 
 
 def cases(backend: str, options: argparse.Namespace) -> list[Callable[[], tuple[Row, Failures]]]:
-    """Those of one backend."""
+    """The cases of one backend."""
     return [
         lambda: threads(backend, options.seconds),
         lambda: signals(backend, options.signals),
@@ -326,7 +326,7 @@ def share_llm(
 
 
 def take_signals(backend: str) -> None:
-    """One long call per line read, in the way that the line says, until there are no more lines."""
+    """Make one long call for each line of standard input, in the way that the line names."""
     llm = load(backend)
     count, length = LONG[backend]
     prompts = PROMPTS[:count]
@@ -428,7 +428,7 @@ def fork_while_busy(backend: str, count: int) -> Report:
 
 
 def in_fork(llm: LLM, engine: AsyncEngine) -> list[str]:
-    """Which calls do not say at once that this process cannot serve them."""
+    """The calls that do not raise `UsageError` at once in this forked process."""
 
     async def one(outputs: AsyncIterator[RequestOutput]) -> None:
         async for _ in outputs:

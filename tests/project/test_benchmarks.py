@@ -164,7 +164,7 @@ def test_where_two_texts_part() -> None:
 
 
 def test_near_ties_are_told_from_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of weights a hundred times as far off part where those that are nudged do not."""
+    """Weights that are a hundred times as far off change texts where nudged weights do not."""
     monkeypatch.setattr(near_ties, "MODELS", 2)  # that part as `far` does at once, or hardly ever
     speculation = {"method": "draft_model", "num_speculative_tokens": 2}
     params = [SamplingParams(temperature=0.8, max_tokens=32, seed=i) for i in range(48)]

@@ -50,7 +50,7 @@ def test_length_of_what_tests_share() -> None:
 
 
 def test_size_of_the_tree() -> None:
-    """A clone carries it for ever: models that are stored in fewer bits, not more of them."""
+    """A clone keeps every file for ever."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
         pytest.skip("this is no clone")

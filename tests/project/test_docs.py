@@ -47,7 +47,7 @@ def sources(top: Path) -> list[Path]:
 
 
 def named_files(document: str) -> set[str]:
-    """What stands between backticks and is a path, or ends as a file does."""
+    """Paths and names of files between backticks."""
     names = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)*/?)`", document)
     return {name for name in names if "/" in name or re.search(r"\.(py|cpp|h|md|txt)$", name)}
 
@@ -88,7 +88,7 @@ def has_charter(path: Path, text: str) -> bool:
 
 
 def test_every_source_begins_with_its_charter() -> None:
-    """What the tree of ARCHITECTURE.md leaves out is told there."""
+    """The tree of ARCHITECTURE.md has only folders; files describe themselves."""
     texts = {p: p.read_text(encoding="utf-8") for p in sources(PACKAGE) if p.is_file()}
     without = [str(p.relative_to(ROOT)) for p, text in texts.items() if not has_charter(p, text)]
     assert without == []

@@ -112,7 +112,7 @@ class Reached(Actions):
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("command", OURS, ids=named)
 def test_options_are_read(command: Documented) -> None:
-    """Up to where something would be loaded, served or measured."""
+    """Commands end before they load, serve or measure anything."""
     reached = Reached()
     result = CliRunner().invoke(app, command.words[1:], input=given(command), obj=reached)
     if command.shown and command.shown[0].startswith("Error:"):
@@ -137,7 +137,7 @@ def test_an_option_that_is_gone_is_noticed() -> None:
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "python -m" in c.line], ids=named)
 def test_options_of_modules_are_read(command: Documented, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to where a benchmark has read them."""
+    """Benchmarks end after they have read them."""
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(self: Any, *given: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_script_of_the_readme(
 
 
 def names_of_readers() -> dict[str, Any]:
-    """What readers of a piece of Python are taken to have: models, prompts, tensors."""
+    """The names that a piece of Python in a document uses: models, prompts, tensors."""
     kept, drafts, vocabulary = 2, 4, 16
     random = torch.Generator().manual_seed(0)
     return {

@@ -60,18 +60,18 @@ class Deadlines(Lifetime):
         return handle
 
     def come(self, seconds: float) -> None:
-        """So many seconds have passed, for all that still wait for it."""
+        """Let all deadlines of this length come that are not cancelled."""
         for call in self.left(seconds):
             call()
 
     def left(self, seconds: float) -> list[Any]:
-        """What happens after so many seconds, unless it is cancelled."""
+        """The calls of deadlines of this length that are not cancelled."""
         return [call for length, handle, call in self.timers
                 if length == seconds and not handle.cancelled()]  # fmt: skip
 
 
 def connect(server: Running) -> socket.socket:
-    """A connection that says what it is given, and no more."""
+    """A connection that sends nothing by itself."""
     address = httpx.URL(server.url)
     return socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
 
@@ -84,7 +84,7 @@ def request(body: dict[str, Any]) -> bytes:
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
-    """The answer to a body, or the `error` of one."""
+    """The answer to a body, which may be an `error`."""
     answer: dict[str, Any] = http.post(path, json=body).json()
     return answer
 
@@ -98,7 +98,7 @@ def chunks(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def choices(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    """Of a stream's chunks, what they say of one choice."""
+    """The parts of one choice in the chunks of a stream."""
     return [c for chunk in found for c in chunk["choices"] if c["index"] == index]
 
 

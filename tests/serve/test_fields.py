@@ -248,7 +248,7 @@ def test_the_documented_lists_are_those_of_the_code() -> None:
 
 
 def taken(foreign: Foreign) -> str:
-    """The values at which a field is taken, as JSON has them."""
+    """The values that a field may have, as JSON."""
     values = dict.fromkeys(json.dumps(value) for value in foreign.harmless if value is not None)
     return ", ".join(f"`{value}`" for value in values) or "null alone"
 
@@ -398,7 +398,7 @@ def test_only_what_is_too_long_for_the_context_is_said_to_be(
 
 @pytest.mark.parametrize("name", ["response_format", "guided_json"])
 def test_white_space_is_requested_next_to_a_schema(name: str) -> None:
-    """As vLLM merges them; other keys say what the text must be once more."""
+    """As in vLLM, keys about white space join the schema; a second schema is refused."""
     for given, told in (
         ({"disable_any_whitespace": False}, '"whitespace_flexible": true'),
         ({"whitespace_pattern": " ?"}, '"whitespace_pattern": " ?"'),

@@ -1,4 +1,4 @@
-"""What a fleet is asked to be, what its replicas need, and whether a cluster has that."""
+"""Options of a fleet, the resources that its replicas need, and whether a cluster has them."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def test_options_of_replicas_want_replicas(name: str) -> None:
 
 
 def weights(name: str, size: int = 4) -> int:
-    """Bytes of a checkpoint's numbers, each of so many."""
+    """Bytes of a checkpoint with `size` bytes per number."""
     file = resolve_checkpoint(name) / "model.safetensors"
     with safe_open(file, "pt") as tensors:
         return sum(size * tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118

@@ -89,7 +89,7 @@ class Local:
 
 
 class Scripted:
-    """Says these pieces, raises these errors, or hangs; `said` is what its replicas are asked."""
+    """Yields pieces, raises errors, or hangs; `said` has the results of `ask` by method."""
 
     def __init__(self, *script: Any, names: Sequence[str] = ("fake",), **said: list[Any]) -> None:
         self.names, self.script, self.said = names, script, said
@@ -178,7 +178,7 @@ def pair(target: Path) -> Iterator[Pair]:
 
 
 def scrubbed(value: Any) -> Any:
-    """Without what two servers say differently: names, times, what was cached."""
+    """The value without names, times and counts of cached tokens, which differ between servers."""
     if isinstance(value, dict):
         told = {"id", "item_id", "created", "created_at", "completed_at", "metrics"}
         told |= {"cached_tokens", "cache_read_input_tokens"}
@@ -187,7 +187,7 @@ def scrubbed(value: Any) -> Any:
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events, which are whole."""
+    """The data of a stream's events; all events must be whole."""
     *found, end = text.split("\n\n")
     assert end == ""
     data = [re.fullmatch(r"(?:event: (\S+)\n)?data: (.*)", event) for event in found]
@@ -198,7 +198,7 @@ def events(text: str) -> list[Any]:
 
 
 def text_of(event: Any) -> str:
-    """What an event of any of the APIs adds to the text."""
+    """The text that an event of any of the APIs adds."""
     if event == "[DONE]":
         return ""
     delta = event.get("delta", {})
@@ -209,7 +209,7 @@ def text_of(event: Any) -> str:
 
 
 def gist(read: list[Any]) -> list[Any]:
-    """Of a stream what does not depend on where steps end, which is a matter of time."""
+    """The content of a stream that does not depend on timing, as the ends of steps do."""
     text = "".join(map(text_of, read))
     assert text
     kinds = [event.get("type", "chunk") if event != "[DONE]" else event for event in read]
@@ -451,7 +451,7 @@ def test_what_ends_without_an_answer_is_503_and_no_death(script: list[Any]) -> N
 
 
 def check_error(path: str, read: list[Any], num_before: int) -> None:
-    """After so many events comes the API's own, which ends the stream."""
+    """After `num_before` events comes the error event of the API, which ends the stream."""
     error, *end = read[num_before:]
     assert end == (["[DONE]"] if path in (COMPLETIONS, CHAT) else [])
     told = {"message": str(DIED), "param": None, "code": "unavailable"}

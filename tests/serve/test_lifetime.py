@@ -227,7 +227,7 @@ def test_a_long_prompt_does_not_stop_those_that_decode(target: Path) -> None:
 
 
 def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], list[Any]]:
-    """Threads that read streams, and the text of each; all have begun."""
+    """Threads that read streams, and the status and text of each; all streams have begun."""
     found: list[Any] = [None] * count
     begun = threading.Semaphore(0)
 
@@ -304,8 +304,8 @@ def test_a_server_that_ends_lets_answers_be_completed(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_server_is_gone_when_its_time_is_over_whoever_still_wants_something(target: Path) -> None:
-    """One has a stream of 12 s, which is cut; another has not sent all of its request."""
+def test_a_server_ends_when_its_time_is_over_though_clients_wait(target: Path) -> None:
+    """One client reads a stream of 12 s, which is cut; another has sent half of a request."""
     with child(target, step_seconds=0.05, drain_timeout=1) as server:
         threads, found = long_streams(server, 1, 240)
         with closing(connect(Running(str(server.http.base_url), None))) as slow:
@@ -364,7 +364,7 @@ def test_a_server_that_is_idle_is_gone_at_once() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_second_signal_ends_at_once() -> None:
-    """By the signal: at the end of its time, an hour, it would end with 0."""
+    """The exit code is that of the signal; after `drain_timeout`, an hour, it would be 0."""
     engine = {"threads": 1, "num_blocks": 256}
     with child("tiny-python", engine=engine, step_seconds=0.01, drain_timeout=3600) as server:
         threads, _ = long_streams(server, 1, 2000)

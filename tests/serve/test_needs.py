@@ -1,4 +1,4 @@
-"""Memory that a replica of a quantised model is given: the bytes of its file, as they are kept."""
+"""Memory for a replica of a quantised model: the bytes of its file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory(path: Path, **engine: Any) -> int:
 
 @pytest.mark.parametrize("mix", ["F32", "F16", "Q8_0", "K mix"])
 def test_a_gguf_file_is_counted_as_it_is(tmp_path: Path, mix: str) -> None:
-    """Whatever `dtype` says: less than the numbers take, but its header and tokenizer."""
+    """For any `dtype`: the size of the file, without its header and tokenizer."""
     written = Written(tmp_path, "llama", mix)
     size, numbers = written.file.stat().st_size, written.module.num_parameters()
     found = memory(written.file) - REST

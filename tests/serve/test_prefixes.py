@@ -1,4 +1,4 @@
-"""Who has seen a prompt's beginning, who gets the next request, and what a front reads for that."""
+"""Which replica has seen a prompt's beginning, which gets the next request, what a front reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foretoken.serve.fleet.prefixes import CHUNK, MOST_CHARS, PrefixIndex, ranke
 
 
 def beginnings(prompt: str) -> list[str]:
-    """What is remembered of a prompt: all of its beginnings of whole chunks, or itself."""
+    """The remembered parts of a prompt: its beginnings of whole chunks, or all of a short one."""
     text = prompt[:MOST_CHARS]
     if 0 < len(text) < CHUNK:
         return [text]
@@ -78,7 +78,7 @@ def test_the_index_is_the_naive_one(
 
 
 def test_the_last_that_computed_a_beginning_has_it() -> None:
-    """Written out, as the naive index is; a prompt shorter than a chunk is known as a whole."""
+    """A case by hand; a prompt shorter than a chunk is known as a whole."""
     index = PrefixIndex[str]()
     index.add("s" * 2 * CHUNK + "x" * CHUNK, "p")
     index.add("s" * 2 * CHUNK + "y" * CHUNK, "q")
@@ -225,7 +225,7 @@ def test_a_huge_prompt_is_cut(body: dict[str, Any]) -> None:
 
 
 def test_odd_numbers_are_texts_too() -> None:
-    """Whether they may stand there, a replica says."""
+    """The replica decides whether they are allowed there."""
     found = read_wanted(
         b'{"model": "m", "prompt": [1e999, -0.5, true, null, 12345678901234567890]}'
     )

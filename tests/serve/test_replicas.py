@@ -43,7 +43,7 @@ def ask(server: Served, **body: Any) -> httpx.Response:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """What a command says and its exit code, which it must reach by itself."""
+    """Output and exit code of a command, which must end by itself."""
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )

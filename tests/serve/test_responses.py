@@ -131,7 +131,7 @@ def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], par
 
 
 def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
-    """What has begun does not show what came later."""
+    """Events of the beginning do not contain later parts."""
     body = ResponsesBody(input="a", chat_template_kwargs={})
     writer = ResponsesWriter(Asked(SamplingParams(), messages=()), body, "m")
     usage = Usage(Asked(SamplingParams()))
@@ -154,7 +154,7 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
 
 
 def test_an_answer_that_the_server_cut_says_so() -> None:
-    """Here and in Messages: by its end, of a request that had not begun, and by a deadline."""
+    """In Responses and Messages: at the server's end, before a first token, and by a deadline."""
     asked, body = Asked(SamplingParams()), ResponsesBody(input="a")
     for text, why in (("", "shutdown"), ("so", "timeout")):
         parts = (Content(text),) if text else ()

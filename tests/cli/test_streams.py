@@ -22,8 +22,9 @@ from tests.cli.fake_llm import FakeLLM, WithLLM
 
 class Demo:
     def run(self, *args):
+        shown = console()
         for _ in range(20000):
-            console().print("a line of the demo")
+            shown.print("a line of the demo")
 
 class Quick(WithLLM):
     def demo(self, llm, note):

@@ -19,6 +19,7 @@ from foretoken.cli.app import app
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.lab.train_eagle3.command import Batches, Documents, Training, cut, pick_prompts
 from foretoken.lab.train_eagle3.options import TrainOptions
+from foretoken.lab.train_eagle3.trainer import Trainer
 from foretoken.lab.train_eagle3.unroll import Unroll, agreement, loss_of
 from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
@@ -277,8 +278,17 @@ def test_what_cannot_be_trained_is_refused(target: Path, data: Path, tmp_path: P
     with pytest.raises(UnsupportedModelError, match="3 layers or more"):
         train(options_of(shallow, data, out))
 
-    with pytest.raises(ConfigError, match=r"`learning_rate` is 1e\+30: must be lower: the loss is"):
-        train(options_of(target, data, out, steps=3, learning_rate=1e30))
+    class Diverging(Trainer):
+        def train(self, token_BT: Tensor) -> Tensor:
+            self.step += 1
+            return torch.tensor(float("nan"))
+
+    class DivergingTraining(Training):
+        trainer = Diverging
+
+    training = DivergingTraining(options_of(target, data, out, steps=1), str, str)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"`learning_rate` is 0.01: must be lower: the loss is n"):
+        training.run()
 
 
 def test_the_command_line_reports_one_line_of_error(tmp_path: Path) -> None:

@@ -263,7 +263,12 @@ class Training:
     Args:
         say: gets a line now and then.
         note: gets what has been done so far, which Ctrl-C reports.
+
+    Attributes:
+        trainer: does the steps; a subclass may have another.
     """
+
+    trainer: type[Trainer] = Trainer
 
     def __init__(
         self, options: TrainOptions, say: Callable[[str], None], note: Callable[[str], None]
@@ -375,7 +380,7 @@ class Training:
             target_ids = likeliest.sort().values
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
         sample_BT = own_NL[: options.batch_size].long()
-        return Trainer(
+        return self.trainer(
             config, target, recipe, sample_BT, target_ids=target_ids, tied=options.tied_head
         )
 

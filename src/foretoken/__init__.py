@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names by their module, which is imported when one of them is first asked for.
+# By module, its public names. A module is imported when one of its names is first used.
 _NAMES = {
     "llm": "LLM",
     "async_engine": "AsyncEngine",
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         if not name.startswith("_"):
             foreign = import_module("foretoken.foreign")
-            if name in foreign.NAMES:  # of vLLM's: what it is here is said where it is used
+            if name in foreign.NAMES:  # a name of vLLM's: using it raises, and says what to write
                 return foreign.absent_name(name)
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     return getattr(import_module(f"foretoken.{_PLACES[name]}"), name)

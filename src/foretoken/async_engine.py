@@ -1,6 +1,6 @@
 """`AsyncEngine`: one async iterator per request, all of them batched by one engine in a thread.
 
-Charter: what users of asyncio call. The thread, and how news come from it, is `engine/worker.py`.
+Charter: the calls for users of asyncio. The thread and its mailboxes are in `engine/worker.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from foretoken.sampling.params import SamplingParams
 class AsyncEngine:
     """An engine with a model in it, for asyncio.
 
-    Requests of any number of tasks run in one batch. Building it loads the model and blocks: do it
-    before the event loop serves anything, or by `asyncio.to_thread`. Requests may come from several
-    event loops; each iterator belongs to the loop that began it. Signals are the program's:
-    `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
+    Requests of any number of tasks run in one batch. Requests may come from several event loops;
+    each iterator belongs to the loop that began it. Making an `AsyncEngine` loads the model, which
+    blocks: do this before the event loop serves anything, or by `asyncio.to_thread`. Signals are
+    left to the program: `asyncio.run` turns Ctrl-C into a cancellation, which aborts requests (see
+    `generate`).
 
-    It takes what `LLM` takes, and raises the same.
+    Arguments and errors are those of `LLM`.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class AsyncEngine:
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
         self._grammars = engine.grammars
         self._worker = Worker(engine)
-        # A forgotten engine ends its thread when it is collected or when the program exits.
+        # An engine without references ends its thread when it is collected or the program exits.
         weakref.finalize(self, self._worker.stop)
 
     @property
     def engine(self) -> Engine:
-        """The engine; while it has work, its own thread alone may touch it.
+        """The engine; while it has work, only its own thread may use it.
 
         Raises:
             UsageError: after `close()`.
@@ -88,22 +89,22 @@ class AsyncEngine:
         deltas: bool = False,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
-        """Complete one prompt; yields what there is, in order, the last output finished.
+        """Complete one prompt; yields outputs in order, the last one finished.
 
-        Every output holds all that came before it, so an iterator that is read slowly gets the
-        newest one and skips others. With `deltas` every `RequestDelta` holds what is new: an
-        iterator that is read slowly gets several as one, and each token, piece of text and
-        log-probability exactly once. Leaving it early (`break`, `aclose`, cancellation) aborts the
-        request; to have that happen at once rather than at garbage collection, use
-        `contextlib.aclosing`. Nothing is queued before the first step of the iterator.
+        Every output contains all earlier ones, so a slow reader gets only the newest. With `deltas`
+        every `RequestDelta` holds only what is new: a slow reader gets several deltas merged into
+        one, and each token, piece of text and log-probability exactly once. Leaving the iterator
+        early (`break`, `aclose`, cancellation) aborts the request; use `contextlib.aclosing` to
+        abort it at once rather than at garbage collection. The request is queued at the first step
+        of the iterator.
 
         Args:
             prompt, sampling_params, others: as in `LLM.generate`, for one prompt.
-            request_id: a name for `abort`, of no other open request; None: a number.
-            deltas: yield `RequestDelta`s; the cost of a step does not grow with the output then.
+            request_id: a name for `abort` that no other open request has; None: a number.
+            deltas: yield `RequestDelta`s. Their cost does not grow with the output.
 
         Raises, at once:
-            RequestError: an option that is unknown.
+            RequestError: an unknown option.
 
         Raises, at the first step of the iterator:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
@@ -111,9 +112,8 @@ class AsyncEngine:
             UsageError: after `close()`, or in a forked child, which has no thread to serve it.
 
         Raises, at any step:
-            StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
-                requests and not the engine are in the last output's `error` instead, next to the
-                tokens that were made.
+            StepError: the engine's thread failed, which is a bug in Foretoken. A fault that ends
+                this request is not raised: the last output has the `error` and the tokens so far.
         """
         check_options(others, known=("prompt", "sampling_params", "request_id", "deltas"))
         return self._complete(prompt, sampling_params, request_id, deltas)
@@ -141,14 +141,14 @@ class AsyncEngine:
         deltas: bool = False,
         **template: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
-        """Complete one conversation, as `generate` does a prompt.
+        """Complete one conversation, as `generate` completes a prompt.
 
         Args:
             messages, template: as in `LLM.chat`, one conversation.
             sampling_params, request_id, deltas: as in `generate`.
 
         Raises, at once:
-            RequestError: a template that is not one or does not use what it is given. All else is
+            RequestError: a bad template, or one that does not use an input. All other errors are
                 raised as in `generate`.
         """
         prompt = self._chat_prompt(messages, template)
@@ -165,18 +165,19 @@ class AsyncEngine:
         request_id: str | None,
         deltas: bool,
     ) -> AsyncGenerator[Any, None]:
+        """Wait until the grammar is compiled, queue the request, and yield its outputs."""
         params = self._params.read(sampling_params)
-        # A grammar that no variable holds is dropped: this one stays until the request has ended.
+        # A grammar without references is dropped: `compiling` keeps it until the request ends.
         compiling = self._grammars.begin(params.structured_outputs)
         while compiling and (left := self._grammars.seconds_left(compiling)) > 0:
             await asyncio.wait([asyncio.wrap_future(compiling.future)], timeout=left)
         worker, mailbox = self._worker, Mailbox(asyncio.get_running_loop(), deltas=deltas)
         name = worker.enter(request_id, mailbox, prompt, params)
-        news = None
+        output = None
         try:
-            while news is None or not news.finished:
-                news = await mailbox.read()
-                yield news
+            while output is None or not output.finished:
+                output = await mailbox.read()
+                yield output
         finally:
             worker.leave(name, mailbox)
 
@@ -186,14 +187,15 @@ class AsyncEngine:
         return self._worker.status()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` means: the checkpoint's defaults, to change and pass on."""
+        """The parameters that `sampling_params=None` stands for (a copy): `SamplingParams()` with
+        the checkpoint's defaults."""
         return replace(self._params.defaults)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, as `generate` would have them.
+        """Token ids of a prompt, as `generate` encodes it.
 
         Raises:
-            RequestError: it is no prompt, or a text where there is no tokenizer.
+            RequestError: `prompt` is no prompt, or it is a text and there is no tokenizer.
         """
         encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
         return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
@@ -201,15 +203,19 @@ class AsyncEngine:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
     ) -> list[int]:
-        """Token ids of a conversation, as `chat` would have them; raises `RequestError`, too."""
+        """Token ids of a conversation, as `chat` encodes it.
+
+        Raises:
+            RequestError: a bad template or conversation, as in `chat`.
+        """
         prompt = self._chat_prompt(messages, template)
         return await asyncio.wrap_future(self._worker.call(lambda _: prompt.encode()[1], prompt))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out.
+        """The text of tokens, without special tokens.
 
         Raises:
-            RequestError: an id that the model does not have, or there is no tokenizer.
+            RequestError: the model does not have an id, or there is no tokenizer.
         """
 
         def work(engine: Engine) -> str:
@@ -219,10 +225,10 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.call(work, token_ids))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request where it is; its iterator ends with what there is, marked `abort`.
+        """End a request now; its iterator ends with the output so far, marked `abort`.
 
         Returns:
-            Whether a request of this name is open; one that just ends may still end by itself.
+            Whether a request of this name is open. It may still end for another reason before.
         """
         return self._worker.abort(request_id)
 
@@ -236,10 +242,10 @@ class AsyncEngine:
         __getattr__ = absent_attribute
 
     async def close(self) -> None:
-        """End what runs and release models and caches; the thread has ended when it returns.
+        """End all requests, release models and caches, and wait until the thread has ended.
 
-        Open iterators end with what there is, marked `abort`; later calls raise `UsageError`. Does
-        nothing in a forked child.
+        Open iterators end with the output so far, marked `abort`; later calls raise `UsageError`.
+        Does nothing in a forked child.
         """
         self._worker.ask_to_stop()
         await asyncio.to_thread(self._worker.stop)

@@ -1,4 +1,4 @@
-"""Every error a user can meet: what is raised on purpose is a `ForetokenError`.
+"""All errors that users can meet: every error raised on purpose is a `ForetokenError`.
 
 Ctrl-C during `LLM.generate`, `chat` and `stream` is Python's own KeyboardInterrupt; its attribute
 `outputs` holds what was generated.
@@ -14,16 +14,16 @@ from typing import Any
 
 
 class ForetokenError(Exception):
-    """Base class: catch this to catch everything raised on purpose."""
+    """Base class of all errors that Foretoken raises on purpose."""
 
 
 class _FieldError(ForetokenError, ValueError):
     """An error about one named value.
 
     Args:
-        field: The name the user typed, for example `top_p`.
-        value: What was given.
-        bound: What it must be, completing the sentence "must be ...".
+        field: The name that the user typed, for example `top_p`.
+        value: The bad value.
+        bound: What the value must be; completes the sentence "must be ...".
         remedy: What to do about it, one sentence.
     """
 
@@ -59,7 +59,7 @@ class CheckpointError(ForetokenError):
 
 
 class UnsupportedModelError(ForetokenError):
-    """A checkpoint loads, but a guard found that we would not run it exactly."""
+    """A checkpoint loads, but a guard found that it would not be computed exactly."""
 
 
 class NonFiniteLogitsError(ForetokenError):
@@ -67,11 +67,12 @@ class NonFiniteLogitsError(ForetokenError):
 
 
 class ProcessingError(ForetokenError):
-    """Work for one request raised its `__cause__`; that request ends, and no other."""
+    """Work for one request raised this error's `__cause__`. Only that request ends."""
 
 
 class StepError(ForetokenError):
-    """A step of the batch raised its `__cause__`; its requests end, later ones are served."""
+    """A step of the batch raised this error's `__cause__`. All requests of the step end; later
+    requests are served."""
 
 
 class EngineMemoryError(ForetokenError, MemoryError):
@@ -100,9 +101,12 @@ def check_known_keys(
     known: Iterable[str],
     error: type[ConfigError] | type[RequestError] = ConfigError,
 ) -> None:
-    """Raise `error` for the first key of `given` that is not in `known`.
+    """Raise `error` for the first key that is not in `known`.
 
-    It names the nearest valid key, so that a typing slip is mended at a glance, and all of them.
+    Its message names the nearest known key, and lists all known keys.
+
+    Args:
+        where: prefix of the key in the message.
     """
     known = sorted(known)
     for key, value in given.items():

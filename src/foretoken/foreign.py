@@ -1,8 +1,8 @@
-"""Names that vLLM's users type and that this version does not have.
+"""vLLM's names that this version does not have.
 
-Each is taken at the values at which it changes nothing here, and refused at any other with what to
-write instead. So code and command lines move over, and no wish is dropped in silence. Classes and
-methods that are absent say the same when they are used.
+An option of vLLM is accepted at values that change nothing here. Any other value is refused, and
+the error says what to write instead. So code and command lines can move over, and no option is
+ignored in silence. Absent classes and methods raise such an error when they are used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class Foreign(NamedTuple):
-    """A name we do not have: where it is harmless, and what to write where it is not.
+    """An option of vLLM's that we do not have.
 
     Attributes:
-        harmless: values at which it changes nothing, None always; `...` is any value.
-        instead: what to write at other values.
-        note: what is logged where its value is true and harmless.
+        harmless: values at which the option changes nothing; None is always harmless, and `...`
+            stands for any value.
+        instead: for the error about any other value: what to write instead.
+        note: a warning that is logged if the value is harmless and true; "": none.
     """
 
     harmless: tuple[Any, ...]
@@ -34,9 +35,14 @@ class Foreign(NamedTuple):
 
 
 def same_for(names: str, *foreign: Any) -> dict[str, Foreign]:
-    """The same for each of these names: a `Foreign`, or what one is made of."""
-    one = foreign[0] if isinstance(foreign[0], Foreign) else Foreign(*foreign)
-    return dict.fromkeys(names.split(), one)
+    """A dict that gives all of these names one entry.
+
+    Args:
+        names: separated by spaces.
+        foreign: the entry, or the fields of a new `Foreign`.
+    """
+    entry = foreign[0] if isinstance(foreign[0], Foreign) else Foreign(*foreign)
+    return dict.fromkeys(names.split(), entry)
 
 
 OFF = (False,)
@@ -91,7 +97,7 @@ CALL_OPTIONS = {
     "prompt_adapter_request": NO_LORA,
     "prompt_token_ids": Foreign((), "Pass them as the prompt: {'prompt_token_ids': ids}."),
     "pooling_params": Foreign((), GENERATES),
-    # Requests keep what they hold, and no other finds it.
+    # Running requests keep their blocks, and no other request finds these.
     **same_for("reset_running_requests reset_connector", EITHER),
 }
 
@@ -144,7 +150,7 @@ SPECULATIVE_METHODS = {
     "ngram_gpu": "Write `ngram`: it runs on the device where there is one.",
     "[ngram]": "Write `method`: `ngram`.",
 }
-"""Methods of vLLM that are none here, and what to take instead."""
+"""vLLM's drafting methods that are absent here, and what to use instead."""
 
 NAMES = {
     "EngineArgs": "Pass its options to `LLM`.",
@@ -217,7 +223,7 @@ OUTPUTS = {
     "all_stop_token_ids": "The checkpoint's end of text, and `stop_token_ids`.",
     "update_from_generation_config": "`LLM.get_default_sampling_params` has them.",
 }
-"""The same of what a request is given, and of what it returns."""
+"""Attributes of vLLM's parameters and outputs, and what to use instead."""
 
 _SPECULATION = Foreign((), "Put it into `speculative_config`.")
 _NO_GRAPHS = Foreign((8192,), "Leave it out: decode steps are captured at any length.")
@@ -282,7 +288,7 @@ ENGINE_OPTIONS = {
     "offload_backend": Foreign(("auto",), "All weights are on one device."),
     "preemption_mode": Foreign(("recompute",), _PREEMPTED),
     "enable_sleep_mode": Foreign(OFF, "`LLM.close()` releases the memory."),
-    # How steps are made up, and what is told of them.
+    # Steps, and reports about them.
     "compilation_config": Foreign((0, {}), "Leave it out: nothing is compiled."),
     **same_for("max_seq_len_to_capture max_context_len_to_capture", _NO_GRAPHS),
     **same_for("cudagraph_capture_sizes cuda_graph_sizes", ([],), _NO_GRAPHS.instead),
@@ -351,7 +357,7 @@ ENGINE_OPTIONS = {
     ),
     "speculative_disable_mqa_scorer": Foreign(OFF, _SPECULATION.instead),
     "spec_decoding_acceptance_method": Foreign(("rejection_sampler",), _SPECULATION.instead),
-    # What sets up a feature that is not here changes nothing, whatever it is.
+    # Settings of features that are absent here change nothing at any value.
     **same_for(
         "safetensors_load_strategy safetensors_prefetch_num_threads pt_load_map_location "
         "safetensors_prefetch_block_size model_loader_extra_config tokenizer_pool_size "
@@ -397,19 +403,19 @@ ENGINE_OPTIONS = {
         ANY_FLAG, "",
     ),
 }  # fmt: skip
-"""Options of vLLM's engine that ours lacks."""
+"""Options of vLLM's engine that this engine lacks."""
 
 RENAMED = {"gpu_memory_utilization": "memory_fraction"}
-"""Options of vLLM's that are ours by another name."""
+"""Options of vLLM's that we have under another name."""
 
 SERVER_OPTIONS = {
-    # What the server says, and to whom.
+    # The server's reports.
     **same_for(
         "enable_request_id_headers enable_server_load_tracking enable_prompt_tokens_details "
         "enable_offline_docs language_model_only",
         EITHER,
     ),
-    # What is always so, and would be missed where it is to be off.
+    # Features that are always on; to switch one off is refused.
     "enable_auto_tool_choice": Foreign((True,), "Write --tool-call-parser none."),
     "exclude_tools_when_tool_choice_none": Foreign((True,), "With `none` no tools are shown."),
     "enable_reasoning": Foreign((True,), "Write --reasoning-parser none."),
@@ -452,32 +458,32 @@ SERVER_OPTIONS = {
     **same_for("max_num_queued_reqs max_num_queued_tokens", (), "Write --max-num-waiting."),
     "api_server_count": ONE_PROCESS,
 }  # fmt: skip
-"""Options of `vllm serve` that ours lacks, and that are not the engine's."""
+"""Options of `vllm serve`, other than the engine's, that `foretoken serve` lacks."""
 
 
 def without_foreign(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     table: Mapping[str, Foreign],
     error: type[ConfigError] | type[RequestError],
     where: str = "",
 ) -> dict[str, Any]:
-    """What is given without the names of `table`.
+    """The options that are not in `table`.
 
     Args:
-        where: stands before a name in an error.
+        where: prefix of names in errors.
 
     Raises:
-        error: one of them has a value that would change something.
+        error: an option that is in `table` has a value that is not harmless.
     """
-    for name in [name for name in given if name in table]:
+    for name in [name for name in options if name in table]:
         harmless, instead, note = table[name]
-        if given[name] is not None and not any(_is_same(given[name], v) for v in harmless):
+        if options[name] is not None and not any(_is_same(options[name], v) for v in harmless):
             shown = " or ".join(repr(value) for value in harmless if value is not None)
             bound = f"left out, or {shown}" if shown else "left out"
-            raise error(where + name, given[name], bound, instead)
-        if note and given[name]:
+            raise error(where + name, options[name], bound, instead)
+        if note and options[name]:
             _log.warning(note)
-    return {name: value for name, value in given.items() if name not in table}
+    return {name: value for name, value in options.items() if name not in table}
 
 
 def names_checked(
@@ -486,35 +492,40 @@ def names_checked(
     where: str,
     prefix: str = "",
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """A decorator: names that a dataclass lacks are refused by an error of ours, not `TypeError`.
+    """A decorator for a dataclass: arguments that it lacks raise `error`, not `TypeError`.
+
+    Arguments in `table` are dropped at harmless values (`without_foreign`).
 
     Args:
-        where: what the class is called in errors.
-        prefix: stands before a name of `table` in one.
+        where: name of the class in errors.
+        prefix: prefix of names of `table` in errors.
     """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
-        initialise: Any = cls.__init__
+        original_init: Any = cls.__init__
         first, *others = fields(cls)  # type: ignore[arg-type]
         names = [first.name, *(field.name for field in others)]
 
-        @functools.wraps(initialise)
-        def checked(self: _Class, *unnamed: Any, **given: Any) -> None:
-            if unnamed and first.kw_only:
+        @functools.wraps(original_init)
+        def checked_init(self: _Class, *args: Any, **kwargs: Any) -> None:
+            if args and first.kw_only:
                 remedy = f"Write {cls.__name__}({first.name}=...), and so on."
-                raise error(where, unnamed, "given by their names", remedy)
-            given = without_foreign(given, table, error, prefix)
-            check_known_keys(where, given, names, error)
-            initialise(self, *unnamed, **given)
+                raise error(where, args, "given by their names", remedy)
+            kwargs = without_foreign(kwargs, table, error, prefix)
+            check_known_keys(where, kwargs, names, error)
+            original_init(self, *args, **kwargs)
 
-        cls.__init__ = checked  # type: ignore[assignment]
+        cls.__init__ = checked_init  # type: ignore[assignment]
         return cls
 
     return decorate
 
 
 def _is_same(given: Any, value: Any) -> bool:
-    """Equal and of the same kind: True is not 1 here. A member of an enum goes by its name."""
+    """Whether a given value equals a harmless one.
+
+    `...` equals everything; True does not equal 1; a member of an enum equals its name.
+    """
     if value is ...:
         return True
     if value is None or isinstance(value, bool):
@@ -526,15 +537,15 @@ def _is_same(given: Any, value: Any) -> bool:
 
 
 def absent_attribute(owner: object, name: str) -> NoReturn:
-    """What `__getattr__` raises: of a name in these tables what to write instead."""
+    """A `__getattr__` that raises `AbsentError`, for vLLM's names with what to write instead."""
     kind = type(owner).__name__
-    told = METHODS.get(name) or OUTPUTS.get(name)
-    remedy = f" {told}" if told else ""
+    instead = METHODS.get(name) or OUTPUTS.get(name)
+    remedy = f" {instead}" if instead else ""
     raise AbsentError(f"`{kind}` has no attribute `{name}`.{remedy}")
 
 
 class _Absent(type):
-    """The type of what can be imported and not be used: calls and attributes say why."""
+    """Metaclass of absent classes: they can be imported, but calls and attributes raise."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise AbsentError(f"Foretoken has no `{cls.__name__}`. {cls.__doc__}")
@@ -544,5 +555,5 @@ class _Absent(type):
 
 
 def absent_name(name: str) -> Any:
-    """A class for one of `NAMES`: annotations may hold it, and whoever uses it is told."""
+    """A class for one of `NAMES`, for use in annotations; any other use raises `AbsentError`."""
     return _Absent(name, (), {"__doc__": NAMES[name], "__module__": "foretoken"})

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM while requests run: noticed between steps instead of anywhere. No torch.
+"""Ctrl-C and SIGTERM while requests run: they take effect between steps. No torch.
 
-Charter: no signal is swallowed. When the results are safe it is raised again, or they report it.
+Charter: no signal is lost. Once the results are safe, the signal is raised again, or the results
+report it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
 
 OnInterrupt = Literal["raise", "return"]
-# Signals and the handlers under which they are ours to notice; a program's own handlers never are.
+# By `on_interrupt`, the signals to catch. A signal is caught only if its present handler is one of
+# those listed: a program's own handler stays.
 _NOTICED: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
     "raise": {signal.SIGINT: (signal.default_int_handler,)},
     "return": {
@@ -27,17 +29,17 @@ _NOTICED: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
 
 
 class Interrupt:
-    """Whether a signal came during one call, and which.
+    """Records whether a signal came during one call, and which.
 
     Args:
-        on_interrupt: `raise` notices Ctrl-C alone; SIGTERM then ends the process at once, since
-            nobody could read what we finished first. `return` notices both.
+        on_interrupt: `raise` catches only Ctrl-C; SIGTERM then ends the process at once, since no
+            caller would see the results. `return` catches both.
 
     Attributes:
-        name: SIGINT, SIGTERM or None.
+        name: name of the signal that came, SIGINT or SIGTERM; None before.
 
     Raises:
-        RequestError: another `on_interrupt`.
+        RequestError: `on_interrupt` is neither `raise` nor `return`.
     """
 
     def __init__(self, on_interrupt: str) -> None:
@@ -50,9 +52,9 @@ class Interrupt:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Inside, the first signal sets `name` and stops nothing; a second one is not held back.
+        """Inside, the first signal only sets `name`; a second signal takes effect at once.
 
-        Does nothing outside the main thread, where Python lets nobody handle signals.
+        Does nothing outside the main thread, where Python allows no signal handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -66,11 +68,12 @@ class Interrupt:
             self._restore()
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Raise a noticed signal again, for whoever handles it, unless the outputs report it.
+        """Raise a caught signal again, for its usual handler, unless the outputs report it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. A subclass would
-                exit with 1 if uncaught, and a shell's loop over programs would go on.
+            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. No subclass is
+                used: with an uncaught subclass the process would exit with 1, and a shell's loop
+                over programs would continue.
         """
         if self.name is None:
             return
@@ -83,6 +86,7 @@ class Interrupt:
             raise
 
     def _restore(self) -> None:
+        """Put the handlers back that were there before."""
         while self._before:
             signal.signal(*self._before.popitem())
 

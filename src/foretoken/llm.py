@@ -1,7 +1,7 @@
 """`LLM`: prompts in, texts out, in the caller's own thread.
 
-Charter: whatever touches the engine does so in a turn (`engine/worker.py`), one step long, so that
-the calls of several threads are batched together.
+Charter: the engine is used only in turns of one step (`engine/worker.py`), so that the calls of
+several threads are batched together.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
-_Prepared = Submission | RequestOutput  # what can be queued, or the output of what cannot
-_Done = TypeVar("_Done", Submission, RequestGroup)
-_Begun = RequestGroup | RequestOutput  # what runs or has ended, or such an output
-_PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
+_Prepared = Submission | RequestOutput  # `RequestOutput` for a prompt that was refused
+_Accepted = TypeVar("_Accepted", Submission, RequestGroup)
+_Begun = RequestGroup | RequestOutput  # as `_Prepared`, for the queue
+_PREPARED_PER_TURN = 16  # prompts that are encoded between two steps of other threads' requests
 
 
 class LLM:
     """An engine with a model in it.
 
-    Threads may share one: their calls run together, in one batch. A forked child may not use its
-    parent's (`UsageError`).
+    Threads may share an `LLM`: their calls run together, in one batch. A forked child may not use
+    the `LLM` of its parent (`UsageError`).
 
     Args:
         model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
@@ -90,18 +90,19 @@ class LLM:
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> Any | None:
-        """`tokenizer`, by the name that vLLM's users type."""
+        """`tokenizer`, under vLLM's name."""
         return self.tokenizer
 
     if not TYPE_CHECKING:
         __getattr__ = absent_attribute
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` means (a copy): the checkpoint's own defaults over ours."""
+        """The parameters that `sampling_params=None` stands for (a copy): `SamplingParams()` with
+        the checkpoint's defaults."""
         return replace(self._params.defaults)
 
     def reset_prefix_cache(self, **others: Any) -> bool:
-        """Have no later request reuse what earlier ones computed; True: it has happened."""
+        """Let later requests reuse no cached block; always returns True."""
         check_options(others, known=())
         with self._turns:
             self.engine.reset_prefix_cache()
@@ -109,13 +110,13 @@ class LLM:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What takes memory, by part: `parts` are bytes by name, `table()` is a text."""
+        """The engine's memory by part: `parts` are bytes by name, `table()` is a text."""
         return self.engine.runner.memory_plan
 
     @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
-        if self._turns.inside:  # a signal handler in the midst of a call
+        if self._turns.inside:  # a signal handler during a call
             return self.engine.metrics.copy()
         with self._turns:
             return self.engine.metrics.copy()
@@ -135,31 +136,32 @@ class LLM:
         Args:
             prompts: a text, token ids (a list, an array, a tensor), a dict with `prompt` or
                 `prompt_token_ids`, or a list of such.
-            sampling_params: one for all prompts, one per prompt, or None for
-                `get_default_sampling_params()`; each a `SamplingParams` or a dict of its fields.
+            sampling_params: a `SamplingParams` or a dict of its fields for all prompts; a list with
+                one of these per prompt; or None for `get_default_sampling_params()`.
             use_tqdm: show a progress bar if there is more than one prompt, the error stream is a
                 terminal and the call takes more than two seconds.
-            on_error: `raise` checks every prompt before anything runs and raises what is wrong
-                with the first bad one; `return` gives a bad prompt an output with its `error`, and
-                the others complete.
-            on_interrupt: what a signal in the main thread does; a program's own signal handlers
-                are left alone. `raise`: Ctrl-C ends the call after the present step by
+            on_error: `raise` checks every prompt before anything runs and raises the error of the
+                first bad prompt; `return` gives a bad prompt an output with its `error`, and the
+                other prompts complete.
+            on_interrupt: the effect of a signal in the main thread, where the program has no
+                handler of its own. `raise`: Ctrl-C ends the call after the present step by
                 KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
-                after the present step, and the outputs say so (`interrupted_by`); if all of them
+                after the present step, and the outputs say so (`interrupted_by`); if all outputs
                 are complete, the signal is raised. A second signal is never held back.
             others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
-            One `RequestOutput` per prompt. A request that fails while it runs carries its `error`
-            and what it has, and the others complete; one that was given alone raises it and drops
-            the tokens it has, unless `on_error` is `return`.
+            One `RequestOutput` per prompt. If a request fails while it runs, its output has the
+            `error` and the tokens so far, and the other requests complete. But if the call has only
+            this prompt, the error is raised and the tokens are dropped, unless `on_error` is
+            `return`.
 
         Raises:
             RequestError, CapacityError, ProcessingError: a prompt or its parameters.
-            EngineBrokenError: the device failed, in an earlier call; nothing is served any more.
-            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` is what would have been returned:
-                what is done is complete, the rest has finish_reason `interrupted`, with the tokens
-                it has.
+            EngineBrokenError: the device failed in an earlier call; nothing is served any more.
+            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` holds what would have been returned:
+                complete outputs, and unfinished ones with finish_reason `interrupted` and the
+                tokens so far.
         """
         check_call(on_error, use_tqdm)
         check_options(others, known=("sampling_params", "use_tqdm", "on_error", "on_interrupt"))
@@ -176,14 +178,14 @@ class LLM:
         on_interrupt: OnInterrupt = "raise",
         **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Complete conversations, written as prompts by the tokenizer's chat template.
+        """Complete conversations, which the tokenizer's chat template turns into prompts.
 
         Args:
-            messages: a list of dicts with `role` and `content` (a text, or a list of parts of type
-                `text`), and `tool_calls`, `tool_call_id`, `name` or `reasoning_content` if they
-                have them; or a list of such lists.
+            messages: a conversation, or a list of conversations. A conversation is a list of dicts
+                with `role` and `content` (a text, or a list of parts of type `text`), and maybe
+                `tool_calls`, `tool_call_id`, `name` or `reasoning_content`.
             sampling_params, use_tqdm, on_error, on_interrupt: as in `generate`.
-            template: what the template is given: see `ChatOptions`.
+            template: inputs of the template: see `ChatOptions`.
 
         Returns:
             One `RequestOutput` per conversation, its `prompt` the rendered text.
@@ -202,37 +204,42 @@ class LLM:
         on_error: str,
         on_interrupt: str,
     ) -> list[RequestOutput]:
-        """One output per item; all are prepared before the first one runs."""
+        """One output per prompt in `items`; all prompts are encoded before the first one runs.
+
+        Args:
+            single: whether the user passed a single prompt, not a list.
+        """
         interrupt, engine = Interrupt(on_interrupt), self.engine
         params = self._params.read_per_prompt(sampling_params, len(items))
-        left: deque[_Prepared] = deque()
-        results: list[_Begun] = []
+        prepared: deque[_Prepared] = deque()
+        begun: list[_Begun] = []
         outputs = None
 
-        # Grammars that no variable holds are dropped, and would be compiled again in each turn.
-        _kept = engine.grammars.wait(one.structured_outputs for one in params)
+        # Grammars without references are dropped, and would be compiled again in each turn.
+        _grammars = engine.grammars.wait(p.structured_outputs for p in params)
 
         def count() -> int:
-            return sum(result.finished for result in results)
+            return sum(item.finished for item in begun)
 
         try:
             with interrupt.noticed(), progress_bar(count, len(items), use_tqdm) as update:
-                asked = zip(items, params, strict=True)
-                while len(left) < len(items):
+                pairs = zip(items, params, strict=True)
+                while len(prepared) < len(items):
                     with self._turns:
-                        for item, its_params in islice(asked, _PREPARED_PER_TURN):
+                        for prompt, its_params in islice(pairs, _PREPARED_PER_TURN):
                             self._num_requests += 1
                             name = str(self._num_requests)
-                            work = partial(prepare, engine, name, item, its_params)
-                            given = name, item, its_params, interrupt
-                            left.append(_attempt(*given, work, raises=on_error == "raise"))
+                            work = partial(prepare, engine, name, prompt, its_params)
+                            request = name, prompt, its_params, interrupt
+                            prepared.append(_attempt(*request, work, raises=on_error == "raise"))
                 while outputs is None:
-                    outputs = self._turn(left, results, interrupt)
+                    outputs = self._turn(prepared, begun, interrupt)
                     update()
-        except BaseException as error:  # whatever ends it, nothing is left in the engine
-            self._turns.later(lambda: _abort(engine, results))
+        except BaseException as error:  # leave nothing in the engine
+            self._turns.later(lambda: _abort(engine, begun))
             if isinstance(error, RequestError) and not single:
-                error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")
+                number = len(prepared)
+                error.add_note(f"Prompt {number} of the list; on_error='return' runs the rest.")
             raise
         interrupt.deliver(outputs)
         if single and on_error == "raise" and outputs[0].error is not None:
@@ -240,25 +247,30 @@ class LLM:
         return outputs
 
     def _turn(
-        self, left: deque[_Prepared], results: list[_Begun], interrupt: Interrupt
+        self, prepared: deque[_Prepared], begun: list[_Begun], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
-        """Queue what fits and advance all requests by one step; the outputs when all are done."""
+        """Move prompts from `prepared` to `begun` while the queue has room, and run one step.
+
+        Returns:
+            The outputs, once all requests have ended; None before.
+        """
         with self._turns:
             engine = self.engine
-            while left and (engine.has_room or interrupt.name):
-                item = left.popleft()
+            while prepared and (engine.has_room or interrupt.name):
+                item = prepared.popleft()
                 if isinstance(item, RequestOutput):
-                    results.append(item)
+                    begun.append(item)
                     continue
-                shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
-                given = item.request_id, shown, item.params, interrupt
-                results.append(_attempt(*given, partial(engine.add, *item)))
-            for result in results if interrupt.name else ():
-                _mark(engine, result, interrupt)
-            if left or not all(result.finished for result in results):
+                prompt = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
+                request = item.request_id, prompt, item.params, interrupt
+                begun.append(_attempt(*request, partial(engine.add, *item)))
+            if interrupt.name:
+                for result in begun:
+                    _end_interrupted(engine, result, interrupt)
+            if prepared or not all(result.finished for result in begun):
                 engine.step()
                 return None
-            return [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
+            return [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in begun]
 
     def stream(
         self,
@@ -267,17 +279,17 @@ class LLM:
         *,
         on_interrupt: OnInterrupt = "raise",
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields what there is after every step, the last one finished.
+        """Complete one prompt; yields the output so far after every step, the last one finished.
 
-        A request that fails while it runs is not raised: its last output has the `error` and what
-        there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. Between steps, signals are the caller's. During a step
+        If the request fails while it runs, nothing is raised: its last output has the `error`.
+        Closing the iterator early aborts the request. Other calls may run between two outputs; they
+        advance this request, too. Between steps, signals are left to the caller. During a step
         `on_interrupt` decides, as in `generate`: `raise` raises KeyboardInterrupt with the output
         so far in its `outputs`; `return` makes the next output the last, marked `interrupted`.
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
-        _kept = self.engine.grammars.wait([params.structured_outputs])
+        _grammars = self.engine.grammars.wait([params.structured_outputs])  # keeps a reference
         with self._turns:
             engine = self.engine
             self._num_requests += 1
@@ -288,14 +300,14 @@ class LLM:
                 with interrupt.noticed(), self._turns:
                     if not (group.finished or interrupt.name):
                         self.engine.step()
-                    _mark(self.engine, group, interrupt)
+                    _end_interrupted(self.engine, group, interrupt)
                     output = build_output(self.engine, group)
-                finished = output.finished  # reading the text may be what ends it
+                finished = output.finished  # may be new: building an output may end the request
                 if interrupt.name and not finished:
-                    continue  # the signal came when the output had been read
+                    continue  # the signal came after the output was read
                 interrupt.deliver([output])
                 yield output
-        except KeyboardInterrupt as error:  # also one that came just after a step
+        except KeyboardInterrupt as error:  # from `deliver`, or between steps
             if output is not None:
                 vars(error).setdefault("outputs", [output])
             raise
@@ -303,9 +315,9 @@ class LLM:
             self._turns.later(lambda: engine.abort(group))
 
     def close(self) -> None:
-        """End what runs and release models and caches; later calls raise `UsageError`.
+        """End all requests and release models and caches; later calls raise `UsageError`.
 
-        Calls that other threads are in end with that error, too. Does nothing in a forked child.
+        Running calls of other threads end with that error, too. Does nothing in a forked child.
         """
         self._turns.later(self._release)
 
@@ -316,6 +328,7 @@ class LLM:
         self.close()
 
     def _release(self) -> None:
+        """End all requests, and drop the engine."""
         if self._engine is not None:
             self._engine.abort_all()
         self._engine = None
@@ -326,38 +339,40 @@ def _attempt(
     prompt: Any,
     params: SamplingParams,
     interrupt: Interrupt,
-    work: Callable[[], _Done],
+    work: Callable[[], _Accepted],
     *,
     raises: bool = False,
-) -> _Done | RequestOutput:
-    """What `work` makes of a prompt, or the output of one that it refuses or a signal came before.
+) -> _Accepted | RequestOutput:
+    """The result of `work` on a prompt; or, if the prompt is not accepted, an output that says why.
+
+    It is not accepted if a signal came before, or if `work` raises a `ForetokenError`.
 
     Args:
-        raises: raise what refuses it instead.
+        raises: whether that error is raised again, if no signal came during `work`.
     """
     error, samples = None, []
     if interrupt.name:
-        reason = "interrupted", interrupt.name
-        samples = [CompletionOutput(j, [], "", *reason) for j in range(params.n)]
+        reasons = "interrupted", interrupt.name
+        samples = [CompletionOutput(j, [], "", *reasons) for j in range(params.n)]
     else:
         try:
             return work()
-        except ForetokenError as refusal:
+        except ForetokenError as raised:
             if raises and not interrupt.name:
                 raise
-            error = refusal
+            error = raised
     text, ids = shown_parts(prompt)
     return RequestOutput(name, text, ids, samples, RequestMetrics(), error=error)
 
 
-def _abort(engine: Engine, results: Sequence[_Begun]) -> None:
-    for result in results:
+def _abort(engine: Engine, begun: Sequence[_Begun]) -> None:
+    for result in begun:
         if isinstance(result, RequestGroup):
             engine.abort(result)
 
 
-def _mark(engine: Engine, group: _Begun, interrupt: Interrupt) -> None:
-    """End what a noticed signal interrupts, with its name as the reason."""
+def _end_interrupted(engine: Engine, group: _Begun, interrupt: Interrupt) -> None:
+    """If a signal came, end a request with the signal's name as its stop reason."""
     if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return
     running = [request for request in group.samples if request.finish_reason is None]

@@ -1,4 +1,4 @@
-"""What a request returns. No torch."""
+"""Outputs of requests, and metrics. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from foretoken.foreign import absent_attribute
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A log-probability under the model's raw distribution and its rank (1 = likeliest).
+    """A token's log-probability under the model's raw distribution, and its rank (1 = likeliest).
 
     Attributes:
-        decoded_token: the token alone as text, U+FFFD for bytes that are part of a character; None
+        decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None
             if the checkpoint has no tokenizer.
     """
 
@@ -27,31 +27,32 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """How a token came about, or a draft that came to nothing; see docs/verification.md.
+    """How a token came about, or why a draft was not emitted; see docs/verification.md.
 
-    p and q are those that verification saw, after edits, temperature and filters: at temperature 0
-    p is 1 or 0.
+    p and q are probabilities as verification uses them: after edits, temperature and filters. At
+    temperature 0 p is 1 or 0.
 
     Attributes:
-        token_id: the token; `decoded_token`: the same as text, as in `Logprob`.
-        position: its place in prompt and output together, from 0.
-        round: which pass of the target decided it, from 0 within the sample.
+        token_id: the id of the token or draft.
+        decoded_token: the text of `token_id`, as in `Logprob`.
+        position: its index in prompt and output together, from 0.
+        round: number of the pass of the target that decided the token, from 0 in each sample.
         rule: the verification rule of the sample.
         origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
-            `unread` behind a rejected one, or `accepted` behind the token that ended the sample.
+            `unread` (after a rejected one), or `accepted` (after the token that ended the sample).
         p: the target's probability of the token.
-        q: the drafter's, in the same place; None if it had none to give: no draft stood there, or
-            its q is one-hot, 1 for the draft and 0 for all else, as it is under `coupled`.
-        drafter: who drafted in this round; None if nobody did.
-        draft_index: of a draft, its index in the round, from 0.
-        u: the uniform random number of a draft's acceptance test; None where no number decides,
-            which is so under `coupled` and at temperature 0, and of what counts as no draft.
-        threshold: what u has to be below: min(1, p / q), 1 in the place of a q that is None; under
-            `block` its h_i, under `synthetic` the rate that was set; None if u is.
-        residual_mass: under `block` S_i, if another draft follows.
+        q: the drafter's probability of the token at this position; None if there was no draft, or
+            if q is one-hot (1 for the draft and 0 for all other tokens), as under `coupled`.
+        drafter: the name of the drafter of this round; None if nothing was drafted.
+        draft_index: the index of a draft in its round, from 0; None if the token was no draft.
+        u: the uniform random number of a draft's acceptance test. None if no number decides (under
+            `coupled`, at temperature 0), or if the draft counts as no draft.
+        threshold: the bound that u must be below: under `standard` min(1, p / q), with q = 1 if q
+            is None; under `block` h_i; under `synthetic` the configured rate. None if u is None.
+        residual_mass: under `block`, S_i of a draft with another draft after it; else None.
         reason: why a draft was rejected, one of `REASONS`; else None.
-        dropped: in the last token of a round, its drafts that were not emitted, in order: the one
-            that the token replaced is the first of them.
+        dropped: for the last token of a round, the drafts that were not emitted, in order. The
+            token replaced the first of them.
     """
 
     token_id: int
@@ -80,12 +81,13 @@ REASONS = {
     "placeholder": "no token, or one that its q excludes",
     "not finite": "q is not finite",
 }
-"""Why drafts are rejected: by their rule, at temperature 0, or because they count as none."""
+"""Why drafts are rejected. The keys are the rules; `greedy` for temperature 0; and two kinds of
+draft that count as no draft."""
 
 
 @dataclass(slots=True)
 class DrafterMetrics:
-    """The part of one drafter in `SpeculationMetrics`, whose names these are."""
+    """Counts of one drafter, under the names of `SpeculationMetrics`."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -94,20 +96,20 @@ class DrafterMetrics:
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """What verification decided for one request, or a sum of requests.
+    """Counts of verification for one request, or summed over requests.
 
-    A draft accepted behind the token that ended the request counts as accepted, but is not emitted.
+    A draft accepted after the token that ended the request counts as accepted, but is not emitted.
 
     Attributes:
         num_steps: target passes that emitted tokens.
         num_drafts: verifications with at least one drafted token.
         num_draft_tokens: tokens drafted.
-        num_accepted_tokens: of those, accepted.
+        num_accepted_tokens: drafted tokens that were accepted.
         accepted_per_position: how often the draft at each index was accepted, length K.
         drafted_per_position: how often there was a draft at each index, length K.
-        steps_per_k: `num_steps` by how many drafts were verified, from 0 on.
-        num_synthetic_drafts: of `num_drafts`, those that the rule `synthetic` decided: what was
-            accepted there was set, and tells nothing of the drafter.
+        steps_per_k: item k: how many of `num_steps` verified k drafts, from k = 0.
+        num_synthetic_drafts: how many of `num_drafts` the rule `synthetic` decided. Their
+            acceptance was configured, and says nothing about the drafter.
         drafters: counts of each drafter that drafted, by name.
     """
 
@@ -124,7 +126,12 @@ class SpeculationMetrics:
     def observe(
         self, num_drafted: int, num_accepted: int, drafter: str = "", *, synthetic: bool = False
     ) -> None:
-        """Record one step: K_b drafts, of which a prefix was accepted, maybe by `synthetic`."""
+        """Record one step of one request.
+
+        Args:
+            drafter: the name of the drafter.
+            synthetic: whether the rule `synthetic` decided.
+        """
         self.num_steps += 1
         self.steps_per_k.extend([0] * (num_drafted + 1 - len(self.steps_per_k)))
         self.steps_per_k[num_drafted] += 1
@@ -142,6 +149,7 @@ class SpeculationMetrics:
                 counts[i] += 1
 
     def _count(self, drafter: str, more: DrafterMetrics) -> None:
+        """Add to the counts of one drafter."""
         counts = self.drafters.setdefault(drafter, DrafterMetrics())
         counts.num_drafts += more.num_drafts
         counts.num_draft_tokens += more.num_draft_tokens
@@ -151,18 +159,18 @@ class SpeculationMetrics:
         """Add another request's counts to these."""
         for name, counts in other.drafters.items():
             self._count(name, counts)
-        for count in fields(SpeculationMetrics):
-            if count.name == "drafters":
+        for counter in fields(SpeculationMetrics):
+            if counter.name == "drafters":
                 continue
-            mine, theirs = getattr(self, count.name), getattr(other, count.name)
+            mine, theirs = getattr(self, counter.name), getattr(other, counter.name)
             if isinstance(mine, list):
                 total: Any = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
             else:
                 total = mine + theirs
-            setattr(self, count.name, total)
+            setattr(self, counter.name, total)
 
     def copy(self) -> Self:
-        """These counts as they are now."""
+        """A copy of these counts."""
         return replace(
             self,
             accepted_per_position=[*self.accepted_per_position],
@@ -173,7 +181,7 @@ class SpeculationMetrics:
 
     @property
     def synthetic_acceptance(self) -> bool:
-        """Whether any of these counts were set by the rule `synthetic`."""
+        """Whether the rule `synthetic` decided any of these drafts."""
         return self.num_synthetic_drafts > 0
 
     @property
@@ -194,13 +202,14 @@ class SpeculationMetrics:
 
 @dataclass(slots=True)
 class EngineMetrics(SpeculationMetrics):
-    """Speculation of all requests, and what it was worth where K is `auto`.
+    """Counts of all requests, and the gain from speculation if K is `auto`.
 
     Attributes:
-        controlled_seconds: of steps for which K was chosen, and in which all requests decoded.
-        estimated_plain_seconds: what plain decoding would take for what these steps were expected
-            to emit, by the measured costs of steps.
-        realised_plain_seconds: the same for what they did emit.
+        controlled_seconds: seconds of the steps for which K was chosen and in which all requests
+            decoded.
+        estimated_plain_seconds: seconds of plain decoding for the tokens that these steps were
+            expected to emit, by the measured costs of steps.
+        realised_plain_seconds: the same for the tokens that these steps have emitted.
     """
 
     controlled_seconds: float = 0.0
@@ -209,13 +218,14 @@ class EngineMetrics(SpeculationMetrics):
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Over plain decoding, as it was expected; None before K was chosen."""
+        """Expected speed-up over plain decoding; None before K was chosen."""
         seconds = self.controlled_seconds
         return self.estimated_plain_seconds / seconds if seconds else None
 
     @property
     def realised_speedup(self) -> float | None:
-        """Over plain decoding, of which nothing but the measured costs of steps is known."""
+        """Speed-up over plain decoding; the time of plain decoding follows from measured costs of
+        steps. None before K was chosen."""
         seconds = self.controlled_seconds
         return self.realised_plain_seconds / seconds if seconds else None
 
@@ -228,9 +238,9 @@ class RequestMetrics(SpeculationMetrics):
         queue_time: seconds from submission until the first sample had a slot.
         time_to_first_token: seconds from submission to the first token of any sample.
         tokens_per_second: generated tokens over seconds since submission, all samples together.
-        num_cached_tokens: prompt tokens that were not computed when the first sample was first
-            admitted, because cache blocks of earlier requests held their keys and values.
-        num_preemptions: how often a sample lost its cache blocks to an older request and computed
+        num_cached_tokens: prompt tokens that the first sample did not compute at its first
+            admission, because cache blocks of earlier requests held their keys and values.
+        num_preemptions: how often samples lost their cache blocks to an older request and computed
             them again later, all samples together.
     """
 
@@ -249,23 +259,23 @@ class CompletionOutput:
     """One sample of a request.
 
     Attributes:
-        index: j of n.
+        index: number j of the sample, 0..n-1.
         token_ids: generated ids; a stop token that ended the output is the last of them.
         text: decoded text, without the stop string or the text of the stop token that ended it
             unless `include_stop_str_in_output`; empty if the checkpoint has no tokenizer.
         finish_reason: None while it runs, then `stop` (a stop string, a stop token or
             end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
             or SIGTERM: `on_interrupt` of `LLM.generate`), or `error` (see `RequestOutput.error`);
-            the last three keep what there is.
+            with the last three the output is incomplete.
         stop_reason: the stop string or stop token id that ended the output, or the name of the
             signal that interrupted it; else None.
-        seed: reproduces this sample alone, in float32: SamplingParams(seed=..., n=1).
+        seed: in float32, SamplingParams(seed=seed, n=1) reproduces this sample.
         logprobs: per generated token, token id -> Logprob; None unless asked for.
         origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
             draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
         synthetic_acceptance: the rule `synthetic` decided which drafts were accepted: the text is
             meaningless by design.
-        trace: per generated token how it came about; None unless asked for.
+        trace: per generated token, how it came about; None unless asked for.
     """
 
     index: int
@@ -283,7 +293,7 @@ class CompletionOutput:
         __getattr__ = absent_attribute
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the sample has ended."""
         return self.finish_reason is not None
 
     @property
@@ -300,7 +310,7 @@ class RequestOutput:
     """The result of one prompt.
 
     Attributes:
-        error: why the request was refused or ended, or None; its outputs then hold what there is.
+        error: why the request was refused or ended, or None; with an error, outputs are incomplete.
     """
 
     request_id: str
@@ -321,7 +331,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """That of `metrics`, by the name that vLLM's users type."""
+        """`metrics.num_cached_tokens`, under vLLM's name."""
         return self.metrics.num_cached_tokens
 
     @property
@@ -338,14 +348,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta(CompletionOutput):
-    """What one sample has that no earlier delta held; concatenated, they are `CompletionOutput`.
+    """What is new in one sample since its last delta. All deltas together are a `CompletionOutput`.
 
     Attributes:
-        index, seed, synthetic_acceptance: as there, the same in every delta of the sample.
-        token_ids, logprobs, origins, trace: of the new tokens; they come by whole rounds.
-        text: what follows the text so far; it is never taken back. While a stop string or a
+        index, seed, synthetic_acceptance: as in `CompletionOutput`, in every delta of the sample.
+        token_ids, logprobs, origins, trace: those of the new tokens, always of whole rounds.
+        text: the continuation of the text so far, which never changes. While a stop string or a
             character is incomplete, tokens come without text, and later text without tokens.
-        finish_reason, stop_reason: as there, in the sample's last delta; None before.
+        finish_reason, stop_reason: as in `CompletionOutput`, in the last delta; None before.
     """
 
     finish_reason: str | None = None
@@ -353,15 +363,15 @@ class CompletionDelta(CompletionOutput):
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What one request has that no earlier delta held; concatenated, they are `RequestOutput`.
+    """What is new in one request since its last delta. All deltas together are a `RequestOutput`.
 
     Attributes:
         outputs: the samples that have something new, by index.
-        finished: whether this is the last one: every sample has ended.
+        finished: whether this is the last delta: every sample has ended.
         prompt, prompt_token_ids: in the first delta; None after it.
         prompt_logprobs: in the first delta after the prompt was computed, if asked for; else None.
         metrics: in the last delta; None before.
-        error: why the request ended, in every delta from then on, or None.
+        error: why the request failed, in this and all later deltas; else None.
     """
 
     request_id: str
@@ -375,22 +385,22 @@ class RequestDelta:
 
     @classmethod
     def merge(cls, deltas: Sequence[Self]) -> Self:
-        """Consecutive deltas of one request, one at least, as one: nothing is lost or repeated."""
+        """Consecutive deltas of one request, at least one, as one delta."""
         parts: dict[int, list[CompletionDelta]] = {}
         for delta in deltas:
             for sample in delta.outputs:
                 parts.setdefault(sample.index, []).append(sample)
 
-        found: dict[str, Any] = {}
-        for name in ("prompt", "prompt_token_ids", "prompt_logprobs"):  # one of them has it at most
+        prompt_fields: dict[str, Any] = {}
+        for name in ("prompt", "prompt_token_ids", "prompt_logprobs"):  # at most one delta has each
             values = (getattr(delta, name) for delta in deltas)
-            found[name] = next((value for value in values if value is not None), None)
+            prompt_fields[name] = next((value for value in values if value is not None), None)
         outputs = [_concatenate(parts[index]) for index in sorted(parts)]
-        return replace(deltas[-1], outputs=outputs, **found)
+        return replace(deltas[-1], outputs=outputs, **prompt_fields)
 
 
 def _concatenate(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
-    """Consecutive deltas of one sample as one; only the last can tell of its end."""
+    """Consecutive deltas of one sample as one; only the last delta can have a finish reason."""
     last = deltas[-1]
     joined: dict[str, Any] = {"text": "".join(delta.text for delta in deltas)}
     for name in ("token_ids", "logprobs", "origins", "trace"):

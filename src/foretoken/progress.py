@@ -1,4 +1,4 @@
-"""A progress bar for calls of many requests that take a while, on a terminal only. No torch."""
+"""A progress bar for long calls with many requests, on a terminal only. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-_PATIENCE_S = 2.0  # a call that ends sooner needs no bar, and a flash of one disturbs
+_PATIENCE_S = 2.0  # in a call that ends sooner, a bar would only flash up
 
 
 @contextmanager
-def progress_bar(count: Callable[[], int], total: int, asked: bool) -> Iterator[Callable[[], None]]:
-    """A bar over requests on the error stream; the caller invokes what it yields after every step.
+def progress_bar(
+    count: Callable[[], int], total: int, enabled: bool
+) -> Iterator[Callable[[], None]]:
+    """A progress bar on the error stream; yields a function to call after every step.
 
     Args:
-        count: how many requests have ended.
-        total: how many there are; a single one has nothing to show.
+        count: returns the number of requests that have ended.
+        total: number of requests; a single request gets no bar.
+        enabled: whether the caller wants a bar.
     """
-    if not asked or total < 2 or sys.stderr is None or not sys.stderr.isatty():
+    if not enabled or total < 2 or sys.stderr is None or not sys.stderr.isatty():
         yield lambda: None
         return
     start, show = time.perf_counter(), None
@@ -35,11 +38,12 @@ def progress_bar(count: Callable[[], int], total: int, asked: bool) -> Iterator[
 
 
 def _open_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
+    """Show a bar until `stack` closes; returns a function that sets how far it is."""
     from rich import console, progress
 
-    count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
-    columns = (progress.TextColumn("requests"), progress.BarColumn(), count, left)
-    shown = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
-    bar = stack.enter_context(shown)
+    count, time_left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+    columns = (progress.TextColumn("requests"), progress.BarColumn(), count, time_left)
+    display = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+    bar = stack.enter_context(display)
     task = bar.add_task("requests", total=total)
-    return lambda done: bar.update(task, completed=done)
+    return lambda num_ended: bar.update(task, completed=num_ended)

@@ -15,7 +15,7 @@ from foretoken import LLM, AsyncEngine, RequestDelta, RequestOutput, SamplingPar
 from foretoken.engine import worker
 from foretoken.engine.boundary import build_output, take_delta
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.engine.request import Given, Request, RequestGroup
+from foretoken.engine.request import Delivered, Request, RequestGroup
 from foretoken.errors import ProcessingError, StepError
 from tests.support.asynchronous import (
     LONG,
@@ -196,15 +196,15 @@ def test_an_aborted_request_keeps_what_it_gave(engine: AsyncEngine) -> None:
 def test_a_fault_of_the_request_is_told_with_what_there_is(
     engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled, calls = Detokenizer.settled_text.fget, []  # type: ignore[attr-defined]
+    stable, calls = Detokenizer.stable_text.fget, []  # type: ignore[attr-defined]
 
     def failing(self: Detokenizer) -> str:
         calls.append(self)
         if len(calls) == 5:
             raise ZeroDivisionError("injected")
-        return str(settled(self))
+        return str(stable(self))
 
-    monkeypatch.setattr(Detokenizer, "settled_text", property(failing))
+    monkeypatch.setattr(Detokenizer, "stable_text", property(failing))
 
     async def main() -> list[RequestDelta]:
         return [delta async for delta in engine.generate("abc", PARAMS, deltas=True)]
@@ -279,19 +279,21 @@ def test_deltas_of_preempted_and_aborted_requests(folder: Path, late: bool) -> N
 
 def test_a_delta_of_a_long_output_costs_no_more() -> None:
     """By the memory that it takes: a copy of the output would be 800 KB."""
-    group = RequestGroup("1", None, [1] * 100_000, SamplingParams(logprobs=0), gave_prompt=True)
+    group = RequestGroup(
+        "1", None, [1] * 100_000, SamplingParams(logprobs=0), delivered_prompt=True
+    )
     request = Request(group, 0, 7, [*group.prompt_ids, *[2] * 100_000])
     request.origins, request.pieces = ["plain"] * 100_000, ["ab"] * 100_000
     request.logprobs = [{}] * 100_000
-    request.given = Given(99_998, 99_999)
+    request.delivered = Delivered(99_998, 99_999)
     group.samples.append(request)
 
-    class Settled:
-        def settle(self, request: Request) -> None:
+    class UpToDate:
+        def update_text(self, request: Request) -> None:
             pass
 
     tracemalloc.start()
-    delta = take_delta(Settled(), group)  # type: ignore[arg-type]
+    delta = take_delta(UpToDate(), group)  # type: ignore[arg-type]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert delta is not None
@@ -303,21 +305,23 @@ def forgetful(deltas: Sequence[RequestDelta]) -> RequestDelta:
     return deltas[-1]
 
 
-def unsettled(self: Detokenizer) -> str:
+def unstable(self: Detokenizer) -> str:
     return self.text
 
 
 def repeated(engine: Any, group: RequestGroup) -> RequestDelta | None:
     delta = take_delta(engine, group)
     for request in group.samples:
-        request.given = request.given._replace(num_tokens=max(request.given.num_tokens - 1, 0))
+        request.delivered = request.delivered._replace(
+            num_tokens=max(request.delivered.num_tokens - 1, 0)
+        )
     return delta
 
 
 def textless(engine: Any, group: RequestGroup) -> RequestDelta | None:
     delta = take_delta(engine, group)
     for request in group.samples:
-        request.given = request.given._replace(num_pieces=len(request.pieces) + 1)
+        request.delivered = request.delivered._replace(num_pieces=len(request.pieces) + 1)
     return delta
 
 
@@ -326,7 +330,7 @@ def textless(engine: Any, group: RequestGroup) -> RequestDelta | None:
     [
         pytest.param(RequestDelta, "merge", forgetful, check_slow_reader, "logprobs", id="skips"),
         pytest.param(
-            Detokenizer, "settled_text", property(unsettled), check_case, "stop", id="takes back"
+            Detokenizer, "stable_text", property(unstable), check_case, "stop", id="takes back"
         ),
         pytest.param(worker, "take_delta", repeated, check_case, "samples", id="repeats tokens"),
         pytest.param(worker, "take_delta", textless, check_case, "samples", id="skips text"),

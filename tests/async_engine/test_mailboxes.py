@@ -31,7 +31,7 @@ def test_no_news_is_lost_between_a_look_and_the_wait(
         mailbox: Any = Mailbox(asyncio.get_running_loop(), deltas=deltas)
         thread = threading.Thread(
             target=lambda: [
-                mailbox.put(None, i) and worker.tell([mailbox]) for i in range(1, last + 1)
+                mailbox.put(None, i) and worker.wake_readers([mailbox]) for i in range(1, last + 1)
             ]
         )
         thread.start()

@@ -26,7 +26,7 @@ from foretoken.lab.audit.evidence import Model
 from foretoken.lab.audit.gallery import BUGS, member
 from foretoken.lab.audit.reference import Reference, Text, filtered
 from foretoken.lab.audit.server import Client, ServerAudit
-from foretoken.lab.audit.subjects import StoppedError, Subject, bind, of_callable
+from foretoken.lab.audit.subjects import StoppedError, Subject, bind, callable_subject
 from foretoken.lab.audit.verdict import audit
 from foretoken.lab.results import validate
 from foretoken.models.locate import resolve_checkpoint
@@ -47,7 +47,7 @@ class Auditing(Actions):
     def audit(self, desk: Any, *scope: Any) -> int:
         subjects = self.subjects
 
-        class Given(command.Plan):
+        class Given(command.AuditScope):
             def subjects(self, status: Any) -> Iterator[Subject]:
                 yield from subjects
 
@@ -122,14 +122,14 @@ def test_an_interruption_keeps_what_there_is(tmp_path: Path) -> None:
 
 
 def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(tmp_path: Path) -> None:
-    few = Auditing(*(of_callable(bug.key, bind(bug.verify)) for bug in BUGS[-2:]))
+    few = Auditing(*(callable_subject(bug.key, bind(bug.verify)) for bug in BUGS[-2:]))
     args = ("--gallery", "--draws", 30)
     assert run(*args, "--output", tmp_path / "x.html", actions=few).exit_code == 0
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     links = dict(re.findall(r'<a href="#([\w-]+)">(\w+)</a>REFUTED', page))
     assert [*links.values()] == ["accept_at_zero", "float32_tail"]
     assert re.findall(r'<h2 id="([\w-]+)">', page) == [*links]
-    right = of_callable("float32_tail", bind(member("standard")))
+    right = callable_subject("float32_tail", bind(member("standard")))
     assert run(*args, actions=Auditing(right)).exit_code == 1
 
 
@@ -207,7 +207,7 @@ def audited(url: str, draws: int) -> Any:
     null = np.array([0.4995, 0.4995, 0.001])
     model = Model("prompt 1", null, {}, delta=0.02, closed=True)
     params = SamplingParams(max_tokens=4)
-    asked.asked = [server.Asked("p", [1], params, {"a": 0, "b": 1}, model)]
+    asked.chosen = [server.ChosenPrompt("p", [1], params, {"a": 0, "b": 1}, model)]
     return audit(asked.subject("x")._replace(exact=None), draws)
 
 

@@ -21,8 +21,15 @@ from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
-from foretoken.slots.step import Outcome, StepRequests, StepResult
+from foretoken.slots.step import (
+    NONE,
+    Admission,
+    Outcome,
+    StepInput,
+    StepPlan,
+    StepRequests,
+    StepResult,
+)
 from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of
 

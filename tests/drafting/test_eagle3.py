@@ -33,7 +33,7 @@ from foretoken.ops import (
 )
 from foretoken.ops.stack import Dense
 from foretoken.ops.steps import ForwardBatch
-from foretoken.slots.plan import StepPlan
+from foretoken.slots.step import StepPlan
 from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint

@@ -53,7 +53,7 @@ from foretoken.ops import (
 )
 from foretoken.ops.stack import Dense
 from foretoken.ops.steps import ForwardBatch, PackSizes, StepTokens
-from foretoken.slots.plan import StepPlan
+from foretoken.slots.step import StepPlan
 from tests.support.slots import GivenSlots
 from tests.support.slots import observe as observe_outcome
 from tests.support.table_model import TableModel

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.drafting.choice import Choice
+from foretoken.drafting.choice import Chooser
 from foretoken.drafting.registry import DRAFTERS
-from foretoken.drafting.several import _keepers
+from foretoken.drafting.several import _members_with_q
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.laws.chain import (
     Chain,
@@ -29,8 +29,7 @@ from foretoken.lab.laws.chain import (
 )
 from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
-from foretoken.slots.plan import Admission
-from foretoken.slots.step import Outcome
+from foretoken.slots.step import Admission, Outcome
 from tests.drafting import test_law as laws
 from tests.models.heads import head_of
 
@@ -154,12 +153,12 @@ FREE = admission(1)
 FOUND, MODEL = [5, 6, 7, 8], (1, 4)
 
 
-def takes(choice: Choice, request: Admission = FREE, expected: float = 4.0) -> bool:
+def takes(choice: Chooser, request: Admission = FREE, expected: float = 4.0) -> bool:
     """Whether it has four drafts that drafter 0 found, and not those of drafter 1, a model."""
     return choice.takes(request, 0, FOUND, expected, MODEL)
 
 
-def teach(choice: Choice, accepted: int, rounds: int = 60) -> None:
+def teach(choice: Chooser, accepted: int, rounds: int = 60) -> None:
     """Rounds of slot 1 in which so many of four drafts that were looked up were accepted, and,
     in others, two of a model's."""
     for _ in range(rounds):
@@ -170,9 +169,9 @@ def teach(choice: Choice, accepted: int, rounds: int = 60) -> None:
         choice.learn(1, outcome(*tokens, num_accepted=accepted if taken else 2))
 
 
-def timed() -> Choice:
+def timed() -> Chooser:
     """Drafting by model takes as long as a pass, looking up takes nothing."""
-    choice = Choice()
+    choice = Chooser()
     choice._seconds, choice.pass_seconds = {0: 0.0, 1: 1.0}, 1.0
     return choice
 
@@ -264,7 +263,7 @@ def test_what_cannot_draft_together_is_refused(
     half: Any = llm.engine.runner.drafter
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
     with pytest.raises(ConfigError, match=r"logits are torch.float32.* give both one `dtype`"):
-        _keepers(half.members)
+        _members_with_q(half.members)
     monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
     with pytest.raises(ConfigError, match="`hybrid` runs on a CPU alone"):
         build(target, draft, "ngram", "draft_model", backend="torch")
@@ -341,7 +340,7 @@ def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
     """The same path without foresight is `hybrid` in `test_law.py`."""
     target, draft = random_chain(laws.VOCABULARY, seed=3)
     seen: set[int] = set()
-    monkeypatch.setattr(Choice, "takes", lambda _, request, *__: request.slot in seen)
+    monkeypatch.setattr(Chooser, "takes", lambda _, request, *__: request.slot in seen)
     make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
     setting = Setting(1.0)
     backend, trials = laws.one_later(laws.BACKEND), laws.QUICK
@@ -352,7 +351,7 @@ def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
 def test_the_trace_names_who_drafted(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Choice, "takes", lambda *_: True)
+    monkeypatch.setattr(Chooser, "takes", lambda *_: True)
     llm = build(target, draft, "ngram", "draft_model")
     outputs = run(llm, PROMPTS, temperature=0.0, trace=True)
     for output in outputs:

@@ -226,7 +226,7 @@ def test_many_long_outputs_take_the_memory_of_a_few() -> None:
     size = drafter._shared.size_N
     for number in range(300):
         finish(drafter, [1], [number + 1000, number + 2000, *[7] * (number % 400)])
-        assert int(size[0]) == sum(drafter._finished) <= 1024
+        assert int(size[0]) == sum(drafter._finished_lengths) <= 1024
     assert asked(drafter, [4, 1299]) == [2299]
     assert asked(drafter, [4, 1200], slot=2) == []
     assert drafter.bytes_shared == 4 * 1024 + SuffixIndexes.num_bytes(1024)
@@ -243,7 +243,7 @@ def test_a_preempted_request_is_kept_once() -> None:
     asked(drafter, [1, 20, 21, 22, 23], slot=2)
     slots.put(2, [1, 20, 21, 22, 23, 24])
     drafter.release(2)
-    assert list(drafter._finished) == [4, 3]
+    assert list(drafter._finished_lengths) == [4, 3]
 
 
 @pytest.mark.parametrize(
@@ -352,5 +352,5 @@ def test_steps_that_are_timed_at_start_leave_no_texts(target: Path) -> None:
     speculation = {"method": "suffix", "num_speculative_tokens": "auto"}
     drafter = LLM(str(target), speculation, **OPTIONS).engine.runner.drafter
     assert isinstance(drafter, Suffix)
-    assert drafter._finished == type(drafter._finished)()
+    assert drafter._finished_lengths == type(drafter._finished_lengths)()
     assert drafter._shared.size_N.sum() == 0

@@ -27,8 +27,7 @@ from foretoken.engine.boundary import prepare
 from foretoken.engine.engine import Engine
 from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.request import Request, RequestGroup, Share, Status
-from foretoken.engine.runner import Runner
-from foretoken.engine.sampler import Sampler
+from foretoken.engine.runner import Runner, Sampler
 from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
@@ -249,7 +248,7 @@ class WatchedScheduler(Scheduler):
         asked, context = [s.max_drafts for s in decodes], sum(s.start + 1 for s in decodes)
         room, tokens = pace.room(asked, context), sum(s.num_tokens for s in prompts)
         pairs = sum(s.num_tokens * (s.start + s.num_tokens / 2) for s in prompts)
-        seconds = pace.prompts.beside(room.decoding, room.rows, tokens, pairs)
+        seconds = pace.prompts.mixed_step(room.decoding, room.rows, tokens, pairs)
         assert seconds <= room.most + 1e-9 or tokens == 1
 
 

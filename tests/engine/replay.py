@@ -2,7 +2,7 @@
 
     python -m tests.engine.replay MESSAGES < {"on_host": true, "engine": {...}}
 
-MESSAGES has one message a line, as `slots/plan.py` writes them. A fresh runner of such an engine
+MESSAGES has one message a line, as `slots/step.py` writes them. A fresh runner of such an engine
 reads them in order; what came of each step is printed, one line of JSON each.
 """
 
@@ -24,8 +24,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.runner import OpenStep, Runner
 from foretoken.sampling.edits import PackedEdits
 from foretoken.sampling.grammar import Grammar
-from foretoken.slots.plan import StepPlan, decode, encode
-from foretoken.slots.step import Outcome, StepResult
+from foretoken.slots.step import Outcome, StepPlan, StepResult, decode, encode
 
 
 def build(asked: dict[str, Any]) -> Engine:

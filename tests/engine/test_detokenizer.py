@@ -85,10 +85,10 @@ def test_a_long_stop_string_costs_no_more_than_the_text_that_waits() -> None:
     assert time.process_time() - start < 2
 
 
-def test_settled_text_holds_back_what_a_stop_string_may_take() -> None:
+def test_stable_text_holds_back_what_may_begin_a_stop_string() -> None:
     out = feed(b"say STO", ("STOP", "TOX"))
-    assert out.settled_text == "say "
-    assert feed(b"say STOX", ("STOP",)).settled_text == "say STOX"
+    assert out.stable_text == "say "
+    assert feed(b"say STOX", ("STOP",)).stable_text == "say STOX"
 
 
 class CountingTokenizer(ByteTokenizer):

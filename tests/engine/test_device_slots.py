@@ -24,8 +24,7 @@ from foretoken.errors import ForetokenError
 from foretoken.ops import Rule, Verdict, get_backend
 from foretoken.ops.steps import DraftRequests, StepTokens
 from foretoken.outputs import RequestOutput
-from foretoken.slots.plan import Admission, StepInput, StepPlan
-from foretoken.slots.step import StepRequests, StepShape
+from foretoken.slots.step import Admission, StepInput, StepPlan, StepRequests, StepShape
 from foretoken.slots.table import SlotSizes, SlotTable
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.config.machine import machine_bytes
+from foretoken.config.checks import machine_bytes
 from foretoken.engine import build, memory_plan
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine

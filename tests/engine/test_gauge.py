@@ -23,7 +23,7 @@ from foretoken.engine.gauge import Gauge, gauge_of
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Backend
-from foretoken.slots.plan import StepPlan
+from foretoken.slots.step import StepPlan
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from foretoken.engine.memory_plan import (
     LEAST_CONTEXT,
     Budget,
-    Costs,
     Demand,
+    MemoryCosts,
     Sizes,
-    StepCost,
+    StepBytes,
     StepPeak,
     blocks_within,
     fitting_plan,
@@ -30,11 +30,11 @@ from foretoken.engine.memory_plan import (
 from foretoken.errors import ConfigError, EngineMemoryError
 
 GIB = 2**30
-STEPS = StepCost.of(
+STEPS = StepBytes.through(
     StepPeak(5, 5, 20 << 20), StepPeak(320, 320, 400 << 20), StepPeak(2048, 320, 1600 << 20)
 )
 # Llama-3.1-8B in bfloat16 with a head that drafts, blocks of 64 tokens.
-COSTS = Costs(
+COSTS = MemoryCosts(
     block_size=64, block=8 << 20, draft_block=256 << 10, slot_block=264, draft=64000.0, spare=1,
     weights=15 * GIB, draft_weights=800 << 20, libraries=300 << 20, steps=STEPS, graph=4 << 20,
 )  # fmt: skip
@@ -61,13 +61,13 @@ def demands(draw: st.DrawFn) -> Demand:
     least = size(1 << 28)
     decode = least + (size(1 << 32) if seqs > 1 else 0)
     largest = decode + (size(1 << 33) if tokens > rows else 0)
-    steps = StepCost.of(
+    steps = StepBytes.through(
         StepPeak(1 + drafts, 1 + drafts, least),
         StepPeak(rows, rows, decode),
         StepPeak(tokens, rows, largest),
     )
     block_size = draw(st.sampled_from([1, 16, 64]))
-    costs = Costs(
+    costs = MemoryCosts(
         block_size=block_size, block=block_size * (1 + size(1 << 17)),
         draft_block=block_size * size(1 << 14) if drafts else 0, slot_block=4 * block_size + 8,
         draft=float(size(1 << 20)) if drafts else 0.0, spare=size(1),
@@ -239,7 +239,7 @@ def test_steps_between_those_that_were_measured() -> None:
     assert STEPS.at(320, 320) == pytest.approx(400 << 20)
     assert STEPS.at(320 + 864, 320) == pytest.approx(1000 << 20, rel=1e-6), "halfway"
     # Measured where memory sufficed, and extended from there.
-    half = StepCost.of(
+    half = StepBytes.through(
         StepPeak(5, 5, 20 << 20), StepPeak(160, 160, 208 << 20), StepPeak(1024, 160, 808 << 20)
     )
     per_row, per_token = (188 << 20) / 155, (600 << 20) / 864

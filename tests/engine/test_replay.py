@@ -22,7 +22,7 @@ from foretoken import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.sampling.edits import PackedEdits
-from foretoken.slots.plan import StepPlan, encode
+from foretoken.slots.step import StepPlan, encode
 from tests.engine.replay import Recorder, build, grammar_of, read, replay
 from tests.models.heads import head_of
 

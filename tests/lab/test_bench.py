@@ -16,10 +16,10 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
-from foretoken.engine.worker import Mailbox, tell
+from foretoken.engine.worker import Mailbox, wake_readers
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench.figures import UNITS, figures, unit_of
-from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Run, Step, drive
+from foretoken.lab.bench.load import BenchRequest, Record, RequestFailedError, Run, Step, drive
 from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions, Load, engine_cases
 from foretoken.lab.bench.report import charts, results, tables
@@ -47,7 +47,7 @@ def bench(target: Path, draft: Path) -> Bench:
     def put_alone(self: Mailbox, *news: Any) -> bool:
         """Each step waits for its reader, so that each brings a piece, also on a busy machine."""
         if put(self, *news):
-            tell([self])
+            wake_readers([self])
         until(lambda: not self._unread)
         return False
 
@@ -185,14 +185,14 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(targe
         async with system.opened([case]):
             for prompt in ([1] * 10_000, [{"role": "user", "content": "x"}]):
                 with pytest.raises(RequestFailedError, match="`"):
-                    await system.send(Asked(prompt, 3, 0), case, Record(0.0))  # type: ignore[arg-type]
+                    await system.send(BenchRequest(prompt, 3, 0), case, Record(0.0))  # type: ignore[arg-type]
             engine, run = system._engine.engine, Run()
-            asked = [(0.0, Asked([1, 2, i], 3, i)) for i in range(8)]
+            asked = [(0.0, BenchRequest([1, 2, i], 3, i)) for i in range(8)]
             await drive(system, case, Load(8), asked, run)
             assert [step.trace.num_requests for step in run.steps] == [8, 8, 8]  # all at once
             engine.runner.model = Failing(engine.runner.model)
             with pytest.raises((StepError, ProcessingError)):
-                await drive(system, case, Load(1), [(0.0, Asked([1], 3, 0))], Run())
+                await drive(system, case, Load(1), [(0.0, BenchRequest([1], 3, 0))], Run())
             assert engine.on_step is None
 
     asyncio.run(work())
@@ -221,7 +221,7 @@ def test_an_engine_that_dies_tells_its_own_error_and_leaves_no_task(
 
     async def work() -> None:
         async with system.opened([case]):
-            asked = [(0.0, Asked([1, 2, i], 3, i)) for i in range(4)]
+            asked = [(0.0, BenchRequest([1, 2, i], 3, i)) for i in range(4)]
             with pytest.raises(StepError, match="a step failed"):
                 await drive(system, case, load, asked, Run())
             assert asyncio.all_tasks() == {asyncio.current_task()}

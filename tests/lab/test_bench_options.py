@@ -21,7 +21,7 @@ from foretoken.lab.bench.options import (
     parse_sweep,
     speculation_of,
 )
-from foretoken.lab.bench.run import Item, Source, Workload, read_dataset, read_text
+from foretoken.lab.bench.run import Item, PromptSource, Workload, read_dataset, read_text
 from foretoken.lab.workloads import heldout
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.ops import get_backend
@@ -146,11 +146,11 @@ def test_synthetic_rates_take_an_engine_each() -> None:
 
 
 def test_prompts_are_as_long_as_asked_and_differ() -> None:
-    def made(source: Source, seed: int = 0, size: str = "24") -> Workload:
+    def made(source: PromptSource, seed: int = 0, size: str = "24") -> Workload:
         options = BenchOptions(input_len=size, output_len="5-9", seed=seed)
         return Workload(source, (options.input_lengths, options.output_lengths), seed)
 
-    for source in (Source(range(900)), Source([3, 5, 9], shuffled=True)):
+    for source in (PromptSource(range(900)), PromptSource([3, 5, 9], shuffled=True)):
         workload = made(source)
         runs = [workload.requests(Load(5), 5 * turn, 5) for turn in range(3)]
         asked = [request for run in runs for _, request in run]
@@ -163,21 +163,21 @@ def test_prompts_are_as_long_as_asked_and_differ() -> None:
         assert made(source, 1).requests(Load(5), 5, 5) != runs[1]
     gaps = [gap for gap, _ in made(source).requests(Load(0, 4.0), 0, 2000)]
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 4, rel=0.1)
-    text = made(Source(text="abcd" * 30), size="10").requests(Load(1), 0, 3)
+    text = made(PromptSource(text="abcd" * 30), size="10").requests(Load(1), 0, 3)
     assert {len(one.prompt) for _, one in text} == {40}
     with pytest.raises(ConfigError, match="`input_len` is 24: must be at most 3, the tokens"):
-        made(Source(range(3)))
+        made(PromptSource(range(3)))
 
 
 def test_where_prefixes_are_kept_no_case_has_the_prompts_of_another() -> None:
     """Pieces of a text begin a token later for each case, lines of a dataset differ."""
-    for source in (Source(range(900)), Source([3, 5, 9] * 99, shuffled=True)):
+    for source in (PromptSource(range(900)), PromptSource([3, 5, 9] * 99, shuffled=True)):
         workload = Workload(source, ((24, 24), (5, 9)), 0, apart=3)
         cases = [[a for _, a in workload.requests(Load(2), 4, 9, case)] for case in range(3)]
         for one, next_ in itertools.pairwise(cases):
             assert [a.prompt[1:] for a in one] == [a.prompt[:-1] for a in next_]
             assert [a[1:] for a in one] == [a[1:] for a in next_]  # lengths and seeds
-    lines = Source(items=[Item(str(i)) for i in range(60)])
+    lines = PromptSource(items=[Item(str(i)) for i in range(60)])
     workload, sent = Workload(lines, ((1, 1), (9, 9)), 0, apart=2), list[str]()
     for load, before, count in ((Load(1), 0, 5), (Load(1), 5, 5), (Load(4), 10, 20)):
         for case in (1, 0):

@@ -14,7 +14,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import UNITS, figures
 from foretoken.lab.bench.load import (
     MOST_FAILURES,
-    Asked,
+    BenchRequest,
     Client,
     Record,
     RequestFailedError,
@@ -22,7 +22,7 @@ from foretoken.lab.bench.load import (
     ServerGoneError,
     drive,
 )
-from foretoken.lab.bench.options import BenchOptions, Case, Load, engine_cases
+from foretoken.lab.bench.options import BenchCase, BenchOptions, Load, engine_cases
 from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import as_text
@@ -37,12 +37,12 @@ class Scripted(Client):
 
     keeps_prefixes = False
 
-    def __init__(self, act: Callable[[int, Case], None] = lambda number, case: None) -> None:
+    def __init__(self, act: Callable[[int, BenchCase], None] = lambda number, case: None) -> None:
         self.act, self.number, self.under_way, self.most = act, 0, 0, 0
-        self.asked: list[tuple[str, Asked]] = []
+        self.asked: list[tuple[str, BenchRequest]] = []
         self.notes = ["scripted"]
 
-    async def send(self, asked: Asked, case: Case, record: Record) -> None:
+    async def send(self, asked: BenchRequest, case: BenchCase, record: Record) -> None:
         self.asked.append((case.name, asked))
         self.number, self.under_way = self.number + 1, self.under_way + 1
         self.most = max(self.most, self.under_way)
@@ -70,7 +70,7 @@ def test_concurrency_is_kept_and_a_rate_is_random_but_the_same() -> None:
 
     def load(load: Load, gaps: Sequence[float]) -> tuple[Scripted, Run]:
         client, run = Scripted(), Run()
-        asked = [(gap, Asked("x", 1, i)) for i, gap in enumerate(gaps)]
+        asked = [(gap, BenchRequest("x", 1, i)) for i, gap in enumerate(gaps)]
         case = engine_cases({}, 0.0, None, compare=True)[0][0]
         asyncio.run(drive(client, case, load, asked, run))
         assert [a.seed for _, a in client.asked] == [*range(len(gaps))]
@@ -86,12 +86,12 @@ def test_concurrency_is_kept_and_a_rate_is_random_but_the_same() -> None:
 def test_who_is_late_under_a_rate_makes_its_requests_wait() -> None:
     """A request is due every 10 ms, and the client takes 20 ms for each: lateness adds up."""
 
-    def busy(number: int, case: Case) -> None:
+    def busy(number: int, case: BenchCase) -> None:
         time.sleep(0.02)
 
     (plain, _), *_ = engine_cases({}, 0.0, NGRAM, compare=True)
     system, bench = scripted(busy, request_rate="100", concurrency=None, warmup=0, repeats=1)
-    asked = [(0.01, Asked([1], 1, i)) for i in range(20)]
+    asked = [(0.01, BenchRequest([1], 1, i)) for i in range(20)]
     run = Run()
     asyncio.run(drive(system, plain, Load(0, 100.0), asked, run))
     dues = [record.due - run.records[0].due for record in run.records]
@@ -107,15 +107,15 @@ def test_who_is_late_under_a_rate_makes_its_requests_wait() -> None:
 
 
 def test_a_run_ends_without_answers() -> None:
-    def gone(number: int, case: Case) -> None:
+    def gone(number: int, case: BenchCase) -> None:
         if number == 3:
             raise ServerGoneError("gone")
 
-    def refuse(number: int, case: Case) -> None:
+    def refuse(number: int, case: BenchCase) -> None:
         if number > 2:
             raise RequestFailedError("no")
 
-    asked = [(0.0, Asked("x", 1, i)) for i in range(50)]
+    asked = [(0.0, BenchRequest("x", 1, i)) for i in range(50)]
     case = engine_cases({}, 0.0, None, compare=True)[0][0]
     for act, failed, why in ((refuse, MOST_FAILURES, "the last one so: no"), (gone, 1, "gone")):
         run = Run()
@@ -157,7 +157,7 @@ def test_cases_take_turns_and_who_is_first_changes() -> None:
 def test_what_was_measured_is_kept_and_marked(last: int) -> None:
     """A run that was cut is kept where there is no whole one, and is not counted as a repeat."""
 
-    def act(number: int, case: Case) -> None:
+    def act(number: int, case: BenchCase) -> None:
         if number == last:
             raise KeyboardInterrupt
 
@@ -181,7 +181,7 @@ def test_what_was_measured_is_kept_and_marked(last: int) -> None:
 
 
 def test_a_first_run_that_was_cut_is_partial() -> None:
-    def act(number: int, case: Case) -> None:
+    def act(number: int, case: BenchCase) -> None:
         if number == 3:
             raise ServerGoneError("no connection")
 
@@ -200,7 +200,7 @@ def test_a_first_run_that_was_cut_is_partial() -> None:
 def test_turns_stay_together_where_a_run_has_no_answer() -> None:
     """Plain's second repeat fails whole: its turn has no speed-up, the others keep theirs."""
 
-    def act(number: int, case: Case) -> None:
+    def act(number: int, case: BenchCase) -> None:
         if case.plain and 8 < number <= 16:
             raise RequestFailedError("status 500")
 
@@ -216,7 +216,7 @@ def test_turns_stay_together_where_a_run_has_no_answer() -> None:
 
 
 def test_failed_requests_are_counted_and_end_with_an_error() -> None:
-    def act(number: int, case: Case) -> None:
+    def act(number: int, case: BenchCase) -> None:
         if number % 5 == 0:
             raise RequestFailedError("status 500")
 

@@ -13,8 +13,15 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.command import make_bench
-from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Run, ServerGoneError, drive
-from foretoken.lab.bench.options import BenchOptions, Case, Load, server_cases
+from foretoken.lab.bench.load import (
+    BenchRequest,
+    Record,
+    RequestFailedError,
+    Run,
+    ServerGoneError,
+    drive,
+)
+from foretoken.lab.bench.options import BenchCase, BenchOptions, Load, server_cases
 from foretoken.lab.bench.server import Server
 
 COUNTS = """# HELP vllm:spec_decode_num_drafts_total Verifications.
@@ -129,7 +136,7 @@ def test_a_stream_gives_times_and_counts(chunked: bool) -> None:
         await server.prepare()
         for prompt in ("def", [1, 2], [{"role": "user", "content": "x"}]):
             record = Record(0.0)
-            await server.send(Asked(prompt, 9, 5), CASE, record)  # type: ignore[arg-type]
+            await server.send(BenchRequest(prompt, 9, 5), CASE, record)  # type: ignore[arg-type]
             assert (record.num_input, record.num_output, len(record.arrivals)) == (6, 4, 2)
             assert 0 < record.arrivals[0] < record.arrivals[1]
             assert record.num_first == 1
@@ -154,7 +161,7 @@ def test_without_usage_pieces_are_counted_and_fields_that_are_refused_are_left_o
         fake.refused = ("ignore_eos",)
         await server.prepare()
         record = Record(0.0)
-        await server.send(Asked("x", 9, 5), CASE, record)
+        await server.send(BenchRequest("x", 9, 5), CASE, record)
         assert (record.num_output, record.num_input) == (2, 0)
         assert "ignore_eos" not in fake.bodies[0]
         assert any("before their length" in note for note in server.notes)
@@ -167,7 +174,7 @@ def test_plain_takes_turns_where_requests_choose() -> None:
         await server.prepare()
         assert (server.speculates, server.notes) == (True, [])
         for case in (PLAIN, DRAFTED):
-            await server.send(Asked("x", 9, 5), case, Record(0.0))
+            await server.send(BenchRequest("x", 9, 5), case, Record(0.0))
         sent = [body["speculative"] for body in fake.bodies]
         assert sent == [{"num_speculative_tokens": 0}, {"num_speculative_tokens": 3}]
         fake.refused = ("speculative",)  # nothing drafts there
@@ -181,7 +188,7 @@ def test_plain_takes_turns_where_requests_choose() -> None:
 def test_tokens_of_the_first_piece_are_told_by_who_counts_with_each() -> None:
     async def work(fake: Fake, server: Server) -> None:
         record = Record(0.0)
-        await server.send(Asked("x", 9, 5), CASE, record)
+        await server.send(BenchRequest("x", 9, 5), CASE, record)
         assert (record.num_first, record.num_output) == (3, 7)
 
     counted = [event("abc", usage={"completion_tokens": 3}), event("d")]
@@ -230,7 +237,7 @@ def test_a_wrong_answer_is_a_failed_request_and_is_named(pieces: Any, said: str)
         fake.is_silent = pieces is None
         fake.raw = pieces if isinstance(pieces, bytes) else b""
         with pytest.raises(RequestFailedError, match=said):
-            await server.send(Asked("x", 9, 5), CASE, Record(0.0))
+            await server.send(BenchRequest("x", 9, 5), CASE, Record(0.0))
         if fake.raw:
             with pytest.raises(ConfigError, match="`url` is 'http"):
                 await server.prepare()
@@ -241,12 +248,12 @@ def test_a_wrong_answer_is_a_failed_request_and_is_named(pieces: Any, said: str)
 def test_a_server_that_stops_leaves_what_it_answered() -> None:
     async def work(fake: Fake, server: Server) -> None:
         fake.stops_after, load, kept = 4, Load(1), Run()
-        asked = [(0.0, Asked("x", 9, i)) for i in range(20)]
+        asked = [(0.0, BenchRequest("x", 9, i)) for i in range(20)]
         await drive(server, CASE, load, asked, kept)
         assert (len(kept.done), len(kept.failed)) == (4, 1)
         assert "no connection to 127.0.0.1" in kept.stopped
         with pytest.raises(ServerGoneError):
-            await server.send(Asked("x", 9, 5), CASE, Record(0.0))
+            await server.send(BenchRequest("x", 9, 5), CASE, Record(0.0))
         with pytest.raises(ConfigError, match=r"`url` is .*: must be an OpenAI-compatible server"):
             await server.prepare()
 
@@ -281,7 +288,7 @@ def test_a_url_is_one(url: str) -> None:
         Server(url, SamplingParams())
 
 
-def cases(**given: Any) -> list[Case]:
+def cases(**given: Any) -> list[BenchCase]:
     return server_cases(given, 0.0, speculates=False, compare=True)[0]
 
 

@@ -243,13 +243,13 @@ def test_pairs_of_tokens_are_told_from_tokens() -> None:
 def test_a_step_with_a_prompt_takes_no_less_than_without_a_graph() -> None:
     """8 requests decode in 5 ms by a graph; with a prompt the step takes what prompts take."""
     prompts = PromptCosts((4, 480, 960), (9e-3, 12e-3, 24e-3))
-    assert prompts.beside(5e-3, 8, 0, 0) == 5e-3
-    assert prompts.beside(5e-3, 8, 232, 0) == pytest.approx(prompts.of_tokens(240))
-    assert prompts.beside(11e-3, 8, 232, 0) == pytest.approx(
+    assert prompts.mixed_step(5e-3, 8, 0, 0) == 5e-3
+    assert prompts.mixed_step(5e-3, 8, 232, 0) == pytest.approx(prompts.of_tokens(240))
+    assert prompts.mixed_step(11e-3, 8, 232, 0) == pytest.approx(
         11e-3 + prompts.of_tokens(240) - prompts.of_tokens(8)
     )
     assert PROFILE.prompts is not None
-    assert PROFILE.prompts.beside(4e-3, 1, 64, 640) > PROFILE.prompts.beside(4e-3, 1, 64, 0)
+    assert PROFILE.prompts.mixed_step(4e-3, 1, 64, 640) > PROFILE.prompts.mixed_step(4e-3, 1, 64, 0)
 
 
 def test_a_gpu_ends_the_step_that_was_launched_for_a_request_that_is_over() -> None:
@@ -341,9 +341,9 @@ def test_batches_with_more_prompt_tokens_than_a_step_are_timed_all_the_same(
         calibration = Calibration(llm.engine, (16,), SamplingParams(), 1)
         profile = calibration.run()
     settled = {
-        case.drafts: len(found.steps)
-        for case, found in calibration._found.items()
-        if case.batch == 16 and case.output > 1
+        setup.drafts: len(found.steps)
+        for setup, found in calibration._timings.items()
+        if setup.batch == 16 and setup.output > 1
     }
     assert [*settled] == [0, 1, 2]
     assert min(settled.values()) >= 4

@@ -22,8 +22,8 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.checkpoint import check_weights
-from foretoken.models.compressed import Stored
-from foretoken.models.compressed_scheme import why_not
+from foretoken.models.compressed import CompressedTensors
+from foretoken.models.compressed_scheme import unsupported_reason
 from foretoken.models.families import stays_compressed
 from foretoken.models.loader import load_plain
 from foretoken.ops.stack import Dense, Grouped, Stack, linears, parts_of
@@ -318,9 +318,9 @@ def parts(rows: int, inputs: int, bits: int) -> Tensors:
     return {"w_packed": packed(codes, bits), "w_scale": scale, "w_shape": shape}
 
 
-def stored(folder: Path, tensors: Tensors) -> Stored:
+def stored(folder: Path, tensors: Tensors) -> CompressedTensors:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return Stored(check_weights(folder, plain=False))
+    return CompressedTensors(check_weights(folder, plain=False))
 
 
 @pytest.mark.parametrize(("inputs", "bits"), [(34, 4), (36, 4), (33, 8), (34, 8), (35, 8)])
@@ -402,7 +402,7 @@ def edited(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("path", "value"), TAKEN)
 def test_what_says_the_same_in_other_words_is_read(path: tuple[str, ...], value: Any) -> None:
     config = families.make_config("llama", {"quantization_config": edited(path, value)})
-    assert why_not(edited(path, value)) is None
+    assert unsupported_reason(edited(path, value)) is None
     assert stays_compressed(config)
 
 
@@ -410,7 +410,7 @@ def test_what_says_the_same_in_other_words_is_read(path: tuple[str, ...], value:
 def test_another_scheme_is_left_to_transformers(
     path: tuple[str, ...], value: Any, message: str
 ) -> None:
-    reason = why_not(edited(path, value))
+    reason = unsupported_reason(edited(path, value))
     assert reason is not None
     assert message in reason
     assert not stays_compressed(

@@ -20,7 +20,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.eagle3 import lacks_head, load_head, read_head
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.ops import LoadedStack, RoundStack, Stack, get_backend
-from foretoken.ops.backends.torch.stack import output, turn, turns
+from foretoken.ops.backends.torch.stack import cos_sin, output, rotate
 from foretoken.ops.stack import Dense
 from tests.models import families
 from tests.models.batches import Span, build_batch
@@ -135,7 +135,7 @@ POSITIONS = torch.tensor([0, 1, 77, 250])
 
 
 def turned_by(head: Stack, x_THD: Tensor) -> Tensor:
-    return turn(x_THD, turns(head.layers[0].mixer.rope, POSITIONS, x_THD.dtype))
+    return rotate(x_THD, cos_sin(head.layers[0].mixer.rope, POSITIONS, x_THD.dtype))
 
 
 @pytest.mark.parametrize("name", ["rope_type", "type"])

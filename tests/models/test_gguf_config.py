@@ -12,10 +12,14 @@ import torch
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import check_generation_config, parse_config, read_config
 from foretoken.models.families import FAMILIES
-from foretoken.models.gguf.config import ARCHITECTURES, generation_values, stored_sizes
+from foretoken.models.gguf.config import (
+    ARCHITECTURES,
+    generation_values,
+    llama3_factors,
+    stored_sizes,
+)
 from foretoken.models.gguf.names import parameter_name, parameters, row_order, tensor_name
-from foretoken.models.gguf.rope import llama3_factors
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import read_gguf
 from tests.models.gguf_files import (
     HEAD_DIM,
     HEADS,

@@ -9,13 +9,13 @@ import pytest
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models import load_tokenizer, resolve_checkpoint
-from foretoken.models.gguf.find import HubFile, hub_file, only_model
-from foretoken.models.gguf.split import parts_of
+from foretoken.models.gguf.reader import split_names
+from foretoken.models.locate import HubFile, hub_file, only_model
 from tests.models.gguf_files import model_metadata, model_tensors, write
 from tests.models.hub import Hub
 from tests.models.test_locate import cached_files, go_offline, use
 
-SET = parts_of("big-Q8_0-00001-of-00002.gguf")
+SET = split_names("big-Q8_0-00001-of-00002.gguf")
 
 
 def save(folder: Path, *names: str) -> Path:

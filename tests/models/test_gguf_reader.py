@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from foretoken.errors import CheckpointError, ForetokenError, UnsupportedModelError
-from foretoken.models.gguf.reader import KINDS, read_part
-from foretoken.models.gguf.split import GgufFile, parts_of, read_gguf
+from foretoken.models.gguf.reader import KINDS, GgufFile, read_gguf, read_part, split_names
 from tests.models.gguf_files import (
     NUMBERS,
     Stored,
@@ -242,7 +241,7 @@ def test_a_file_cut_anywhere(tmp_path: Path) -> None:
 
 def split_set(folder: Path, **changes: Any) -> list[Path]:
     """A model in three files; `changes` are keys of the second."""
-    paths = [folder / name for name in parts_of("m-00001-of-00003.gguf")]
+    paths = [folder / name for name in split_names("m-00001-of-00003.gguf")]
     for number, path in enumerate(paths):
         own = {"general.architecture": "llama", "only.first": 1} if number == 0 else {}
         keys: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.heads import save_head
 from foretoken import LLM
-from foretoken.config.machine import machine_bytes
+from foretoken.config.checks import machine_bytes
 from foretoken.errors import CheckpointError, ConfigError, EngineMemoryError, ForetokenError
 from foretoken.models import load_model, load_tokenizer
 from foretoken.models.eagle3 import load_head

@@ -297,11 +297,10 @@ def test_the_plan_covers_each_context_once(window: int) -> None:
     size_of = lambda n: 16 * max(1, math.ceil((min(n, window) if window else n) / 64))  # noqa: E731
     new = lambda count: torch.full((count,), -7, dtype=torch.int32, device=DEVICE)  # noqa: E731
     work = records.Work(new(100 * 16), new(100 * 4), new(100 * 16), new(4))
+    cut = records.Cut(groups, window, 16, 4, 16, FEW_ROWS=rows_of_tile, MANY_ROWS=64)
     plan.plan_kernel[(len(counts) + 1,)](
-        starts.to(DEVICE), torch.tensor(lengths).to(DEVICE), work, len(counts), G=groups,
-        WINDOW=window, SIZE=16, COUNT=4, STEP=16, FEW_ROWS=rows_of_tile, MANY_ROWS=64,
-        AT_ONCE=4,
-    )  # fmt: skip
+        starts.to(DEVICE), torch.tensor(lengths).to(DEVICE), work, len(counts), CUT=cut, AT_ONCE=4
+    )
     few, rows, many, _ = work.totals.tolist()
     slots = torch.tensor([0, *(n if n <= 16 else 0 for n in counts)]).cumsum(0)
     items = work.few_I.view(-1, 16)[:few, :9].tolist()

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import ops, ops_baseline, ops_inputs, ops_report, ops_timing
-from benchmarks.ops_backends import Module, Ours, rates
-from benchmarks.ops_cases import Case, Goal, chosen, cpu_cases, gpu_cases
-from benchmarks.ops_inputs import Pools, make, rows_of
-from benchmarks.ops_timing import enough, in_turns
+from benchmarks.ops import baseline, report, run, timing
+from benchmarks.ops import inputs as ops_inputs
+from benchmarks.ops.backends import Module, Ours, rates
+from benchmarks.ops.cases import Case, Goal, chosen, cpu_cases, gpu_cases
+from benchmarks.ops.inputs import Pools, make, rows_of
+from benchmarks.ops.timing import enough, in_turns
 from foretoken.lab.results import Spread, read
 from foretoken.ops import (
     DraftCache,
@@ -75,13 +76,13 @@ def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def session() -> ops.Session:
+def session() -> run.Session:
     options = argparse.Namespace(repeats=3, quick=True, raise_errors=True)
-    return ops.Session(
+    return run.Session(
         options,
         CPU,
         [Ours("stand_in", StandIn())],  # type: ignore[arg-type]
-        [Module("pytorch", ops_baseline)],
+        [Module("pytorch", baseline)],
         [verify_case("standard")],
         floor_gb_per_s=10.0,
     )
@@ -164,7 +165,7 @@ def test_the_baseline_keeps_the_law(rule: str) -> None:
     trials, k, vocabulary = 40_000, 2, 5
     p_V, q_V = torch.randn(vocabulary), torch.randn(vocabulary)
     token_BK = q_V.softmax(0).multinomial(trials * k, replacement=True).view(trials, k)
-    call = ops_baseline.verify(
+    call = baseline.verify(
         rule=rule,
         logits_NV=p_V.expand(trials * (k + 1), -1),
         draft_logits_BKV=q_V.expand(trials, k, -1),
@@ -191,34 +192,34 @@ def test_the_baseline_keeps_the_law(rule: str) -> None:
 
 def test_the_baseline_filters_like_the_contract() -> None:
     logits = torch.tensor([[3.0, 2.0, 2.0, 1.0, -1.0]])
-    prob = ops_baseline.probabilities(logits, 1.0, top_k=2, top_p=1.0, min_p=0.0)
+    prob = baseline.probabilities(logits, 1.0, top_k=2, top_p=1.0, min_p=0.0)
     assert (prob > 0).tolist() == [[True, True, True, False, False]]  # the tie is kept
-    prob = ops_baseline.probabilities(logits, 1.0, top_k=0, top_p=0.5, min_p=0.0)
+    prob = baseline.probabilities(logits, 1.0, top_k=0, top_p=0.5, min_p=0.0)
     assert (prob > 0).tolist() == [[True, False, False, False, False]]
-    prob = ops_baseline.probabilities(logits, 1.0, top_k=0, top_p=1.0, min_p=0.2)
+    prob = baseline.probabilities(logits, 1.0, top_k=0, top_p=1.0, min_p=0.2)
     assert (prob > 0).tolist() == [[True, True, True, False, False]]
     seen = torch.tensor([[0, 4]])
-    row = ops_baseline.penalised(logits, seen, repetition=2.0, presence=0.5)
+    row = baseline.penalised(logits, seen, repetition=2.0, presence=0.5)
     assert row.tolist() == [[1.0, 2.0, 2.0, 1.0, -2.5]]
 
 
-def test_synthetic_acceptance_is_timed_at_the_counts_of_standard(session: ops.Session) -> None:
+def test_synthetic_acceptance_is_timed_at_the_counts_of_standard(session: run.Session) -> None:
     case = verify_case("synthetic")
     inputs = make(case, Pools(CPU))
     ours = session.ours[0]
-    standard = torch.cat(ops.counts(ours.calls(verify_case("standard"), inputs)))
-    synthetic = torch.cat(ops.counts(ours.calls(case, inputs)))
+    standard = torch.cat(run.counts(ours.calls(verify_case("standard"), inputs)))
+    synthetic = torch.cat(run.counts(ours.calls(case, inputs)))
     assert inputs.rate_K is not None
     assert torch.equal(standard, synthetic)
     assert 0 < standard.double().mean() < 3
 
 
-def test_a_block_request_is_put_among_the_others_of_each_batch(session: ops.Session) -> None:
+def test_a_block_request_is_put_among_the_others_of_each_batch(session: run.Session) -> None:
     goal = Goal("ratio", 1e9)
     case = verify_case("standard", against="verify standard", blocks=1, goals=(goal,))
     stand_in = StandIn()
     session.ours = [Ours("stand_in", stand_in)]  # type: ignore[arg-type]
-    rows = ops.measure(session, [replace(case, name="one block", baselines=False)], Pools(CPU))
+    rows = run.measure(session, [replace(case, name="one block", baselines=False)], Pools(CPU))
     assert [row.case for row in rows] == ["one block: stand_in"]
     assert isinstance(rows[0].values["ratio"], Spread)
     of_case, of_partner = [1] + [0] * 7, [0] * 8
@@ -231,37 +232,37 @@ def test_rates_are_conditional() -> None:
 
 
 def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(
-    session: ops.Session,
+    session: run.Session,
 ) -> None:
     goals = (Goal("ratio", 1e9), Goal("eager_us", 0.0), Goal("graph_us", 1.0))
     case = verify_case("synthetic", goals=goals)
-    rows = ops.measure(session, [case], Pools(CPU))
+    rows = run.measure(session, [case], Pools(CPU))
     assert [row.labels["engine"] for row in rows] == ["stand_in", "pytorch"]
     mine = rows[0].values
     assert isinstance(mine["ratio"], Spread)
     assert isinstance(mine["speedup_over_pytorch"], Spread)
     assert mine["read_floor_us"] == pytest.approx(mine["bytes"] / 1e4)
     assert mine["draft_cache_bytes"] == 8 * 3 * V * 4
-    first, second = ops_report.goal_notes([case], rows, session.ours)
+    first, second = report.goal_notes([case], rows, session.ours)
     assert first.endswith("goal <= 1e+09: reached.")
     assert second.endswith("goal <= 0: NOT reached.")
     assert second.startswith("verify synthetic: stand_in: us, eager ")
 
 
 def test_a_gpu_is_timed_in_graphs_and_eagerly_and_its_memory_counted(
-    session: ops.Session, monkeypatch: pytest.MonkeyPatch
+    session: run.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host_shot = ops_timing.host_shot
-    monkeypatch.setattr(ops_timing, "host_shot", lambda calls, _: host_shot(calls, CPU))
-    monkeypatch.setattr(ops_timing, "graph_shot", lambda calls: host_shot(calls, CPU))
-    monkeypatch.setattr(ops_timing, "extra_bytes", lambda call: 4 * V)
+    host_shot = timing.host_shot
+    monkeypatch.setattr(timing, "host_shot", lambda calls, _: host_shot(calls, CPU))
+    monkeypatch.setattr(timing, "graph_shot", lambda calls: host_shot(calls, CPU))
+    monkeypatch.setattr(timing, "extra_bytes", lambda call: 4 * V)
     session.device = torch.device("cuda")
     goals = (Goal("graph_us", 0.0), Goal("eager_us", 1e9, note="stretch"))
     case = verify_case("synthetic", goals=(*goals, Goal("extra_memory_share", 0.02)))
-    rows = ops.measure(session, [case], Pools(CPU))
+    rows = run.measure(session, [case], Pools(CPU))
     assert {"graph_us", "eager_us", "ratio"} <= set(rows[0].values)
     assert rows[0].values["extra_memory_share"] == 1 / 32
-    notes = ops_report.goal_notes([case], rows, session.ours)
+    notes = report.goal_notes([case], rows, session.ours)
     assert [note.partition(", goal")[2] for note in notes] == [
         " <= 0: NOT reached.",
         " <= 1e+09: reached.",
@@ -269,16 +270,16 @@ def test_a_gpu_is_timed_in_graphs_and_eagerly_and_its_memory_counted(
     ]
     assert "us, eager (stretch)" in notes[1]
     point = Case("sample", "sample, rows, x=4", 4, vocabulary=V, curve="sample, rows", x=4)
-    assert [row.case for row in ops.measure(session, [point], Pools(CPU))] == [
+    assert [row.case for row in run.measure(session, [point], Pools(CPU))] == [
         "sample, rows, x=4: stand_in"
     ]
 
 
-def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Session) -> None:
+def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: run.Session) -> None:
     partial = types.ModuleType("partial")
     session.modules.append(Module("partial", partial))
     case = Case("sample", "sample", 4, vocabulary=V)
-    assert len(ops.measure(session, [case], Pools(CPU))) == 2
+    assert len(run.measure(session, [case], Pools(CPU))) == 2
     assert session.failed == []
 
     def broken(**_: Any) -> None:
@@ -286,11 +287,11 @@ def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Ses
 
     partial.sample = broken  # type: ignore[attr-defined]
     session.options.raise_errors = False
-    assert len(ops.measure(session, [case], Pools(CPU))) == 2
+    assert len(run.measure(session, [case], Pools(CPU))) == 2
     assert session.failed == ["sample: partial failed: ValueError no such layout"]
 
 
-def test_a_wrong_token_is_not_timed(session: ops.Session) -> None:
+def test_a_wrong_token_is_not_timed(session: run.Session) -> None:
     class Wrong(StandIn):
         def sample(self, rows: Rows, noise: Noise) -> Tensor:
             return rows.logits_NV.argmin(1)
@@ -298,7 +299,7 @@ def test_a_wrong_token_is_not_timed(session: ops.Session) -> None:
     session.ours = [Ours("wrong", Wrong())]  # type: ignore[arg-type]
     case = Case("sample", "sample", 4, vocabulary=V, top_k=20)
     with pytest.raises(RuntimeError, match="not among the top 20"):
-        ops.measure(session, [case], Pools(CPU))
+        run.measure(session, [case], Pools(CPU))
 
 
 def test_shots_are_long_enough_and_take_turns() -> None:
@@ -318,20 +319,20 @@ def test_shots_are_long_enough_and_take_turns() -> None:
 
 
 def test_a_run_writes_its_file(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, session: ops.Session
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, session: run.Session
 ) -> None:
     case = Case("sample", "sample", 4, vocabulary=V, goals=(Goal("ns_per_logit", 1e9),))
     session.cases = [case]
 
-    def prepare(options: argparse.Namespace) -> ops.Session:
+    def prepare(options: argparse.Namespace) -> run.Session:
         session.options = options
         return session
 
-    monkeypatch.setattr(ops, "prepare", prepare)
+    monkeypatch.setattr(run, "prepare", prepare)
     arguments = ["ops", "--device", "cpu", "--commit", "a" * 40, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
-    ops.main()
-    results = read(tmp_path / f"{ops.results_name(torch.device('cpu'))}.json")
+    run.main()
+    results = read(tmp_path / f"{run.results_name(torch.device('cpu'))}.json")
     assert results.commit == "a" * 40
     assert [row.case for row in results.rows] == ["sample: stand_in", "sample: pytorch"]
     assert any("goal <= 1e+09: reached" in note for note in results.notes)

@@ -114,7 +114,7 @@ def test_models_and_drafters_reach_backends_through_their_contract() -> None:
 
 
 SERVERS = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client", "ray"}
-OF_RAY = {"deployment", "fleet.command", "fleet.handles", "fleet.replica", "fleet.router"}
+OF_RAY = {"deployment", "fleet.command", "fleet.replica", "fleet.router"}
 """Modules of `serve` that may import Ray, which is an extra of its own."""
 
 

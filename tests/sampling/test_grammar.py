@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from foretoken.drafting.forced import by_grammar
 from foretoken.errors import RequestError
 from foretoken.sampling import grammar
-from foretoken.sampling.forced import by_grammar
 from foretoken.sampling.grammar import (
     Compilers,
     Grammar,

@@ -37,13 +37,12 @@ from foretoken.serve.protocol.common import (
     SamplingFields,
     Speculative,
     StreamOptions,
-    described,
 )
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked, Served, read_chat, read_completion
-from foretoken.serve.running import News
+from foretoken.serve.requests import GenerationRequest, Served, read_chat, read_completion
+from foretoken.serve.running import PromptDelta
 from tests.project.source import ROOT
 from tests.serve.running import post
 
@@ -133,7 +132,12 @@ VLLM: dict[type[Fields], str] = {
 }
 
 
-def read(kind: type[Fields], **given: Any) -> Asked:
+def described(kind: type[Fields], mark: str) -> list[str]:
+    """Names of a schema's fields that have this mark."""
+    return [name for name, field in kind.model_fields.items() if mark in field.metadata]
+
+
+def read(kind: type[Fields], **given: Any) -> GenerationRequest:
     ((function, least),) = [(f, least) for body, f, least in BODIES if body is kind]
     return function(kind.model_validate({**least, **given}), SERVED)  # type: ignore[no-any-return]
 
@@ -482,7 +486,7 @@ def test_the_first_sample_of_a_prompt_has_its_logprobs_whenever_they_come() -> N
         deltas += [RequestDelta("1", samples[:2]), RequestDelta("1", samples)]
         deltas[at] = replace(deltas[at], prompt_logprobs=rows)
         reader, form = EventReader(asked), CompletionWriter(asked, "m")
-        events = [event for delta in deltas for event in reader.read(News(0, delta))]
+        events = [event for delta in deltas for event in reader.read(PromptDelta(0, delta))]
         by_choice = [[event for event in events if event.choice == i] for i in range(3)]
         told = [form.whole(some).get("prompt_logprobs") for some in by_choice]
         assert [rows and [*rows] for rows in told] == [

@@ -21,7 +21,7 @@ from foretoken.errors import ConfigError
 from foretoken.models import resolve_checkpoint
 from foretoken.serve.fleet.config import (
     IMPORT_PATH,
-    OF_PROXIES,
+    PROXY_OPTIONS,
     Fleet,
     FleetModel,
     ReplicaOptions,
@@ -206,12 +206,12 @@ def test_what_is_wrong_with_the_server_is_said_by_its_place(server: Any, field: 
     assert refused({"models": [TINY], "server": server}).field == field
 
 
-@pytest.mark.parametrize("name", sorted(OF_PROXIES))
+@pytest.mark.parametrize("name", sorted(PROXY_OPTIONS))
 def test_what_proxies_do_is_theirs_to_be_told(name: str) -> None:
     error = refused({"models": [TINY], "server": {name: "x"}})
     assert error.field == f"server.{name}"
     assert "roxies" in str(error)
-    assert OF_PROXIES[name] in error.remedy
+    assert PROXY_OPTIONS[name] in error.remedy
 
 
 def test_no_key_is_repeated_in_an_error() -> None:
@@ -573,7 +573,7 @@ def test_the_files_of_the_documents_are_read(name: str, models: int, tmp_path: P
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for loaded in [name for name in sys.modules if name.split(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, loaded)
-    for name in ("deployment", "fleet.command", "fleet.handles", "fleet.router"):
+    for name in ("deployment", "fleet.command", "fleet.router"):
         monkeypatch.delitem(sys.modules, f"foretoken.serve.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     words = ["serve", "tiny-python", "--replicas", "2", "--ray-address", "auto"]

@@ -37,7 +37,7 @@ PIECES = [
 
 def parsing(name: str, *, reasons: bool = True, parallel: bool = True) -> Parsing:
     form = MessageFormat(FORMATS[name], reasons, {"<|eot|>": 5, FORMATS[name].opener: 6})
-    return Parsing.of(form, NAMES, reasons=reasons, parallel=parallel)
+    return Parsing.for_format(form, NAMES, reasons=reasons, parallel=parallel)
 
 
 def read(how: Parsing, pieces: Sequence[str], prompt: str = "", reason: str = "stop") -> list[Part]:
@@ -199,12 +199,12 @@ def test_formats_are_found_in_templates(template: str, calls: str | None, reason
     tokenizer: Any = SimpleNamespace(
         chat_template=template, added_tokens_decoder={7: special}, decode=str
     )
-    form = MessageFormat.of(tokenizer, None, "auto", "auto")
+    form = MessageFormat.from_options(tokenizer, None, "auto", "auto")
     thoughts = "<think>" if reasons else "none"
     told = f"tool calls: {calls or 'none'}; reasoning: {thoughts}."
-    assert form.told == f"Chat template: the checkpoint's own; {told}"
+    assert form.summary == f"Chat template: the checkpoint's own; {told}"
     assert form == MessageFormat(FORMATS[calls] if calls else None, reasons, {"[TOOL_CALLS]": 7})
-    assert MessageFormat.of(tokenizer, None, "hermes", "none").calls == FORMATS["hermes"]
+    assert MessageFormat.from_options(tokenizer, None, "hermes", "none").calls == FORMATS["hermes"]
     grammar = MessageFormat(FORMATS["mistral"], special=form.special).grammar(
         FORMATS["mistral"], [{"function": {"name": "now"}}], parallel=False
     )
@@ -222,14 +222,14 @@ def test_the_template_in_use_is_told_and_one_that_is_none_is_refused() -> None:
         ("{{ 3 }}<tool_call>",
          "Chat template: of --chat-template; tool calls: hermes; reasoning: none."),
     ):  # fmt: skip
-        assert MessageFormat.of(tokenizer, template, "auto", "auto").told == told
+        assert MessageFormat.from_options(tokenizer, template, "auto", "auto").summary == told
     bare: Any = SimpleNamespace(chat_template=None, decode=str)
     for nothing, said in ((bare, "no chat template"), (None, "no tokenizer")):
-        form = MessageFormat.of(nothing, None, "auto", "auto")
-        assert (form.has_template, form.told) == (False, f"Chats are refused: there is {said}.")
+        form = MessageFormat.from_options(nothing, None, "auto", "auto")
+        assert (form.has_template, form.summary) == (False, f"Chats are refused: there is {said}.")
     for wrong in ("rga", "template.jinja"):
         with pytest.raises(ConfigError, match="`chat_template`"):
-            MessageFormat.of(tokenizer, wrong, "auto", "auto")
+            MessageFormat.from_options(tokenizer, wrong, "auto", "auto")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_template_in_use_is_told_and_one_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_a_forced_call_that_is_cut_leaves_no_text(text: str, call: Any, reason: str) -> None:
     form = MessageFormat(FORMATS["hermes"])
-    parsing = replace(Parsing.of(form, NAMES, reasons=False, parallel=True), is_forced=True)
+    parsing = replace(Parsing.for_format(form, NAMES, reasons=False, parallel=True), is_forced=True)
     cut = CompletionDelta(index=0, token_ids=[1], text=text, finish_reason=reason)
     found = [(p.name, p.arguments, p.is_whole) for p in parsing.new("").feed(cut)]  # type: ignore[union-attr]
     assert found == ([call] if call else [])
@@ -294,7 +294,7 @@ def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
     grammars.wait([asked := {"grammar": lark}])
     grammar, draw, seen = grammars.compiled(asked), random.Random(1), set()
     assert grammar is not None
-    how = replace(Parsing.of(form, NAMES, reasons=False, parallel=parallel), is_either=True)
+    how = replace(Parsing.for_format(form, NAMES, reasons=False, parallel=parallel), is_either=True)
     for _ in range(16):
         matcher, ids = grammar.matcher(), list[int]()
         while not matcher.is_finished:
@@ -317,7 +317,7 @@ def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
 def test_tokens_of_reasoning_are_counted_however_they_were_split() -> None:
     pieces = [" <th", "ink>", "a b", "c</thi", "nk>x", "yz", "!"]
     form = MessageFormat(decode=lambda ids, **options: "".join(pieces[i] for i in ids).lstrip())
-    parsing = replace(Parsing.of(form, (), reasons=True, parallel=True), decode=form.decode)
+    parsing = replace(Parsing.for_format(form, (), reasons=True, parallel=True), decode=form.decode)
     for cuts in range(2 ** (len(pieces) - 1)):
         borders = [0, *(i + 1 for i in range(len(pieces) - 1) if cuts >> i & 1), len(pieces)]
         parser = parsing.new("")

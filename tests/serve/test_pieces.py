@@ -15,8 +15,8 @@ from foretoken import SamplingParams
 from foretoken.outputs import CompletionDelta, Logprob, TokenTrace
 from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, Usage
-from foretoken.serve.requests import Asked
-from foretoken.serve.sse import LONG_BODY, SLICE, Rows, aside, paced, pieces
+from foretoken.serve.requests import GenerationRequest
+from foretoken.serve.sse import LONG_BODY, SLICE, LazyList, aside, paced, pieces
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_long_lists_come_row_by_row() -> None:
             made.append(i)
             yield {"a": i}
 
-    parts = pieces({"first": {"rows": Rows(rows())}, "last": Rows(())})
+    parts = pieces({"first": {"rows": LazyList(rows())}, "last": LazyList(())})
     found = b""
     while b"0" not in found:
         found += next(parts)
@@ -56,7 +56,7 @@ def test_no_piece_of_an_answer_is_long(kind: Any, stream: bool) -> None:
     sample = CompletionDelta(
         0, [0] * 500, "some" * 500, "length", logprobs=[row] * 500, trace=[trace] * 500
     )
-    asked = Asked(SamplingParams(logprobs=20), num_top=20, stream=stream)
+    asked = GenerationRequest(SamplingParams(logprobs=20), num_top=20, stream=stream)
     event = Event(0, (), sample, prompt_logprobs=[None, *[row] * 500])
     writer, usage = kind(asked, "m"), Usage(asked)
     parts = [*(writer.write([event], usage) if stream else writer.body({0: [event]}, usage))]

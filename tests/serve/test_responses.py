@@ -15,7 +15,7 @@ from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.parsers.message import Content, Reasoning, ToolCall
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked
+from foretoken.serve.requests import GenerationRequest
 from tests.serve.running import post
 from tests.serve.test_tools import AREA, Area
 
@@ -133,8 +133,8 @@ def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], par
 def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
     """Events of the beginning do not contain later parts."""
     body = ResponsesBody(input="a", chat_template_kwargs={})
-    writer = ResponsesWriter(Asked(SamplingParams(), messages=()), body, "m")
-    usage = Usage(Asked(SamplingParams()))
+    writer = ResponsesWriter(GenerationRequest(SamplingParams(), messages=()), body, "m")
+    usage = Usage(GenerationRequest(SamplingParams()))
     parts = (Reasoning("r"), ToolCall(0, "c", "f", "{}"), Content("x"), Content("y"))
     sample = CompletionDelta(0, [1], "", "stop")
     pieces = [*writer.write([Event(0, parts, sample)], usage), *writer.last(usage)]
@@ -155,7 +155,7 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
 
 def test_an_answer_that_the_server_cut_says_so() -> None:
     """In Responses and Messages: at the server's end, before a first token, and by a deadline."""
-    asked, body = Asked(SamplingParams()), ResponsesBody(input="a")
+    asked, body = GenerationRequest(SamplingParams()), ResponsesBody(input="a")
     for text, why in (("", "shutdown"), ("so", "timeout")):
         parts = (Content(text),) if text else ()
         event = Event(0, parts, CompletionDelta(0, [], text, "length", why))

@@ -32,7 +32,7 @@ from foretoken.serve.app import build_app
 from foretoken.serve.errors import refusal
 from foretoken.serve.metrics import Counts, EngineCollector, Histogram, Record, exposition
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 from tests.project.source import ROOT
 from tests.serve.running import PROMPT, Running, connect, fail_later, post, request, running
 from tests.support.asynchronous import PATIENCE, Gate, idle, until
@@ -171,7 +171,9 @@ def test_phases_of_a_request_are_those_its_engine_tells() -> None:
     counts = Counts()
     times = RequestMetrics(queue_time=0.5, time_to_first_token=2.0, tokens_per_second=5 / 4)
     sample = CompletionDelta(0, [1, 2, 3, 4, 5], "", "length")
-    Record(counts).observe(News(0, RequestDelta("r", [sample], True, None, [7] * 9, metrics=times)))
+    Record(counts).observe(
+        PromptDelta(0, RequestDelta("r", [sample], True, None, [7] * 9, metrics=times))
+    )
     found = {
         "queue_time_seconds": 0.5, "prefill_time_seconds": 1.5, "decode_time_seconds": 2.0,
         "inference_time_seconds": 3.5, "time_per_output_token_seconds": 0.5,
@@ -182,7 +184,7 @@ def test_phases_of_a_request_are_those_its_engine_tells() -> None:
         assert (histogram.sum, sum(histogram.counts)) == (value, 1), name
     left = CompletionDelta(0, [], "", "abort")
     delta = RequestDelta("r", [left], True, metrics=RequestMetrics())
-    Record(counts).observe(News(0, delta))
+    Record(counts).observe(PromptDelta(0, delta))
     assert sum(counts.histograms["request_queue_time_seconds"].counts) == 1, "it never had a slot"
 
 

@@ -13,7 +13,7 @@ from foretoken.sampling.edits import PackedEdits, pack_edits
 from foretoken.sampling.grammar import Grammar
 from foretoken.sampling.history import EditHistory
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan, decode, encode
+from foretoken.slots.step import NONE, Admission, StepInput, StepPlan, decode, encode
 
 NO_STATE: Any = None
 GRAMMAR = Grammar({"regex": 'a+"é\\d'}, NO_STATE, NO_STATE, num_tokens=9)

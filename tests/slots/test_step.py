@@ -9,8 +9,7 @@ import torch
 
 from foretoken.ops import Evidence, Logprobs
 from foretoken.ops.pinned import ToHost
-from foretoken.slots.plan import NONE, StepInput
-from foretoken.slots.step import Outcome, StepResult
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult
 
 STEP = StepInput(
     slot_B=[5, 0, 3, 1],

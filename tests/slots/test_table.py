@@ -23,8 +23,16 @@ from foretoken.ops.paging import write_index
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import ForwardBatch, StepTokens
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
-from foretoken.slots.step import Outcome, StepRequests, StepResult, StepShape
+from foretoken.slots.step import (
+    NONE,
+    Admission,
+    Outcome,
+    StepInput,
+    StepPlan,
+    StepRequests,
+    StepResult,
+    StepShape,
+)
 from foretoken.slots.table import SlotSizes, SlotTable
 
 CPU = torch.device("cpu")

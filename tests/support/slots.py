@@ -13,8 +13,7 @@ from foretoken.drafting.base import Drafter
 from foretoken.ops import Backend, DraftBlock, Rule, SlotParams, get_backend
 from foretoken.ops.steps import DraftRequests
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
-from foretoken.slots.step import Outcome, StepResult
+from foretoken.slots.step import NONE, Admission, Outcome, StepInput, StepPlan, StepResult
 from foretoken.slots.table import SlotSizes, SlotTable
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import check_weights
-from foretoken.models.compressed import Stored
-from foretoken.models.compressed_scheme import is_compressed, why_not
+from foretoken.models.compressed import CompressedTensors
+from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.models.stored import numbers_of
@@ -40,9 +40,9 @@ def matrix() -> Tensor:
     return weight
 
 
-def read(folder: Path, tensors: dict[str, Tensor]) -> Stored:
+def read(folder: Path, tensors: dict[str, Tensor]) -> CompressedTensors:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return Stored(check_weights(folder, plain=False))
+    return CompressedTensors(check_weights(folder, plain=False))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -102,7 +102,7 @@ def test_a_head_goes_through_the_command(
     pack_head.main()
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert is_compressed(config)
-    assert why_not(config) is None
+    assert unsupported_reason(config) is None
     assert not {name for name in load_file(out / "model.safetensors") if "t2d" in name}
     embedding = Dense(torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1)))
     plain, packed = (

@@ -1,1 +1,1 @@
-"""Cache: who owns which block (`block_pool`, no torch); the K/V tensors (`kv_pool`)."""
+"""Cache: blocks and their owners (`block_pool`, no torch); the K/V tensors (`kv_pool`)."""

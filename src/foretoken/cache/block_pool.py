@@ -1,7 +1,7 @@
-"""Fixed-size cache blocks: who holds which, and what unheld ones still hold. No torch.
+"""Fixed-size cache blocks: their owners, and the content of blocks without owners. No torch.
 
-Charter: allocation, reference counts, reuse by content, eviction, and the integrity of all of it.
-It knows tokens and blocks, not requests; scheduling policy is the scheduler's.
+Charter: allocation, reference counts, reuse by content, eviction, and integrity checks. The pool
+knows tokens and blocks, not requests; scheduling policy is the scheduler's.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ from collections.abc import Iterable, Sequence
 from foretoken.errors import IntegrityError
 
 ROOT = 0
-"""What stands before a request's first block: a serial that no block has."""
+"""Stands for the parent of a request's first block; no block has this serial."""
 
-Before = int | str
-"""What stands before a block: the serial of the block before it, `ROOT`, or in the place of `ROOT`
-a salt, so that what was cached under one salt is found under that one alone."""
+Parent = int | str
+"""The parent of a block is the serial of the block before it. A request's first block has `ROOT` or
+the request's salt as its parent: blocks cached under a salt are found only under that salt."""
 
 Entry = tuple[int, int]
 """A cached block: (block id, serial)."""
 
-_Key = tuple[Before, tuple[int, ...]]
+_Key = tuple[Parent, tuple[int, ...]]
 
 
 class BlockPool:
     """Reference-counted blocks 0..num_blocks-1 of `block_size` tokens each.
 
-    A block without references is either *empty* or *cached*: its content is in the prefix index and
-    may be taken again until the block is handed out anew. Empty blocks are handed out first (last
-    in first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
-    2, ... so that one request's blocks are adjacent in memory), then the least recently used
-    cached ones.
+    A block without references is *empty* or *cached*. The content of a cached block is in the
+    prefix index and may be shared again until the block is allocated again. Empty blocks are
+    allocated first (last in, first out, so that a block just freed is used while it is warm; a new
+    pool hands out 0, 1, 2, ... so that one request's blocks are adjacent in memory), then the least
+    recently used cached ones.
 
-    The prefix index maps (what stands before a block, the block's own tokens) to the block,
-    exactly: no hash can collide. Every entry gets a serial of its own, which is never used
-    again: a serial stands for all tokens up to the end of its block. When an entry is removed,
-    those that name it as the block before cannot be found any more, for these or other tokens.
+    The prefix index maps (parent, the block's own tokens) to the block, exactly: no hash can
+    collide. Every entry gets a serial that is never used again: the serial stands for all tokens up
+    to the end of the block. Once an entry is removed, its child entries are never found again.
 
     Args:
-        lookahead: tokens after a block that its content depends on, too, and that it is found by;
-            a block can be cached and found only once they are known.
+        lookahead: how many tokens after a block its content also depends on. They are part of its
+            key: a block can be cached, and found, only once they are known.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
@@ -51,12 +50,12 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
         self._entries: dict[_Key, Entry] = {}
-        self._keys: dict[int, _Key] = {}  # of the blocks in the index
+        self._keys: dict[int, _Key] = {}  # by block: its key in the index
         self._last_serial = ROOT
 
     @property
     def num_free(self) -> int:
-        """Blocks without references, cached ones too."""
+        """The number of blocks without references: empty and cached blocks."""
         return len(self._empty) + len(self._cached)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
@@ -64,23 +63,23 @@ class BlockPool:
         return sum(not self._refs[block] for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens: the quotient, rounded up."""
+        """How many blocks hold `num_tokens` tokens: the quotient, rounded up."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each; the caller has checked `num_free`."""
         if count > self.num_free:
             raise IntegrityError(f"{count} blocks asked of a pool with {self.num_free} free")
-        taken = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
-        for block in taken:
+        blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
+        for block in blocks:
             self._refs[block] = 1
-        return taken
+        return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; the last reference returns it to the pool.
+        """Drop one reference of each block; a block without references returns to the pool.
 
-        The last block goes first: of one request's cached blocks, those that fewest others can
-        share are evicted first, and none before the blocks that are found through it.
+        `blocks` is in order of position, and the last block is freed first. So it is also evicted
+        first: the fewest requests can share it. No block is evicted before its child blocks.
         """
         for block in reversed(blocks):
             if self._refs[block] <= 0:
@@ -94,48 +93,49 @@ class BlockPool:
                 self._empty.append(block)
 
     def key(self, token_ids: Sequence[int], column: int) -> Sequence[int]:
-        """The tokens that a request's block at this column is found by, fewer at its end."""
+        """The tokens in the key of a request's block `column`; fewer if the request ends before."""
         start = column * self.block_size
         return token_ids[start : start + self.block_size + self.lookahead]
 
-    def match(self, token_ids: Sequence[int], num_blocks: int, root: Before = ROOT) -> list[Entry]:
-        """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`.
+    def match(self, token_ids: Sequence[int], num_blocks: int, root: Parent = ROOT) -> list[Entry]:
+        """The cached blocks that hold the first tokens, as many as are found without a gap.
 
         Args:
-            root: what stands before the first of them: `ROOT`, or a salt.
+            num_blocks: the most blocks to find.
+            root: the parent of the first block.
         """
-        found: list[Entry] = []
-        before = root
+        entries: list[Entry] = []
+        parent = root
         for column in range(num_blocks):
-            entry = self._entries.get((before, tuple(self.key(token_ids, column))))
+            entry = self._entries.get((parent, tuple(self.key(token_ids, column))))
             if entry is None:
                 break
-            found.append(entry)
-            before = entry[1]
-        return found
+            entries.append(entry)
+            parent = entry[1]
+        return entries
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of these cached or held blocks, to share what they hold."""
+        """Add one reference to each of these blocks, which are in the prefix index."""
         for block in blocks:
             if block not in self._keys:
                 raise IntegrityError(f"block {block} is not cached and cannot be shared")
             self._refs[block] += 1
             self._cached.pop(block, None)
 
-    def enter(self, before: Before, tokens: Sequence[int], block: int) -> int:
-        """Make a full, computed block one that can be found; returns its content's serial.
+    def enter(self, parent: Parent, tokens: Sequence[int], block: int) -> int:
+        """Enter a full, computed block into the prefix index; returns the serial of its content.
 
-        If another block has this content already, that one stays the one to be found.
+        If the index has another block with this content, it keeps that block.
 
         Args:
-            before: the serial of the request's block before it, or its root.
-            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those after.
+            parent: the serial of the request's block before this one, or the request's root.
+            tokens: the result of `key` for this block: its `block_size` tokens and the lookahead.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
             raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
-        key = (before, tuple(tokens))
-        if (found := self._entries.get(key)) is not None:
-            return found[1]
+        key = (parent, tuple(tokens))
+        if (entry := self._entries.get(key)) is not None:
+            return entry[1]
         if block in self._keys:
             raise IntegrityError(f"block {block} is cached already, for other tokens")
         self._last_serial += 1
@@ -144,7 +144,7 @@ class BlockPool:
         return self._last_serial
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make sure that these held blocks cannot be found any more."""
+        """Remove these held blocks from the prefix index."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._entries[key]
@@ -156,13 +156,13 @@ class BlockPool:
         self._cached.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raise `IntegrityError` unless every block is held as counted, cached or empty.
+        """Raise `IntegrityError` unless each block is empty, cached, or held as often as counted.
 
         Args:
             owners: the block tables of all live requests.
         """
-        found = {key: block for block, key in self._keys.items()}
-        if found != {key: block for key, (block, _) in self._entries.items()}:
+        by_key = {key: block for block, key in self._keys.items()}
+        if by_key != {key: block for key, (block, _) in self._entries.items()}:
             raise IntegrityError("entries and blocks of the prefix index disagree")
         serials = sorted(serial for _, serial in self._entries.values())
         if len({*serials}) != len(serials) or (serials and serials[-1] > self._last_serial):
@@ -180,6 +180,7 @@ class BlockPool:
                 raise IntegrityError(f"block {block} is held or not cached, yet can be evicted")
 
     def _evict(self) -> int:
+        """Take the least recently used cached block out of the index and return it."""
         block, _ = self._cached.popitem(last=False)
         self.forget([block])
         return block

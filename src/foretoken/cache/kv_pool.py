@@ -1,6 +1,6 @@
 """The memory of keys and values: one pair of tensors per layer, cut into blocks.
 
-Belongs here: tensors and their size. Does not: which request owns a block (block pool).
+Charter: tensors and their sizes. Which request owns a block is known to the block pool.
 
 Shape suffixes: T packed tokens, H heads, D head size; shapes are [num_blocks, block_size, H_kv, D].
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.ops.pinned import to_device
 
-_PAST_END = 16  # numbers that can be read after a tensor's own: kernels load whole vectors
+_PAST_END = 16  # elements allocated after the end of a tensor: kernels load whole vectors
 
 LayerShape = tuple[int, int, int]
 """(H_kv, D of keys, D of values); layers of one model may differ."""
@@ -25,9 +25,9 @@ LayerShape = tuple[int, int, int]
 class KVPool:
     """Paged K and V of every layer.
 
-    keys, values: per layer, [num_blocks, block_size, H_kv, D] and [..., D_v]. Memory starts at
-    zero: attention reads whole blocks, and if the model multiplies masked keys (all but the native
-    decoder), a masked position holding NaN would still give NaN.
+    keys, values: one tensor per layer, [num_blocks, block_size, H_kv, D] and [..., D_v]. They start
+    as zeros: attention reads whole blocks, and models that multiply masked keys (all except the
+    native decoder) would turn a NaN at a masked position into a NaN result.
     """
 
     def __init__(
@@ -54,11 +54,16 @@ class KVPool:
         layer_shapes: Sequence[LayerShape], block_size: int, dtype: torch.dtype
     ) -> int:
         """Bytes that one block takes over all layers, keys and values."""
-        numbers = sum(heads * (key + value) for heads, key, value in layer_shapes)
-        return numbers * block_size * dtype.itemsize
+        per_token = sum(
+            heads * (key_size + value_size) for heads, key_size, value_size in layer_shapes
+        )
+        return per_token * block_size * dtype.itemsize
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands, if the model multiplies masked keys: they may hold NaN."""
+        """Zero these blocks.
+
+        If the model multiplies masked keys, a NaN in them would spread to the blocks' next owner.
+        """
         index = to_device(np.array(block_ids, dtype=np.int64), self._device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)

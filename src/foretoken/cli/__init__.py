@@ -22,6 +22,6 @@ def main(actions: Any = None) -> None:
         try:
             app(obj=actions)
         finally:
-            if sys.stdout is not output:  # how Typer leaves when nobody reads its help
+            if sys.stdout is not output:  # Typer replaces it if its help meets a closed pipe
                 raise SystemExit(CLOSED_PIPE)
             output.flush()

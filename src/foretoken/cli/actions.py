@@ -60,8 +60,8 @@ class Actions:
     ) -> int:
         """Audit these parts; returns the exit code."""
         with desk.status("Starting"):
-            from foretoken.lab.audit.command import Command, Plan
-        return Command(desk).run(Plan(parts, options, engine, params))
+            from foretoken.lab.audit.command import AuditScope, Command
+        return Command(desk).run(AuditScope(parts, options, engine, params))
 
     def plan(
         self, desk: Desk, engine: dict[str, Any], options: PlanOptions, params: SamplingParams

@@ -1,7 +1,7 @@
 """The commands. Heavy libraries load inside them, so that help is instant.
 
-Charter: options only; what a command does lives in `llm.py`, `serve/` and `lab/`, what it prints in
-`output.py`, what is said when it cannot in `terminal.py`.
+Charter: options only. The commands' work is in `llm.py`, `serve/` and `lab/`, their output in
+`output.py`, their error messages in `terminal.py`.
 """
 
 from __future__ import annotations
@@ -48,21 +48,20 @@ _OWN_DRAFTS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"method": "eagle3", "num_speculative_tokens": "auto"},
 }
 _ANY_DRAFT = {"method": "ngram", "num_speculative_tokens": 4}
-# `bench` has its own prompts and seed, and of how long an output is and what ends it the length
-# alone.
-# Options of the engine that a server has and other commands do not.
+# Options of the engine that only a server has.
 OF_SERVERS = {"seed", "max_num_waiting", "generation_config"}
+# `bench` has its own prompts and seed, and only the length ends its outputs.
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "prediction", "trace"),
 }
-# Left open for the load to decide, and what would spoil a comparison.
-BENCH_DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")
-)
-BENCH_DEFAULTS |= {"enable_prefix_caching": False}
-
-# Of the engine's options and the parameters, what has a meaning where no engine is audited.
+# None: the sizes are chosen to fit the load. A cache of prefixes would spoil a comparison.
+BENCH_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
+    "enable_prefix_caching": False,
+}
+# Audits that load no engine, by their parts: which options of `EngineConfig` and `SamplingParams`
+# they read. Any other one is refused.
 TAKEN_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
     **dict.fromkeys([("callable",), ("gallery",)], frozenset[str]()),
     ("operators",): {"backend", "device"},
@@ -84,8 +83,8 @@ AsJson = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"foretoken {__version__}")
         raise typer.Exit
 
@@ -93,7 +92,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="And exit.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print it and exit."
+        ),
     ] = False,
 ) -> None:
     """Exactly lossless speculative decoding for language models."""
@@ -135,7 +137,8 @@ def chat(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A Jinja template, or the name of one of the tokenizer's. Default: its own.",
+            help="A Jinja template, or the name of one of the tokenizer's templates. Default: the "
+            "tokenizer's own.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -150,12 +153,13 @@ def chat(
     with reporting(debug) as note:
         params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
-        messages, given = read_messages(message, system), read_template(chat_template)
-        typed = Conversation(messages, params, as_json) if message is None else None
+        messages = read_messages(message, system)
+        template_source = read_template(chat_template)
+        conversation = Conversation(messages, params, as_json) if message is None else None
         llm = ctx.ensure_object(Actions).load(**_engine_options(options))
-        template = find_template(llm, given)
-        if typed:
-            typed.run(llm, template, note)
+        template = find_template(llm, template_source)
+        if conversation:
+            conversation.run(llm, template, note)
             return
         from foretoken.models.chat import ChatPrompt
 
@@ -185,9 +189,9 @@ def demo(
     with reporting(debug) as note:
         for name, value in (("prompts", prompts), ("max-tokens", max_tokens), ("samples", samples)):
             check_int(name, value, 1)
-        # Timed prompts are repeated: each time must pay for its own prompt.
-        drafter = speculative_config or _OWN_DRAFTS.get(model, _ANY_DRAFT)
         actions = ctx.ensure_object(Actions)
+        drafter = speculative_config or _OWN_DRAFTS.get(model, _ANY_DRAFT)
+        # Timed prompts are repeated, and each run must compute its prompt again.
         llm = actions.load(model, drafter, enable_prefix_caching=False)
         with exit_on_sigterm():
             actions.demo(llm, note).run(prompts, max_tokens, samples)
@@ -200,25 +204,26 @@ def bench(
     debug: Debug = False,
     **options: Any,
 ) -> None:
-    """Measure latency and throughput under load, here or of a server, and where the time goes.
+    """Measure latency and throughput under load, and where the time goes.
 
-    Plain decoding takes turns with the speculative: does speculation pay here?
+    Measures an engine in this process, or a server. Runs with and without speculation alternate, to
+    show whether speculation pays.
     """
     with reporting(debug) as note:
-        asked = BenchOptions(**fields_given(BenchOptions, options))
+        bench_options = BenchOptions(**fields_given(BenchOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
         engine = _engine_options(options)
-        if asked.url is None:
-            engine = asked.sized(engine)
+        if bench_options.url is None:
+            engine = bench_options.sized(engine)
         else:
-            unset = {f.name: f.default for f in fields(EngineConfig)} | BENCH_DEFAULTS
-            unset |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFTS[_EMBEDDED]}
+            defaults = {f.name: f.default for f in fields(EngineConfig)} | BENCH_DEFAULTS
+            defaults |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFTS[_EMBEDDED]}
             for name, value in engine.items():
-                if value != unset[name]:
+                if value != defaults[name]:
                     raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
-        with _desk(note, secret=asked.api_key) as desk:
-            ctx.ensure_object(Actions).bench(desk, asked, params, engine)
+        with _desk(note, secret=bench_options.api_key) as desk:
+            ctx.ensure_object(Actions).bench(desk, bench_options, params, engine)
 
 
 @app.command()
@@ -229,24 +234,25 @@ def audit(
     debug: Debug = False,
     **options: Any,
 ) -> None:
-    """Is it lossless? Refute a verifier, and name its bug, or say what is excluded.
+    """Is it lossless? Refute a verifier and name its bug, or state which deviations are ruled out.
 
     Without options: the operators of this machine's backend, then tiny-python with its draft model.
-    --backend without --model audits the operators alone, --model an engine alone. Exits with 1 if
+    --backend without --model audits only the operators, --model only an engine. Exits with 1 if
     anything is refuted.
     """
     with reporting(debug) as note:
-        asked = AuditOptions(**fields_given(AuditOptions, options))
+        audit_options = AuditOptions(**fields_given(AuditOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
-        parts = asked.parts(options["model"], options["backend"])
-        taken = TAKEN_BY_AUDIT.get(parts, options.keys()) | {"seed"}  # an audit's own
-        _refuse_others(options, taken, f"left out: of no use to {parts[0]}")
-        given = {"model": _EMBEDDED, **{k: v for k, v in options.items() if v is not None}}
-        engine = _engine_options(given)
+        parts = audit_options.parts(options["model"], options["backend"])
+        # `seed` is a field of `AuditOptions`, although `SamplingParams` has one of this name, too.
+        used = TAKEN_BY_AUDIT.get(parts, options.keys()) | {"seed"}
+        _refuse_unused(options, used, f"left out: of no use to {parts[0]}")
+        given_options = {name: value for name, value in options.items() if value is not None}
+        engine = _engine_options({"model": _EMBEDDED, **given_options})
         note("nothing was audited.")
-        with _desk(note, as_json, asked.api_key) as desk:
-            audit_parts = ctx.ensure_object(Actions).audit
-            raise SystemExit(audit_parts(desk, parts, asked, engine, params))
+        with _desk(note, as_json, audit_options.api_key) as desk:
+            actions = ctx.ensure_object(Actions)
+            raise SystemExit(actions.audit(desk, parts, audit_options, engine, params))
 
 
 @app.command()
@@ -264,27 +270,28 @@ def plan(
     debug: Debug = False,
     **options: Any,
 ) -> None:
-    """Predict what drafts would buy: speed by K and load, and the acceptance that pays.
+    """Predict the speed that drafts would give, by K and load, and the acceptance that they need.
 
-    Times a few steps, then lets the scheduler run by their costs. Without MODEL: tiny-python.
+    Times a few steps of the engine, then simulates the scheduler with these times. Without MODEL:
+    tiny-python.
     """
     with reporting(debug) as note:
-        asked = PlanOptions(**fields_given(PlanOptions, options))
-        if asked.fleet is not None:
-            given = options | {"model": _one_model(model_name, options["model"], False)}
-            parameters = {f.name for f in fields(SamplingParams)}
-            _refuse_others(given, parameters, "left out with --fleet: its file says it")
-        options["model"] = _one_model(model_name, options["model"], asked.stored is None)
+        plan_options = PlanOptions(**fields_given(PlanOptions, options))
+        if plan_options.fleet is not None:
+            given_options = options | {"model": _one_model(model_name, options["model"], False)}
+            used = {f.name for f in fields(SamplingParams)}
+            _refuse_unused(given_options, used, "left out with --fleet: its file says it")
+        options["model"] = _one_model(model_name, options["model"], plan_options.stored is None)
         params = SamplingParams(**fields_given(SamplingParams, options))
         engine = fields_given(EngineConfig, options)
-        if asked.fleet is None and asked.stored is None:
+        if plan_options.fleet is None and plan_options.stored is None:
             engine = _engine_options(options)
-        elif asked.fleet is None:
-            drafting = filter(None, map(options.get, SPECULATION))
-            engine["speculative_config"] = next(drafting, None)
+        elif plan_options.fleet is None:
+            speculation = filter(None, map(options.get, SPECULATION))
+            engine["speculative_config"] = next(speculation, None)
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
-            ctx.ensure_object(Actions).plan(desk, engine, asked, params)
+            ctx.ensure_object(Actions).plan(desk, engine, plan_options, params)
 
 
 @app.command(cls=ServeCommand)
@@ -296,8 +303,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="The Ray cluster that replicas run on, or auto for the one of this machine. "
-            "Default: one of their own, on this machine.",
+            help="The Ray cluster on which replicas run, or auto for the one of this machine. "
+            "Default: a new cluster on this machine, for this command only.",
         ),
     ] = None,
     debug: Debug = False,
@@ -305,14 +312,15 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API (see docs/server.md). Without MODEL: tiny-python."""
     with reporting(debug) as note:
-        given, inert = foreign_options(ctx)
+        vllm_options, inert = foreign_options(ctx)
         if not options["api_key"]:
             key = from_environment("FORETOKEN_API_KEY")
             options["api_key"] = None if key is None else [key]
-        asked = ServeOptions(**fields_given(ServeOptions, options))
+        server_options = ServeOptions(**fields_given(ServeOptions, options))
         options["model"] = _one_model(model_name, options["model"])
-        engine = _engine_options(options, OF_SERVERS) | given
-        asked = replace(asked, chat_template=read_template(asked.chat_template))
+        engine = _engine_options(options, OF_SERVERS) | vllm_options
+        template = read_template(server_options.chat_template)
+        server_options = replace(server_options, chat_template=template)
         scale = ReplicaOptions(**fields_given(ReplicaOptions, options))
         if scale.replicas is None and ray_address is not None:
             raise ConfigError("ray_address", ray_address, "given with `replicas`")
@@ -321,9 +329,9 @@ def serve(
             say(f"Without effect here: {', '.join(inert)}.")
         actions = ctx.ensure_object(Actions)
         if scale.replicas is None:
-            actions.serve(engine, asked, say)
+            actions.serve(engine, server_options, say)
         else:
-            actions.serve_replicas(engine, scale, asked, ray_address, say)
+            actions.serve_replicas(engine, scale, server_options, ray_address, say)
 
 
 @app.command("train-eagle3")
@@ -331,53 +339,76 @@ def serve(
 def train_eagle3(ctx: typer.Context, debug: Debug = False, **options: Any) -> None:
     """Train an EAGLE-3 head for a model, on texts that the model writes itself.
 
-    Ctrl-C keeps the head as it is by then, and a checkpoint from which --resume goes on.
+    Ctrl-C keeps the head as trained so far, and a checkpoint from which --resume continues.
     """
     with reporting(debug) as note:
-        asked = TrainOptions(**fields_given(TrainOptions, options))
+        train_options = TrainOptions(**fields_given(TrainOptions, options))
         note("nothing was trained.")
-        shown = console(stderr=True, highlight=False, soft_wrap=True)
+        error_console = console(stderr=True, highlight=False, soft_wrap=True)
         actions = ctx.ensure_object(Actions)
-        actions.train(asked, lambda line: shown.print(line, markup=False), note)
+        actions.train(train_options, lambda line: error_console.print(line, markup=False), note)
 
 
 @contextmanager
 def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Desk]:
-    """Where a command of the laboratory reports; SIGTERM lets it report what it has."""
+    """The `Desk` through which a command of the lab reports its results.
+
+    SIGTERM raises `SystemExit`, so that the command can still report what it has measured.
+
+    Args:
+        secret: a key to replace by `KEY` in the command line that the report quotes.
+    """
     from foretoken.lab.desk import Desk
 
-    typed = as_typed() if secret is None else as_typed().replace(secret, "KEY")
+    command_line = as_typed() if secret is None else as_typed().replace(secret, "KEY")
     tables, errors = console(highlight=False), console(stderr=True, highlight=False)
     with exit_on_sigterm():
-        yield Desk(typed, tables, errors, note, as_json)
+        yield Desk(command_line, tables, errors, note, as_json)
 
 
-def _refuse_others(options: dict[str, Any], taken: Set[str], bound: str) -> None:
-    """`ConfigError` for an option of an engine or its requests that would be ignored."""
-    known = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
-    for name, default in (known | {"suffix_corpus": None}).items():
+def _refuse_unused(options: dict[str, Any], used: Set[str], bound: str) -> None:
+    """Raise `ConfigError` for an option of an engine or its requests that would be ignored.
+
+    Args:
+        used: the options that the command reads.
+        bound: what the error says of the option.
+    """
+    defaults = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
+    for name, default_value in (defaults | {"suffix_corpus": None}).items():
         value = options.get(name)
-        if name not in taken and value not in (None, default, [], ()):
+        if name not in used and value not in (None, default_value, [], ()):
             raise ConfigError(name, value, bound)
 
 
-def _one_model(first: str | None, second: str | None, embedded: bool = True) -> str | None:
-    """Of MODEL and --model the one that was given; else the embedded one, or None."""
-    if first is not None and second is not None:
-        raise ConfigError("model", second, "left out beside MODEL", "Give one of the two.")
-    return first or second or (_EMBEDDED if embedded else None)
+def _one_model(argument: str | None, option: str | None, embedded: bool = True) -> str | None:
+    """The model given as the argument MODEL or the option --model.
+
+    If neither is given, it is the embedded model, or None if `embedded` is False.
+    """
+    if argument is not None and option is not None:
+        raise ConfigError("model", option, "left out beside MODEL", "Give one of the two.")
+    return argument or option or (_EMBEDDED if embedded else None)
 
 
 def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> dict[str, Any]:
+    """The engine's options of a command line, with those of `SPECULATION` as `speculative_config`.
+
+    Args:
+        also: fields of `NOT_OPTIONS` that this command has as options.
+
+    Raises:
+        ConfigError: two options of `SPECULATION` are given.
+    """
     engine = fields_given(EngineConfig, options, also)
-    given, corpus = options.get("speculative_config"), options.get("suffix_corpus")
-    off = options.get("no_speculation") or None
-    ways = {"no-speculation": off, "suffix-corpus": corpus, "speculative-config": given}
-    asked = [name for name, value in ways.items() if value is not None]
-    if len(asked) > 1:
-        bound = f"left out with --{asked[0]}"
-        raise ConfigError(asked[-1], ways[asked[-1]], bound, "Give one of the two.")
+    config, corpus = options.get("speculative_config"), options.get("suffix_corpus")
+    is_off = options.get("no_speculation") or None
+    values = {"no-speculation": is_off, "suffix-corpus": corpus, "speculative-config": config}
+    first, *others = [name for name, value in values.items() if value is not None] or [""]
+    if others:
+        last, bound = others[-1], f"left out with --{first}"
+        raise ConfigError(last, values[last], bound, "Give one of the two.")
     if corpus is not None:
-        return {**engine, "speculative_config": {"method": "suffix", "suffix_corpus": corpus}}
-    own_draft = None if off else _OWN_DRAFTS.get(engine["model"])
-    return {**engine, "speculative_config": own_draft if given is None else given}
+        config = {"method": "suffix", "suffix_corpus": corpus}
+    elif config is None and not is_off:
+        config = _OWN_DRAFTS.get(engine["model"])
+    return {**engine, "speculative_config": config}

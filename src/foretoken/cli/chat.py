@@ -18,53 +18,59 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.models.chat import ChatTemplate
 
-
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
 
 
-def read_messages(given: str | None, system: str | None) -> list[Any]:
-    """The messages that a command line gives, or a `RequestError`.
+def read_messages(message: str | None, system: str | None) -> list[Any]:
+    """The messages with which a conversation begins.
 
     Args:
-        given: a message; `-` for standard input, a message or a JSON list of them; or None: the
-            user will type them.
-        system: the text of a system message to begin with.
+        message: the user's message; `-`: standard input has one, or a JSON list of messages; None:
+            the user will type messages later.
+        system: text of a system message to begin with.
+
+    Raises:
+        RequestError: a text is not UTF-8, or a list of messages is not JSON.
     """
     messages: list[Any] = []
     if system is not None:
         messages.append({"role": "system", "content": as_utf8("system", system)})
-    if given is None:
+    if message is None:
         return messages
-    text = read_input("message") if given == "-" else as_utf8("message", given)
-    if given != "-" or not re.match(r"\s*(\[\s*[{\]]|\{\s*\"role\")", text):
+    text = read_input("message") if message == "-" else as_utf8("message", message)
+    if message != "-" or not re.match(r"\s*(\[\s*[{\]]|\{\s*\"role\")", text):
         return [*messages, {"role": "user", "content": text}]
     bound = "a JSON list of messages, since it begins as one or as a message"
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise RequestError("message", text, bound, f"The parser says: {error}.") from None
-    if not isinstance(found, list):
+    if not isinstance(parsed, list):
         raise RequestError("message", text, bound, "Put brackets around it.")
-    return [*messages, *found]
+    return [*messages, *parsed]
 
 
-def read_template(given: str | None) -> str | None:
-    """A chat template from its file; Jinja text and names of templates as they are."""
-    if given is None:
+def read_template(template: str | None) -> str | None:
+    """A chat template from its file; Jinja text and names of templates are returned as they are."""
+    if template is None:
         return None
-    if "{{" in given or "{%" in given:
-        return as_utf8("chat-template", given)
-    return template_text("chat-template", given)
+    if "{{" in template or "{%" in template:
+        return as_utf8("chat-template", template)
+    return template_text("chat-template", template)
 
 
-def find_template(llm: LLM, given: str | None) -> ChatTemplate:
-    """The template given, or the tokenizer's own; `RequestError` if there is none."""
+def find_template(llm: LLM, source: str | None) -> ChatTemplate:
+    """The template of `--chat-template`, or the tokenizer's own; `RequestError` if it has none.
+
+    Args:
+        source: Jinja text, or the name of one of the tokenizer's templates; None: the default.
+    """
     from foretoken.models.chat import ChatTemplate
 
     try:
-        return ChatTemplate(llm.tokenizer, chat_template=given, add_generation_prompt=True)
+        return ChatTemplate(llm.tokenizer, chat_template=source, add_generation_prompt=True)
     except RequestError as error:
-        if error.field == "chat_template" and given is None:
+        if error.field == "chat_template" and source is None:
             remedy = "Pass --chat-template FILE, or use `foretoken generate`."
             raise RequestError("chat-template", None, error.bound, remedy) from None
         raise
@@ -74,8 +80,8 @@ class Conversation:
     """A conversation typed on a terminal, or read from standard input, one message per line.
 
     Args:
-        messages: what it begins with, and begins with again after /reset.
-        params: of every answer; more than one sample is a `RequestError`.
+        messages: the messages with which it begins, at the start and after each /reset.
+        params: parameters of every answer; more than one sample is a `RequestError`.
         json_output: print a JSON object per answer.
     """
 
@@ -86,11 +92,11 @@ class Conversation:
             raise RequestError("message", None, "given: standard input is closed")
         self._params, self._json = params, json_output
         self._opening, self._messages = messages, list(messages)
-        self._typed = sys.stdin.isatty() and sys.stdout.isatty()
+        self._is_typed = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
-        """Answer messages until there are no more; on a terminal a refused one is asked again."""
-        if self._typed:
+        """Answer messages until the input ends; on a terminal a refused message does not end it."""
+        if self._is_typed:
             say(_HELP, style="dim")
         while (line := self._read()) is not None:
             command = line.strip()
@@ -106,7 +112,7 @@ class Conversation:
 
     def _read(self) -> str | None:
         """The next message; None at the end of input."""
-        if not self._typed:
+        if not self._is_typed:
             return read_line("message") or None
         with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` editing and a history)
@@ -116,13 +122,13 @@ class Conversation:
             except EOFError:
                 say("")
                 return None
-            except KeyboardInterrupt:  # as in a shell: what was typed is dropped
+            except KeyboardInterrupt:  # as in a shell, drop the line
                 say("")
             except UnicodeDecodeError:
                 say("Error: this line is no UTF-8 text.", style="bold red")
 
     def _answer(self, llm: LLM, template: ChatTemplate, text: str, note: Note) -> None:
-        """Print the answer to a message and remember both; a message that failed is forgotten."""
+        """Print the answer to a message and remember both; after a failure forget the message."""
         from foretoken.models.chat import ChatPrompt
 
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -132,7 +138,7 @@ class Conversation:
             say("\nInterrupted: this message is forgotten.", interrupted=True)
             return
         except RequestError as error:
-            if not self._typed:
+            if not self._is_typed:
                 raise
             say(f"Error: {error}", style="bold red")
             return

@@ -1,7 +1,8 @@
-"""The command line of `vllm serve`, as far as it differs from ours.
+"""The command line of `vllm serve`, where it differs from ours.
 
-Charter: words. Which options are ours in another spelling, which take a value, or several; what
-the others may say is in `foretoken/foreign.py`. None of them is in `--help`.
+Charter: splitting the words of a command line into options. Some options of vLLM are ours in
+another spelling, and some take several values. `foretoken/foreign.py` says which values the other
+options of vLLM may have. `--help` shows none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.foreign import ENGINE_OPTIONS, SERVER_OPTIONS, without_foreign
 
 _TABLE = ENGINE_OPTIONS | SERVER_OPTIONS
-_OTHER_NAMES = {
+_OUR_NAMES = {
     "--uvicorn-log-level": "--log-level", "--shutdown-timeout": "--drain-timeout",
     "--gpu-memory-utilization": "--memory-fraction",
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
@@ -29,77 +30,85 @@ _OTHER_NAMES = {
 }  # fmt: skip
 _SIZES = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
 _TIMES = {"k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
-_MEANT = {
+_EQUIVALENTS = {
     "disable_uvicorn_access_log=True": ["--log-level", "warning"],
     "scheduling_policy=priority": ["--allow-priority"],
 }
-"""What says the same here, whatever else the command line says."""
-_KEY = __name__
+"""Options of vLLM, and our words with the same meaning."""
+_META_KEY = __name__  # in `Context.meta`
 
 
 class ServeCommand(TyperCommand):
     """A command that also takes what `vllm serve` takes."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Put what is not ours aside, for `foreign_options`."""
+        """Parse our options, and keep the values of vLLM's others for `foreign_options`."""
         line = _Line(args, [param for param in self.params if isinstance(param, TyperOption)])
         if line.fault:
             ctx.fail(line.fault)
-        ctx.meta[_KEY] = line.foreign
+        ctx.meta[_META_KEY] = line.foreign
         return super().parse_args(ctx, line.own)
 
 
 def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
-    """Of the options that are not ours, those of the engine, and those without effect here.
+    """The options of a command line that only vLLM has.
+
+    Returns those that the engine checks, with their values, and the names of those that have no
+    effect here.
 
     Raises:
-        ConfigError: one of the others would change something.
+        ConfigError: an option would have an effect that is not supported.
     """
-    given: dict[str, Any] = ctx.meta[_KEY]
-    for name, value in given.items():
+    values: dict[str, Any] = ctx.meta[_META_KEY]
+    for name, value in values.items():
         if "." in name:
             option = "--" + name.partition(".")[0].replace("_", "-")
             raise ConfigError(name, value, "left out", f"Write {option} and one JSON object.")
-    others = {name: value for name, value in given.items() if name in SERVER_OPTIONS}
-    engine = {name: value for name, value in given.items() if name not in others}
-    without_foreign(others, SERVER_OPTIONS, ConfigError)
-    return engine, [name for name in given if ... in _TABLE[name].harmless]
+    server_values = {name: value for name, value in values.items() if name in SERVER_OPTIONS}
+    engine_values = {name: value for name, value in values.items() if name not in server_values}
+    without_foreign(server_values, SERVER_OPTIONS, ConfigError)
+    return engine_values, [name for name in values if ... in _TABLE[name].harmless]
 
 
 class _Line:
-    """A command line, sorted.
+    """A command line, split into our options and those that only vLLM has.
 
-    Words behind the value of an option that takes several are values, too, unless that value was
-    joined to the option by `=`. Where MODEL is nowhere else, and no --model, the last of them is
-    MODEL. But behind --api-key a second word must not be a guess: as MODEL it would be shown, and
-    sent to the hub.
+    After an option that takes several values, further words are values, too, unless the first value
+    was joined to the option by `=`. If nothing else names the model, the last of these words is
+    MODEL. After --api-key such a line is an error instead: a key mistaken for MODEL would be shown,
+    and sent to the hub.
 
     Attributes:
-        own: the words that our parser takes.
-        foreign: values of the options that a table knows, by their names there.
-        fault: what is wrong with the line, or empty.
+        own: the words for our parser.
+        foreign: values of vLLM's options, by their names in `foretoken/foreign.py`.
+        fault: what is wrong with the line; empty if nothing is.
     """
 
     def __init__(self, words: Sequence[str], options: Sequence[TyperOption]) -> None:
-        self._ours = {name: each for each in options for name in each.opts + each.secondary_opts}
-        self._words, self._groups = [*words], list[list[str]]()
-        self._has_model, self._several = False, cast(str | list[Any] | None, None)
-        self._last = list[Any](), 0, ""  # a list, where the last of several words is in it, and it
+        self._our_options = {name: o for o in options for name in o.opts + o.secondary_opts}
+        self._words = [*words]  # not read yet
+        self._groups = list[list[str]]()  # each option of ours with its values
+        self._has_model = False
+        # The option that takes further words: its name if it is ours, else the list of its values.
+        self._open_option = cast(str | list[Any] | None, None)
+        # The last further word, which may be MODEL: the list that holds it, the index from which
+        # the list is cut if the word is MODEL, and the word.
+        self._model_candidate = list[Any](), 0, ""
         self.foreign, self.fault = dict[str, Any](), ""
         self._read()
         if not self._has_model:
-            values, start, word = self._last
+            values, start, word = self._model_candidate
             del values[start:]
             self._groups += [[word]] if word else []
-        for said, meant in _MEANT.items():
-            name, _, value = said.partition("=")
+        for vllm_option, our_words in _EQUIVALENTS.items():
+            name, _, value = vllm_option.partition("=")
             if str(self.foreign.get(name)) == value:
                 del self.foreign[name]
-                self._groups.append(meant)
+                self._groups.append(our_words)
         self.own = [word for group in self._groups for word in group] + self._words
 
     def _read(self) -> None:
-        """Sort the words before `--`, and leave it and the others, which are MODEL."""
+        """Read the words before `--`. All words from `--` on stay in `_words`: they hold MODEL."""
         while self._words:
             if self._words[0] == "--":
                 self._has_model |= len(self._words) > 1
@@ -108,68 +117,75 @@ class _Line:
             if not word.startswith("-") or word == "-":
                 self._add_word(word)
                 continue
-            name, given = _spelled(word)
-            self._several = None
-            if name in self._ours:
-                self._add_ours(name, given)
-            elif not self._add_foreign(name, given):
-                self._groups.append([word])  # which the parser refuses
+            name, value = _split_option(word)
+            self._open_option = None
+            if name in self._our_options:
+                self._add_ours(name, value)
+            elif not self._add_foreign(name, value):
+                self._groups.append([word])  # the parser refuses it
 
     def _add_word(self, word: str) -> None:
-        if self._several is None:
+        """Take a word that is no option: a further value of the option before it, or MODEL."""
+        if self._open_option is None:
             self._groups.append([word])
             self._has_model = True
-        elif isinstance(self._several, list):
-            self._last = self._several, len(self._several), word
-            self._several.append(_parsed(word))
+        elif isinstance(self._open_option, list):
+            self._model_candidate = self._open_option, len(self._open_option), word
+            self._open_option.append(_parse_value(word))
         else:
-            if self._several == "--api-key" and not self._has_model:
+            if self._open_option == "--api-key" and not self._has_model:
                 words = "Several words behind --api-key"
                 self.fault = f"{words}: name the model first, or repeat --api-key."
-            self._groups.append([self._several, word])
-            self._last = self._groups[-1], 0, word
+            self._groups.append([self._open_option, word])
+            self._model_candidate = self._groups[-1], 0, word
 
-    def _add_ours(self, name: str, given: str | None) -> None:
-        option, is_joined = self._ours[name], given is not None
+    def _add_ours(self, name: str, value: str | None) -> None:
+        """Take an option of ours; its value is the one joined by `=`, or the next word."""
+        option, is_joined = self._our_options[name], value is not None
         self._has_model |= name == "--model"
-        if not option.is_flag and given is None and self._words:
-            given = self._words.pop(0)
-        if given is None and not option.is_flag:
+        if not option.is_flag and value is None and self._words:
+            value = self._words.pop(0)
+        if value is None and not option.is_flag:
             self.fault = f"Option '{name}' requires an argument."
-        elif given is None:
+        elif value is None:
             self._groups.append([name])
         elif option.multiple:
-            self._groups += [[name, value] for value in _listed(given)]
-            self._several = None if is_joined else name
-        elif not (name in _SIZES and given in ("auto", "-1")):  # which leave it to the engine
-            self._groups.append([f"{name}={_digits(given) if name in _SIZES else given}"])
+            self._groups += [[name, item] for item in _list_values(value)]
+            self._open_option = None if is_joined else name
+        elif not (name in _SIZES and value in ("auto", "-1")):  # both mean the engine's default
+            self._groups.append([f"{name}={_digits(value) if name in _SIZES else value}"])
 
-    def _add_foreign(self, name: str, given: str | None) -> bool:
-        """Take an option that a table knows; whether one does."""
+    def _add_foreign(self, name: str, joined_value: str | None) -> bool:
+        """Take an option in vLLM's tables; False if they do not have it.
+
+        Args:
+            joined_value: the value joined to the option by `=`; None if there is none.
+        """
         key = name.removeprefix("--").replace("-", "_")
-        whole = key.partition(".")[0]
-        if whole != key and (whole in _TABLE or "--" + whole.replace("_", "-") in self._ours):
-            self.foreign[key] = _parsed(self._value(given))
-        elif key.startswith("no_") and given is None:
+        table_key = key.partition(".")[0]  # `--option.field VALUE` sets one field of an option
+        option = "--" + table_key.replace("_", "-")
+        if table_key != key and (table_key in _TABLE or option in self._our_options):
+            self.foreign[key] = _parse_value(self._value(joined_value))
+        elif key.startswith("no_") and joined_value is None:
             return self._turn_off(key.removeprefix("no_"))
         elif _is_flag(key):
-            if given is None and self._words and self._words[0].lower() in ("true", "false"):
-                given = self._words.pop(0)
-            self.foreign[key] = given is None or _parsed(given)
+            if joined_value is None and self._words and self._words[0].lower() in ("true", "false"):
+                joined_value = self._words.pop(0)
+            self.foreign[key] = joined_value is None or _parse_value(joined_value)
         elif key in _TABLE:
-            value = _parsed(self._value(given))
+            value = _parse_value(self._value(joined_value))
             if [] in _TABLE[key].harmless and value is not None:
                 value = value if isinstance(value, list) else [value]
-                self._several = value if given is None else None
+                self._open_option = value if joined_value is None else None
             self.foreign[key] = value
         else:
             return False
         return True
 
     def _turn_off(self, key: str) -> bool:
-        """Take `--no-KEY`; whether that is a flag."""
-        option = self._ours.get("--" + key.replace("_", "-"))
-        if option is not None and option.is_flag:  # off where it is left out
+        """Take `--no-KEY`; False if KEY is not a flag."""
+        option = self._our_options.get("--" + key.replace("_", "-"))
+        if option is not None and option.is_flag:  # off when it is left out
             self._groups = [group for group in self._groups if group[0] not in option.opts]
         elif _is_flag(key):
             self.foreign[key] = False
@@ -177,42 +193,42 @@ class _Line:
             return False
         return True
 
-    def _value(self, given: str | None) -> str:
-        """What was given, or the next word."""
-        if given is None and self._words and not self._words[0].startswith("--"):
+    def _value(self, joined_value: str | None) -> str:
+        """The value joined to an option, else the next word; "" if that is an option."""
+        if joined_value is None and self._words and not self._words[0].startswith("--"):
             return self._words.pop(0)
-        return given or ""
+        return joined_value or ""
 
 
 def _is_flag(name: str) -> bool:
     return name in _TABLE and any(isinstance(value, bool) for value in _TABLE[name].harmless)
 
 
-def _spelled(word: str) -> tuple[str, str | None]:
-    """An option as we spell it, and what it is said to be in the same word."""
+def _split_option(word: str) -> tuple[str, str | None]:
+    """The name of an option in our spelling, and the value joined to it; None if it has none."""
     name, has_value, value = word.partition("=")
     if name.startswith("-O") and len(name) > 2:
         name, has_value, value = "-O", "=", name.removeprefix("-O")
     if name.startswith("--"):
         name = "--" + name.removeprefix("--").replace("_", "-")
-    return _OTHER_NAMES.get(name, name), value if has_value else None
+    return _OUR_NAMES.get(name, name), value if has_value else None
 
 
 def _digits(text: str) -> str:
     """A size as vLLM takes it: `8k` is 8000, `8K` is 8192, `25.6k` is 25600."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text)
-    whole = float(found[1]) * _TIMES[found[2]] if found else 0.0
-    return str(int(whole)) if whole and whole.is_integer() else text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text)
+    size = float(match[1]) * _TIMES[match[2]] if match else 0.0
+    return str(int(size)) if size and size.is_integer() else text
 
 
-def _listed(text: str) -> list[str]:
-    """One value, or those of a list in JSON."""
-    values = _parsed(text) if text.startswith("[") else None
+def _list_values(text: str) -> list[str]:
+    """The values of a JSON list; any other text is one value."""
+    values = _parse_value(text) if text.startswith("[") else None
     return list(map(str, values)) if isinstance(values, list) else [text]
 
 
-def _parsed(text: str) -> Any:
-    """A value as Python has it."""
+def _parse_value(text: str) -> Any:
+    """A word as a Python value: None, a bool, JSON, or else the text itself."""
     try:
         return {"None": None, "True": True, "False": False}[text]
     except KeyError:

@@ -1,7 +1,7 @@
 """Options made from the dataclasses that they fill.
 
-Charter: name, type, default and documentation of an option are written once, where its field is.
-Here is only how a field is typed on a command line, and which fields are not options.
+Charter: name, type, default and documentation of an option are written once, at its field. This
+module has only the command line's spelling of a field, and the fields that are no options.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 NOT_OPTIONS: dict[type, set[str]] = {
-    # A command's requests all draft by `--speculative-config`, and are equal.
+    # All requests of a command draft by `--speculative-config`, with equal priority.
     SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method", "priority"},
-    # `--seed` is the request's; nothing ever waits for another; every request has parameters.
+    # `--seed` is the request's. A single request does not wait, and states all its parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
 SPECULATION: dict[str, Any] = {
@@ -48,7 +48,7 @@ SPECULATION: dict[str, Any] = {
         bool, typer.Option("--no-speculation", help="Decode one token per pass.")
     ],
 }
-"""How an engine drafts: options in the place of its field `speculative_config`."""
+"""How an engine drafts: options in place of its field `speculative_config`."""
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -62,41 +62,40 @@ def with_fields(
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig`, `SPECULATION` and `SamplingParams`.
 
-    It receives them in its `**options`, None for what was not given and has no plain default.
+    The command gets their values in its `**options`. An option that is not given has its field's
+    default, or None if the field has no default or an empty one.
 
     Args:
-        own: further dataclasses whose fields are its options, before the others.
-        engine: False gives it those of `own` alone; sampling: False none of `SamplingParams`.
-        without: those of them that are none.
-        also: fields of `NOT_OPTIONS` that are some here.
-        defaults: those that differ from the dataclasses'.
+        own: further dataclasses; their fields become options before the others.
+        engine: False: only the options of `own`.
+        sampling: False: none of `SamplingParams`.
+        without: fields that do not become options.
+        also: fields of `NOT_OPTIONS` that do become options.
+        defaults: defaults that differ from the dataclasses'.
     """
 
     def decorate(command: _Command) -> _Command:
-        typed = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
-        typed = [p.replace(kind=p.KEYWORD_ONLY) for p in typed]
-        context = [p for p in typed if p.annotation is typer.Context]
-        typed = [p for p in typed if p not in context]
-        arguments = [p for p in typed if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
-        *others, last = [p for p in typed if p not in arguments]
-        first = [p for cls in own for p in _parameters(cls, defaults)]
-        listed = [*arguments, *first, *others, last]
+        parameters = list(inspect.signature(command, eval_str=True).parameters.values())
+        declared = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters[:-1]]  # without `**options`
+        context = [p for p in declared if p.annotation is typer.Context]
+        declared = [p for p in declared if p not in context]
+        arguments = [p for p in declared if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
+        *command_options, debug = [p for p in declared if p not in arguments]
+        own_options = [p for cls in own for p in _parameters(cls, defaults)]
+        ordered = [*arguments, *own_options, *command_options, debug]
         if engine:
-            place = len(others) - any(p.name == "as_json" for p in others)
-            others[place:place] = [
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=False if name == "no_speculation" else None,
-                    annotation=annotation,
-                )
+            place = len(command_options) - any(p.name == "as_json" for p in command_options)
+            command_options[place:place] = [
+                _parameter(name, False if name == "no_speculation" else None, annotation)
                 for name, annotation in SPECULATION.items()
                 if name not in without
             ]
-            model, *rest = _parameters(EngineConfig, defaults, without, also)
-            asked = _parameters(SamplingParams, defaults, without) if sampling else []
-            listed = [*arguments, model, *first, *others, *asked, *rest, last]
-        command.__signature__ = inspect.Signature([*context, *listed])  # type: ignore[attr-defined]
+            model, *engine_options = _parameters(EngineConfig, defaults, without, also)
+            params = _parameters(SamplingParams, defaults, without) if sampling else []
+            ordered = [*arguments, model, *own_options, *command_options, *params]
+            ordered += [*engine_options, debug]
+        signature = inspect.Signature([*context, *ordered])
+        command.__signature__ = signature  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -105,8 +104,16 @@ def with_fields(
 def fields_given(
     cls: type, options: dict[str, Any], also: Set[str] = frozenset()
 ) -> dict[str, Any]:
-    """The fields of a dataclass that a command was given; `RequestError`: no UTF-8, no JSON."""
-    given = {}
+    """The values of a dataclass's fields that a command line gives, by the fields' names.
+
+    Args:
+        options: the values of all options of the command; None: not given.
+        also: as in `with_fields`.
+
+    Raises:
+        RequestError: a text is not UTF-8, or a map is not JSON.
+    """
+    values = {}
     for field in _option_fields(cls, also):
         value = options.get(field.name)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -114,8 +121,8 @@ def fields_given(
         elif value is not None and _is_text(field):
             value = as_utf8(field.name, value)
         if value is not None:
-            given[field.name] = _parse_map(field, value) if _is_map(field) else value
-    return given
+            values[field.name] = _parse_map(field, value) if _is_map(field) else value
+    return values
 
 
 def _option_fields(cls: Any, also: Set[str]) -> list[Field[Any]]:
@@ -129,41 +136,42 @@ def _parameters(
     without: Set[str] = frozenset(),
     also: Set[str] = frozenset(),
 ) -> list[inspect.Parameter]:
-    documented = _documented(cls)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            # An empty list cannot be shown: it is left out instead.
-            default=defaults.get(
-                field.name, None if field.default in (MISSING, ()) else field.default
-            ),
-            annotation=_annotation(field, _help(field, documented.get(field.name, ""))),
-        )
-        for field in _option_fields(cls, also)
-        if field.name not in without
-    ]
+    """A parameter for each field of a dataclass that becomes an option; see `with_fields`."""
+    texts = _field_texts(cls)
+    parameters = []
+    for field in _option_fields(cls, also):
+        if field.name not in without:
+            # Typer cannot show an empty list as a default: the option is None instead.
+            default = None if field.default in (MISSING, ()) else field.default
+            annotation = _annotation(field, _help(field, texts.get(field.name, "")))
+            parameters.append(_parameter(field.name, defaults.get(field.name, default), annotation))
+    return parameters
 
 
-def _documented(cls: type) -> dict[str, str]:
-    """What a class says of each field under `Attributes:` in its docstring."""
-    listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = {}
-    for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE):
-        found.update(dict.fromkeys(names.split(", "), " ".join(text.split())))
-    return found
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """The text for each field under `Attributes:` in a class's docstring."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    texts = {}
+    for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
+        texts.update(dict.fromkeys(names.split(", "), " ".join(text.split())))
+    return texts
 
 
 def _help(field: Field[Any], text: str) -> str:
-    """The text for a command line, where nobody types None: options are left out instead."""
-    if field.default is not None:  # left out, it is something else
+    """A field's text as help: where the text says None, a command line leaves the option out."""
+    if field.default is not None:  # a field left out has its default, and so is not None
         text = re.sub(r"; None: [^.;]*", "", text)
     text = re.sub(r"(?<=\. )None\b", "Left out", text[:1].upper() + text[1:])
     return re.sub(r"\bNone\b", "left out", text)
 
 
 def _annotation(field: Field[Any], text: str) -> Any:
-    """The type that Typer reads for a field, by the words of its annotation."""
+    """The type that Typer reads for a field, from the text of its annotation."""
     option = "--" + field.name.replace("_", "-")
     kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
@@ -184,12 +192,12 @@ def _is_map(field: Field[Any]) -> bool:
 
 
 def _is_text(field: Field[Any]) -> bool:
-    """Whether it is a text, or token ids, which are not typed."""
+    """Whether a field's value is a text or token ids; a command line takes only a text."""
     return str(field.type).startswith("str | Sequence")
 
 
 def _parse_map(field: Field[Any], text: str) -> dict[Any, Any]:
-    """A JSON object; its keys are texts there, and here token ids if the field has such."""
+    """A JSON object as a dict; its keys become integers if the field is keyed by token ids."""
     by_token = "Mapping[int" in str(field.type)
     try:
         return {int(key) if by_token else key: value for key, value in json.loads(text).items()}

@@ -1,6 +1,6 @@
-"""What commands print: streamed text, or JSON (docs/cli.md), and a line about the run.
+"""Output of commands: streamed text, or JSON (docs/cli.md), and a line about the run.
 
-With `--trace` the text is coloured by where its tokens came from, and a table of them follows.
+With `--trace` the text is coloured by the origin of its tokens, and a table of them follows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _STYLES = {"accepted": "green", "resampled": "bold red", "bonus": "cyan", "plain
 _HEAD = ("round", "at", "token", "origin", "p", "q", "u", "u below", "rejected since")
 _LINE = "{:>5} {:>5}  {:<14} {:<9} {:>8} {:>8} {:>8} {:>8}  {}"
 _SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
-_PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
+_PATIENCE = 2.0  # seconds until a command that prints nothing shows a status line
 
 
 def check_shown(params: SamplingParams, json_output: bool) -> None:
-    """Refuse what would be computed and not printed: log-probabilities without `--json`."""
+    """Refuse log-probabilities without `--json`: they would be computed, but not printed."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json_output:
             raise RequestError(name, getattr(params, name), "left out without --json", "Add it.")
@@ -50,30 +50,31 @@ def complete(
     note: Note,
     patience: float = _PATIENCE,
 ) -> RequestOutput:
-    """Complete one prompt and print what comes, the samples one after another.
+    """Complete one prompt and print its samples, one after another.
 
-    Returns the last output, maybe `interrupted_by` a signal; raises the error of a request that
-    was refused, or that failed after what is printed.
+    A status line appears after `patience` seconds if nothing else is printed meanwhile.
+    Returns the last output, maybe `interrupted_by` a signal. Raises the error of a request that
+    was refused, or that failed after its text so far was printed.
     """
     start, output = time.perf_counter(), None
     coloured = params.trace and not json_output and sys.stdout.isatty()
-    text = _Text(params.n, Painter(llm.tokenizer, params) if coloured else None)
-    most = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
-    done = "no token was generated."
-    note(done)
-    with _sign_of_life(json_output, patience) as show:
+    printer = _SamplePrinter(params.n, Painter(llm.tokenizer, params) if coloured else None)
+    limit = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
+    progress = "no token was generated."
+    note(progress)
+    with _status_line(json_output, patience) as show:
         for output in llm.stream(prompt, params, on_interrupt="return"):
             if not json_output:
-                text.show(output)
+                printer.show(output)
             count = sum(len(sample.token_ids) for sample in output.outputs)
-            done = f"{count} tokens were generated in {time.perf_counter() - start:.1f} s."
-            note(done)
-            show(f"{count}{most} tokens")
+            progress = f"{count} tokens were generated in {time.perf_counter() - start:.1f} s."
+            note(progress)
+            show(f"{count}{limit} tokens")
     if output is None:
         raise RuntimeError("the stream ended before it began")
     if json_output:
-        escaped = not is_utf8(sys.stdout)
-        _write(json.dumps(as_json(output), ensure_ascii=escaped, allow_nan=False))
+        fields = as_json(output)
+        _write(json.dumps(fields, ensure_ascii=not is_utf8(sys.stdout), allow_nan=False))
     _write("\n")
     if params.trace and not json_output:
         show_tables(output.outputs)
@@ -82,39 +83,45 @@ def complete(
     if output.error is not None:
         raise output.error
     if output.interrupted_by is not None:
-        say(f"Interrupted: {done}", interrupted=True)
+        say(f"Interrupted: {progress}", interrupted=True)
     elif not json_output and sys.stderr.isatty():
         say(_summary(output), style="dim")
     return output
 
 
 def exit_code(output: RequestOutput) -> int:
-    """What a shell expects of a command that prints this output."""
+    """The exit code of a command that printed this output."""
     name = output.interrupted_by
     return 128 + signal.Signals[name] if name else 0
 
 
-class _Text:
-    """Prints samples in their order: one as it grows, the next when it has ended."""
+class _SamplePrinter:
+    """Prints the samples of a request in order: each as it grows, and the next after its end.
+
+    Args:
+        count: the number of samples.
+        painter: colours the text; None: no colours.
+    """
 
     def __init__(self, count: int, painter: Painter | None) -> None:
         self._painter = painter
-        self._count, self._index, self._shown = count, 0, 0
+        self._count, self._index = count, 0
+        self._num_printed = 0  # characters of the present sample
         self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
 
     def show(self, output: RequestOutput) -> None:
-        """Print what is new."""
+        """Print the text that is new in `output`."""
         for sample in output.outputs[self._index :]:
             if self._painter is None:
-                _write(self._title + sample.text[self._shown :])
-            elif self._title or len(sample.text) > self._shown:
-                painted = self._painter.paint(output.prompt_token_ids, sample, self._shown)
+                _write(self._title + sample.text[self._num_printed :])
+            elif self._title or len(sample.text) > self._num_printed:
+                painted = self._painter.paint(output.prompt_token_ids, sample, self._num_printed)
                 _write(self._title)
                 console(soft_wrap=True, highlight=False).print(painted, end="")
-            self._title, self._shown = "", len(sample.text)
+            self._title, self._num_printed = "", len(sample.text)
             if sample.finish_reason is None or sample.index + 1 == self._count:
                 break
-            self._index, self._shown = sample.index + 1, 0
+            self._index, self._num_printed = sample.index + 1, 0
             self._title = f"\n--- {sample.index + 2} of {self._count} ---\n"
 
 
@@ -124,16 +131,16 @@ def _write(text: str) -> None:
 
 
 @contextmanager
-def _sign_of_life(wanted: bool, patience: float) -> Iterator[Callable[[str], None]]:
-    """A status line for what prints nothing and takes long; on anything but a terminal, nothing.
+def _status_line(enabled: bool, patience: float) -> Iterator[Callable[[str], None]]:
+    """Show a status line after `patience` seconds, if `enabled` and on a terminal.
 
     Yields a function that sets the line's text.
     """
-    shown = console(stderr=True)
-    if not (wanted and shown.is_terminal):
+    terminal = console(stderr=True)
+    if not (enabled and terminal.is_terminal):
         yield lambda text: None
         return
-    status = shown.status("Generating")
+    status = terminal.status("Generating")
     timer = threading.Timer(patience, status.start)
     timer.daemon = True
     timer.start()
@@ -156,7 +163,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
         "outputs": [
             asdict(replace(sample, logprobs=None, trace=None))
             | {
-                "trace": None if sample.trace is None else [*map(_traced, sample.trace)],
+                "trace": None if sample.trace is None else [*map(_trace_fields, sample.trace)],
                 "logprobs": _logprobs(sample.logprobs),
                 "cumulative_logprob": _finite(sample.cumulative_logprob),
             }
@@ -168,8 +175,8 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _traced(token: TokenTrace) -> dict[str, Any]:
-    """Field by field; what was dropped dropped nothing itself."""
+def _trace_fields(token: TokenTrace) -> dict[str, Any]:
+    """The fields of a token's trace; those of its dropped drafts are without `dropped`."""
     fields = asdict(token)
     for draft in fields["dropped"]:
         del draft["dropped"]
@@ -177,14 +184,17 @@ def _traced(token: TokenTrace) -> dict[str, Any]:
 
 
 def _logprobs(
-    given: Sequence[Mapping[int, Logprob] | None] | None,
+    rows: Sequence[Mapping[int, Logprob] | None] | None,
 ) -> list[list[dict[str, Any]] | None] | None:
-    """Per token a list, the token itself first; JSON has no infinity, which becomes null."""
-    if given is None:
+    """For each position the log-probabilities of its tokens, the chosen token first.
+
+    Infinity, which JSON lacks, becomes null.
+    """
+    if rows is None:
         return None
     return [
-        None if place is None else [_logprob(token, entry) for token, entry in place.items()]
-        for place in given
+        None if row is None else [_logprob(token, entry) for token, entry in row.items()]
+        for row in rows
     ]
 
 
@@ -197,6 +207,7 @@ def _finite(number: float | None) -> float | None:
 
 
 def _summary(output: RequestOutput) -> str:
+    """The line about a request: its tokens, passes, speed, and the mean acceptance length."""
     metrics = output.metrics
     reasons = ", ".join(dict.fromkeys(str(sample.finish_reason) for sample in output.outputs))
     parts = [
@@ -205,21 +216,21 @@ def _summary(output: RequestOutput) -> str:
         f"{metrics.tokens_per_second:.0f} tokens/s",
     ]
     if metrics.num_drafts:
-        label = "set " if metrics.synthetic_acceptance else ""
+        label = "set " if metrics.synthetic_acceptance else ""  # by the rule `synthetic`
         parts.append(f"{label}mean acceptance length {metrics.mean_acceptance_length:.2f}")
     return " · ".join(parts)
 
 
 class Painter:
-    """Pieces of samples' texts, token by token in the colours of their origins."""
+    """Colours the texts of samples, token by token, by origin."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer, self._params = tokenizer, params
-        self._readers: dict[int, Detokenizer] = {}
+        self._detokenizers: dict[int, Detokenizer] = {}
         self._ends: dict[int, list[int]] = {}
 
     def paint(self, prompt_ids: list[int], sample: CompletionOutput, start: int) -> Text:
-        """The text from `start` on. What a stop string cut off was no token's."""
+        """A sample's text from character `start` to its end, each token in its colour."""
         from rich.text import Text
 
         ends, painted = self._ends_of(prompt_ids, sample), Text()
@@ -227,20 +238,23 @@ class Painter:
         for origin, end in zip(sample.origins, ends, strict=True):
             painted.append(sample.text[max(begin, start) : end], _STYLES[origin])
             begin = max(end, start)
-        painted.append(sample.text[max(begin, start) :])  # bytes that are no character
+        painted.append(sample.text[max(begin, start) :])  # bytes that form no character
         return painted
 
     def _ends_of(self, prompt_ids: list[int], sample: CompletionOutput) -> list[int]:
-        """Where the text of each token ends; that of a character is its last one's."""
+        """For each token of a sample, the index in the text where the token's characters end.
+
+        A character that several tokens encode belongs to the last of them.
+        """
         ends = self._ends.setdefault(sample.index, [])
         if self._tokenizer is None:
             return [0] * len(sample.token_ids)
-        if sample.index not in self._readers:
+        if sample.index not in self._detokenizers:
             skips = self._params.skip_special_tokens
-            self._readers[sample.index] = Detokenizer(
+            self._detokenizers[sample.index] = Detokenizer(
                 self._tokenizer, prompt_ids, (), skip_special_tokens=skips
             )
-        reader = self._readers[sample.index]
+        reader = self._detokenizers[sample.index]
         for token in sample.token_ids[len(ends) :]:
             reader.append(token)
             ends.append((ends[-1] if ends else 0) + len(reader.take()))
@@ -248,22 +262,26 @@ class Painter:
 
 
 def show_tables(samples: Iterable[CompletionOutput]) -> None:
-    """Print how each token of each sample came about; plain where no terminal reads it."""
+    """Print a table for each sample, which shows how each of its tokens was chosen."""
     from rich.text import Text
 
-    shown = console(highlight=False, soft_wrap=True)
+    terminal = console(highlight=False, soft_wrap=True)
     for sample in samples:
         for line, style in _lines(sample):
-            shown.print(Text(line, style), end="\n")
+            terminal.print(Text(line, style), end="\n")
 
 
 def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
+    """The lines of a sample's table, each with its style."""
     trace = sample.trace or []
     names = [*dict.fromkeys(token.drafter for token in trace if token.drafter)]
-    about = [f"trace of sample {sample.index + 1}", *(f"rule {token.rule}" for token in trace[:1])]
-    about += [f"drafts by {', '.join(names)}"] if names else []
-    about += ["acceptance was set: the text means nothing"] if sample.synthetic_acceptance else []
-    yield "\n" + " · ".join(about), "bold"
+    heading = [
+        f"trace of sample {sample.index + 1}",
+        *(f"rule {token.rule}" for token in trace[:1]),
+    ]
+    heading += [f"drafts by {', '.join(names)}"] if names else []
+    heading += ["acceptance was set: the text means nothing"] if sample.synthetic_acceptance else []
+    yield "\n" + " · ".join(heading), "bold"
     yield _LINE.format(*_HEAD), "bold"
     for token in trace:
         yield _line(token, names), _STYLES[token.origin]
@@ -272,10 +290,10 @@ def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
 
 
 def _line(token: TokenTrace, drafters: list[str]) -> str:
-    """One token or draft; of several drafters, which one follows it."""
+    """A token or a dropped draft as a line; it names its drafter if there are several."""
     text = f"<{token.token_id}>" if token.decoded_token is None else repr(token.decoded_token)
     numbers = (token.p, token.q, token.u, token.threshold)
-    shown = ["-" if x is None else f"{x:.3g}" for x in numbers]
+    columns = ["-" if x is None else f"{x:.3g}" for x in numbers]
     notes = [token.reason, token.drafter if len(drafters) > 1 else None]
     note = " · ".join(filter(None, notes))
-    return _LINE.format(token.round, token.position, text, token.origin, *shown, note).rstrip()
+    return _LINE.format(token.round, token.position, text, token.origin, *columns, note).rstrip()

@@ -1,8 +1,8 @@
 """Between the commands and the system: streams, messages, exit codes.
 
-Charter: whatever goes wrong becomes one line on the error stream and an exit code: 2 for what the
-user or the system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 when nobody
-reads the output any more. What a command prints lives in `output.py`.
+Charter: every failure becomes one line on the error stream and an exit code: 2 for what the user or
+the system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 if the reader of the
+output has gone. The output of commands is in `output.py`.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from foretoken.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 Note = Callable[[str], None]
 CLOSED_PIPE = 141
 """The exit code of a process ended by SIGPIPE, as a shell shows it."""
 _BUGS = (IntegrityError, ProcessingError, StepError)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_escaped: list[str] = []
+_escaped: list[str] = []  # the encoding of an output that could not show a character
 
 
 def prepare() -> None:
-    """Make the standard streams safe to use, whatever they were started with.
+    """Make the standard streams safe to use, in whatever state the process got them.
 
-    Characters that an output cannot encode are escaped, and a note says so at the end.
+    Characters that an output cannot encode are escaped, and a message at the end says so.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file that is opened would take its number
+        except OSError:  # closed: the next opened file would get its number
             os.open(os.devnull, os.O_RDWR)
-    if sys.stderr is None:  # libraries write to it without asking
+    if sys.stderr is None:  # libraries write to it without a check
         sys.stderr = os.fdopen(2, "w", encoding="utf-8")
     if sys.stdout is None:
         _end(2, "Error: standard output is closed.")
@@ -71,42 +70,42 @@ def is_utf8(stream: TextIO) -> bool:
     return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
 
 
-def as_utf8(field: str, given: str) -> str:
-    """A command-line argument as the UTF-8 text that its bytes are, or a `RequestError`."""
-    return _decoded(field, os.fsencode(given))
+def as_utf8(field: str, argument: str) -> str:
+    """A command-line argument, decoded as UTF-8; `RequestError` if it is not UTF-8."""
+    return _decoded(field, os.fsencode(argument))
 
 
 def as_typed() -> str:
-    """The command line of this process; of an absolute path only the name: it is this machine's."""
+    """The command line of this process, without the folders of absolute paths."""
     words = [os.path.basename(word) if word.startswith("/") else word for word in sys.argv[1:]]
     return shlex.join(["foretoken", *words])
 
 
 def read_input(field: str) -> str:
-    """All of standard input, as UTF-8; a `RequestError` if it is closed or no text."""
+    """All of standard input, as UTF-8; `RequestError` if it is closed or not UTF-8."""
     if sys.stdin is None:
         raise RequestError(field, "-", "readable: standard input is closed")
     return _decoded(field, sys.stdin.buffer.read())
 
 
 def read_line(field: str) -> str:
-    """The next line of standard input, as UTF-8, or a `RequestError`; empty at its end."""
+    """The next line of standard input, as UTF-8; empty at its end; `RequestError` if not UTF-8."""
     return _decoded(field, sys.stdin.buffer.readline())
 
 
-def _decoded(field: str, given: bytes) -> str:
+def _decoded(field: str, data: bytes) -> str:
     try:
-        return given.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
-        wrong = given[max(error.start - 10, 0) : error.end + 10]
-        raise RequestError(field, wrong, "UTF-8 text") from None
+        excerpt = data[max(error.start - 10, 0) : error.end + 10]
+        raise RequestError(field, excerpt, "UTF-8 text") from None
 
 
 @contextmanager
 def reporting(debug: bool = False) -> Iterator[Note]:
-    """Turn what goes wrong into one message and an exit code.
+    """Turn a failure into one message and an exit code.
 
-    Yields a function that takes what the command has done so far, which Ctrl-C reports.
+    Yields a function that notes what the command has done so far, for the message after Ctrl-C.
     """
     done = ["nothing was generated."]
 
@@ -140,7 +139,6 @@ def reporting(debug: bool = False) -> Iterator[Note]:
 
 
 def _system_error(error: OSError) -> str:
-    """What the system refused, and to which file."""
     if error.filename is None and error.errno in _NO_SPACE:
         _discard(sys.stdout)
         return f"standard output cannot be written: {error.strerror}"
@@ -148,7 +146,7 @@ def _system_error(error: OSError) -> str:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what is left of a stream nowhere, so that Python can end without a complaint."""
+    """Discard the rest of a stream, so that Python can end without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -159,32 +157,32 @@ def _end(code: int, text: str) -> NoReturn:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """End by an exception instead of at once, so that progress bars give the cursor back."""
+    """Have SIGTERM raise `SystemExit`, so that progress bars show the cursor again."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, raise_exit)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def say(text: str, style: str = "", interrupted: bool = False) -> None:
-    """One message on the error stream, coloured where the terminal takes it."""
-    shown = console(stderr=True, highlight=False, soft_wrap=True)
+    """Print a message on the error stream, in colour if the terminal has it."""
+    error_console = console(stderr=True, highlight=False, soft_wrap=True)
     try:
         if interrupted:
-            shown.show_cursor()  # a progress bar may have been hiding it
-        shown.print(text, style=style, markup=False)
-    except OSError:  # nobody to tell
+            error_console.show_cursor()  # a progress bar may have been hiding it
+        error_console.print(text, style=style, markup=False)
+    except OSError:  # the error stream has no reader
         with suppress(OSError):
             _discard(sys.stderr)
 
 
 def console(**options: Any) -> Console:
-    """A Rich console that leaves a closed pipe to `reporting`."""
+    """A Rich console; on a closed pipe it raises `BrokenPipeError`, which `reporting` handles."""
     from rich.console import Console
 
     class Plain(Console):

@@ -1,7 +1,7 @@
 """Options of the engine and of speculation: names, defaults, bounds. No torch.
 
-Charter: every default lives here and is documented here; every value is checked here, once, with
-the nearest valid name for an unknown key. Environment switches, if there ever are any, too.
+Charter: every default is set and documented here; every value is checked here, once; the error of
+an unknown key names the nearest valid key. Only this package reads the environment.
 """
 
 from foretoken.config.checks import check_choice, check_int, check_number, from_environment, plain

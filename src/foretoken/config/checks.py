@@ -1,9 +1,10 @@
-"""Bounds of options: each check raises `ConfigError` with the value, the bound and the remedy."""
+"""Checks of options, which raise `ConfigError`; the environment; the machine's memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike, fspath
@@ -12,26 +13,39 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
 
 def from_environment(name: str) -> str | None:
-    """A variable of the environment; None if it is not set."""
+    """The value of an environment variable; None if it is not set."""
     return os.environ.get(name)
 
 
 def set_in_environment(**values: str) -> None:
-    """Set variables for this process and those that it starts; what is set stays as it is."""
+    """Set variables for this process and its children, unless they are set already."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
+def machine_bytes() -> int | None:
+    """Memory of the machine or of the container, whichever is less; None if unknown."""
+    limits = []
+    with suppress(AttributeError, OSError, ValueError):  # not a POSIX system
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such control group, or "max"
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min((limit for limit in limits if limit > 0), default=None)
+
+
 def plain(value: Any) -> Any:
-    """A number or truth value of numpy or torch as Python's own; anything else as it is."""
+    """A scalar of numpy or torch as a Python number or bool; any other value unchanged."""
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return value.item() if is_scalar else value
 
 
 def check_int(field: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> None:
-    """Raise `ConfigError` unless `value` is an int in [low, high]; bool is not an int here."""
+    """Raise `ConfigError` unless `value` is an int, not a bool, in [low, high]."""
     bad_type = isinstance(value, bool) or not isinstance(value, int)
     if bad_type or value < low or (high is not None and value > high):
         bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -39,7 +53,7 @@ def check_int(field: str, value: Any, low: int, high: int | None = None, remedy:
 
 
 def check_number(field: str, value: Any, low: float, high: float, remedy: str = "") -> None:
-    """Raise `ConfigError` unless `value` is a number in [low, high]; bool and NaN are none here."""
+    """Raise `ConfigError` unless `value` is a number, not bool or NaN, in [low, high]."""
     bad_type = isinstance(value, bool) or not isinstance(value, (int, float))
     if bad_type or not low <= value <= high:
         raise ConfigError(field, value, f"a number in [{low:g}, {high:g}]", remedy)
@@ -54,7 +68,7 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str =
 
 
 def check_model(field: str, value: Any, remedy: str = "") -> str:
-    """The name, folder or hub id of a model as a string; `ConfigError` if it is none of them."""
+    """The name, folder or hub id of a model as a string; `ConfigError` for any other value."""
     text = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(text, str) or not text:
         raise ConfigError(field, value, "a model name, a folder or a hub id", remedy)
@@ -62,48 +76,56 @@ def check_model(field: str, value: Any, remedy: str = "") -> str:
 
 
 def check_revision(field: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is None or may be a branch, a tag or a commit."""
+    """Raise `ConfigError` unless `value` is None or a text that may name a revision."""
     if value is not None and (not isinstance(value, str) or not value):
         raise ConfigError(field, value, "a branch, a tag or a commit", "None means `main`.")
 
 
 def make_plain(config: Any) -> None:
-    """Numbers of numpy and torch among a frozen dataclass's fields become Python's own."""
+    """In a frozen dataclass, replace scalars of numpy and torch by Python's own scalars."""
     for f in fields(config):
         object.__setattr__(config, f.name, plain(getattr(config, f.name)))
 
 
-def template_text(name: str, given: str) -> str:
-    """A chat template from its file; Jinja text and names of templates as they are.
+def template_text(name: str, value: str) -> str:
+    """A chat template: the content of the file `value`, or `value` itself.
+
+    Jinja text and the names of a tokenizer's own templates are returned unchanged.
+
+    Args:
+        name: the option's name for errors.
 
     Raises:
-        ConfigError: there is no such file, or it is no text.
+        ConfigError: the file does not exist, or is no UTF-8 text.
     """
-    if "{{" in given or "{%" in given:
-        return given
-    path = Path(given)
+    if "{{" in value or "{%" in value:
+        return value
+    path = Path(value)
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         if path.suffix or len(path.parts) > 1:
-            raise ConfigError(name, given, "a file with a Jinja template") from None
-        return given
+            raise ConfigError(name, value, "a file with a Jinja template") from None
+        return value
     except UnicodeDecodeError:
-        raise ConfigError(name, given, "a file of UTF-8 text") from None
+        raise ConfigError(name, value, "a file of UTF-8 text") from None
 
 
-def check_file(name: str, given: str | None, *suffixes: str) -> None:
-    """Raise `ConfigError` before minutes of measuring for a file that cannot be written after."""
-    if given is None:
+def check_file(name: str, value: str | None, *suffixes: str) -> None:
+    """Raise `ConfigError` for an output file that cannot be written; None is no file.
+
+    Called first, so that the error does not come after minutes of measuring.
+    """
+    if value is None:
         return
-    path = Path(given)
+    path = Path(value)
     if path.suffix not in suffixes:
-        raise ConfigError(name, given, f"a file that ends in {', '.join(suffixes)}")
+        raise ConfigError(name, value, f"a file that ends in {', '.join(suffixes)}")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(name, given, "a file in a folder that exists and can be written to")
+        raise ConfigError(name, value, "a file in a folder that exists and can be written to")
 
 
-def check_outputs(given: Sequence[str]) -> None:
-    """The same for files of results: data, or figures, or a page of both."""
-    for path in given:
+def check_outputs(paths: Sequence[str]) -> None:
+    """`check_file` for files of results: data, figures, or a page with both."""
+    for path in paths:
         check_file("output", path, ".json", ".csv", ".svg", ".html")

@@ -21,9 +21,9 @@ from foretoken.foreign import ENGINE_OPTIONS, RENAMED, names_checked
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-"""Tokens per cache block where nobody says how many, by type of device."""
+"""Default of `block_size`, by type of device."""
 HOST_CACHE_GIB = 0.5
-"""`kv_cache_gib` on a CPU where nobody says how much."""
+"""Default of `kv_cache_gib` on a CPU."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -35,35 +35,35 @@ class EngineConfig:
     Attributes:
         model: `tiny-python`, `smollm2-135m` (a package of its own), a checkpoint folder or a GGUF
             file (a text or a `Path`), or a hub id, which is downloaded if it is not in the local
-            cache; of a repository of GGUF files `owner/name/file.gguf` or `owner/name:Q4_K_M`.
+            cache. A hub id of a GGUF file is `owner/name/file.gguf` or `owner/name:Q4_K_M`.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one that PyTorch can use.
-        dtype: `float32`, `bfloat16`, `float16`, a torch dtype, or `auto`, which is float32 on a
-            CPU; `float` and `half` are the first and the last. Native kernels keep weights in it
-            and compute in float32; weights in formats of their own (GGUF, compressed-tensors) stay
-            in them on a CPU whatever it says. Where native kernels run the target, a request with a
-            seed gets the same tokens in every batch. PyTorch's kernels round by what else is in the
-            batch: in float32 that decides near-ties alone (1e-5 in a logit), in half types many
-            choices.
-        seed: the engine's; requests without one get one made of it and their number; None is 0.
+        dtype: `float32` or `float`, `bfloat16`, `float16` or `half`, a torch dtype, or `auto`,
+            which is float32 on a CPU. Native kernels keep weights in this type and compute in
+            float32. On a CPU, weights in special formats (GGUF, compressed-tensors) keep their
+            format. Where native kernels run the target, a request with a seed gets the same tokens
+            in every batch. Results of PyTorch's kernels are rounded differently in each batch: in
+            float32 this changes only near-ties (1e-5 in a logit), in half types many choices.
+        seed: the engine's seed. A request without a seed gets one that is derived from this seed
+            and the request's number; None: 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit, or on a GPU the
             longest for which its memory suffices.
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
             chunks.
-        max_step_seconds: seconds, 0.001 to 1e6, that a step may take in which prompts are computed
-            while other requests decode: prompts come in chunks that fit, by costs measured at
-            start. They get half of a step at least, so that it may take twice what decoding takes
-            alone. None: no bound, but in `foretoken serve` on a CPU 0.15. Where no request decodes,
-            chunks are as large as `max_num_batched_tokens` allows.
-        max_num_waiting: refuse a request while so many wait; None takes any number.
+        max_step_seconds: longest time, 0.001 to 1e6 s, of a step in which prompts are computed
+            while other requests decode. Prompts are computed in chunks that fit, by costs measured
+            at start. They get at least half of a step, so a step may take twice as long as its
+            decoding. None: 0.15 in `foretoken serve` on a CPU, else no bound. If no request
+            decodes, chunks are as large as `max_num_batched_tokens` allows.
+        max_num_waiting: refuse requests while so many wait; None takes any number.
         enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same
             tokens.
         block_size: tokens per cache block; None: 16 on a CPU, 64 on a GPU. Prefixes are reused by
             whole blocks, and a request's last block is half empty on average.
-        memory_fraction: of a GPU's memory, the most that the engine takes, weights, steps and
-            graphs included; the cache gets what they leave. Plays no part on a CPU, nor if the
-            size of the cache is given.
+        memory_fraction: largest part of a GPU's memory that the engine takes. The cache gets what
+            weights, steps and graphs leave of it. Plays no part on a CPU, or if the size of the
+            cache is given.
         num_blocks: blocks in the pool; None: enough for `kv_cache_gib`.
         kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
             probabilities together when `num_blocks` is None. Never more than `max_num_seqs`
@@ -75,23 +75,24 @@ class EngineConfig:
         tokenizer: name, folder or hub id of another tokenizer; None: the model's own.
         revision: branch, tag or commit of a model that is a hub id; None: `main`.
         local_files_only: take hub ids from the local cache, and never look at the network.
-        load_format: `auto`, or `safetensors`, reads safetensors; `dummy` makes random weights from
-            config.json alone.
+        load_format: `auto` or `safetensors` reads safetensors; `dummy` makes random weights and
+            reads only config.json.
         backend: `native`, `torch`, `triton`, `reference` (the fp64 oracle), or `auto`: the
             fastest for the device.
-        threads: threads to compute with, exactly so many. None: one, or one per physical core that
-            the process may use (no more than `OMP_NUM_THREADS`), whichever is faster, as steps of
-            every size are timed now and then. Every step sets the number for the whole process;
-            where native kernels run the target, PyTorch gets one. Native kernels give the same bits
-            with any number; PyTorch may not, so that a request with a seed is the same to the bit
-            there only with a number given.
+        threads: number of computing threads. None: one, or one per physical core that the process
+            may use (no more than `OMP_NUM_THREADS`), whichever is faster: steps of every size are
+            timed now and then. Every step sets the number for the whole process; where native
+            kernels run the target, PyTorch gets one thread. Native kernels give the same bits with
+            any number. PyTorch may not: with PyTorch, set the number to get the same bits for a
+            request with a seed.
         enforce_eager: launch every step operator by operator, and capture no CUDA graphs.
-        async_scheduling: launch each step before the one before is read, so that a GPU never waits
-            for the host. None: on a GPU; on a CPU True changes the order of work, not a token.
+        async_scheduling: launch each step before the results of the last one are read, so that a
+            GPU never waits for the host. None: only on a GPU. On a CPU, True changes the order of
+            work but no token.
         use_fp64_gumbel: draw all noise in FP64.
         deterministic: on a GPU where Triton kernels run the whole model in bfloat16, in steps of up
-            to 16 tokens: a token's logits are the same to the bit whatever runs beside it, so that
-            greedy text is equal with and without speculation. Such steps take 1 to 4 % longer.
+            to 16 tokens: a token's logits are the same to the bit in every batch, so that greedy
+            text is equal with and without speculation. Such steps take 1 to 4 % longer.
     """
 
     model: str
@@ -176,7 +177,7 @@ class EngineConfig:
 
     @classmethod
     def parse(cls, **options: Any) -> EngineConfig:
-        """Build from what a user typed, vLLM's names for our options and None for defaults too."""
+        """Build from a user's options, which may have vLLM's names, and None for defaults."""
         for theirs, ours in RENAMED.items():
             if (value := plain(options.pop(theirs, None))) is None:
                 continue
@@ -184,5 +185,6 @@ class EngineConfig:
             if options.setdefault(ours, value) != value:
                 bound = f"left out beside `{ours}`, which is its name here"
                 raise ConfigError(theirs, value, bound)
-        others = {f.name for f in fields(cls) if f.default not in (None, MISSING)}
-        return cls(**{k: v for k, v in options.items() if v is not None or k not in others})
+        # None means the default of a field that has another default than None.
+        with_default = {f.name for f in fields(cls) if f.default not in (None, MISSING)}
+        return cls(**{k: v for k, v in options.items() if v is not None or k not in with_default})

@@ -38,39 +38,40 @@ class SpeculativeConfig:
     Attributes:
         method: the drafter: `draft_model`, `draft_text`, `eagle3`, `forced`, `ngram`, `prediction`
             or `suffix` (names registered in `drafting/registry.py`). None: `draft_model` if `model`
-            is given, else an error. Beside `drafters`: the name of the one that requests have which
-            name none, or `hybrid`; None: `hybrid`, or the only one.
-        drafters: drafters that are loaded together, each a dict of `method` and its options, and
-            `name`, by default its method, by which requests choose it.
+            is given, else an error. With `drafters`: the name of the default drafter, or `hybrid`;
+            None: `hybrid`, or the only drafter.
+        drafters: drafters that are loaded together. Each is a dict of `method`, its options, and
+            `name` (by default its method). Requests choose a drafter by its name.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
             built-in target `tiny-python` means its own: `tiny-python-draft`, for `eagle3` the head
             `tiny-python-eagle3`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
-        num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: as many, 0
-            too, as pay, by the costs of steps here and by what was accepted before. Which requests
-            keep a fixed K then: docs/decisions/002-drafts-are-never-dropped-for-the-batch.md.
-        max_speculative_tokens: the most that `auto` drafts; None: 8. Left out beside a number.
+        num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: the number that
+            pays, maybe 0, by measured costs of steps and earlier acceptance. Some requests keep a
+            fixed K under `auto`: docs/decisions/002-drafts-are-never-dropped-for-the-batch.md.
+        max_speculative_tokens: the most that `auto` drafts; None: 8. With a number as
+            `num_speculative_tokens` it must be None.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
-        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up what tokens follow.
+        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up the tokens that follow.
         suffix_decoding_max_tree_depth: most tokens of a match that are compared.
-        suffix_decoding_max_cached_requests: finished requests whose output is looked up, too; the
-            oldest makes room for a new one. 0: no request sees what others put out.
+        suffix_decoding_max_cached_requests: number of finished requests with outputs that are
+            looked up, too; a new output replaces the oldest. 0: no request sees outputs of others.
         suffix_decoding_max_cached_tokens: most tokens of these outputs together, 28 bytes each.
         suffix_decoding_max_spec_factor: most drafts per token of the match.
-        suffix_decoding_min_token_prob: drafts go on while the product of the frequencies with which
-            they followed is at least this.
+        suffix_decoding_min_token_prob: drafting stops before the product of the drafts' frequencies
+            falls below this. A draft's frequency is how often it followed the text before it.
         draft_sample_method: `probabilistic` (None means this) draws drafts from q and verifies
             with it; `greedy` drafts the argmax and verifies it as one-hot.
         rejection_sample_method: the verification rule of requests that name none: `standard`,
             `block`, `coupled` (lossless, all three) or `synthetic` (see docs/verification.md).
         synthetic_acceptance_rate, synthetic_acceptance_rates, synthetic_acceptance_length: exactly
-            one of them with `synthetic`, none of them without; all None by default. The rate is the
-            mean, over positions i = 1..K, of the probability that the first i drafts are all
-            accepted, in [0, 1]. The rates are these K probabilities, none above the one before. The
-            length is the mean of accepted drafts + 1, in [1, K + 1].
+            one of the three with `synthetic`, none with other rules; all None by default. The rate
+            is the mean, over positions i = 1..K, of the probability that the first i drafts are all
+            accepted, in [0, 1]. The rates are these K probabilities; they never rise from one to
+            the next. The length is the mean of accepted drafts + 1, in [1, K + 1].
 
-    An option that the method does not take is refused when its drafter is built.
+    An option that the method does not read is refused when its drafter is built.
     """
 
     method: str | None = None
@@ -125,6 +126,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "draft_model")
 
     def _check_drafts(self, where: str) -> None:
+        """Check `num_speculative_tokens` and `max_speculative_tokens`."""
         count, most = self.num_speculative_tokens, self.max_speculative_tokens
         field, most_field = where + "num_speculative_tokens", where + "max_speculative_tokens"
         if count == AUTO:
@@ -140,6 +142,7 @@ class SpeculativeConfig:
             raise ConfigError(most_field, most, bound, f"It bounds `{AUTO}` alone.")
 
     def _check_suffix(self, where: str) -> None:
+        """Check the options of the method `suffix`."""
         corpus, where = self.suffix_corpus, where + "suffix_"
         if corpus is not None:
             path = fspath(corpus) if isinstance(corpus, PathLike) else corpus
@@ -150,15 +153,16 @@ class SpeculativeConfig:
         depth = self.suffix_decoding_max_tree_depth
         check_int(where + "max_tree_depth", depth, 1, 2**31 - 1)
         check_int(where + "max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
-        off = "`suffix_decoding_max_cached_requests=0` keeps none."
+        remedy = "`suffix_decoding_max_cached_requests=0` keeps none."
         tokens = self.suffix_decoding_max_cached_tokens
-        check_int(where + "max_cached_tokens", tokens, 1024, 2**31 - 1, off)
+        check_int(where + "max_cached_tokens", tokens, 1024, 2**31 - 1, remedy)
         remedy = f"With matches of up to {depth} tokens there would be no drafts below."
         factor = self.suffix_decoding_max_spec_factor
         check_number(where + "max_spec_factor", factor, 1 / depth, MAX_SPECULATIVE_TOKENS, remedy)
         check_number(where + "min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
 
     def _check_synthetic(self, where: str) -> None:
+        """Check the options of the rule `synthetic`; other rules allow none of them."""
         options = {name: getattr(self, name) for name in _SYNTHETIC}
         if self.rejection_sample_method == "synthetic":
             check_synthetic(where, self.num_drafts, options)
@@ -171,39 +175,40 @@ class SpeculativeConfig:
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
 
     def _check_drafters(self, where: str) -> None:
+        """Check `drafters`, and set the `name` of each; then check `method`, or set its default."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in self._drafter_options() and value != field.default:
                 remedy = "Put it into the entry of the drafter that it is for."
                 raise ConfigError(where + field.name, value, "left out beside `drafters`", remedy)
-        given, where = self.drafters, where + "drafters"
-        is_list = isinstance(given, Sequence) and not isinstance(given, str)
-        if not given or not is_list or not all(isinstance(entry, Mapping) for entry in given):
+        drafters, where = self.drafters, where + "drafters"
+        is_list = isinstance(drafters, Sequence) and not isinstance(drafters, str)
+        if not drafters or not is_list or not all(isinstance(entry, Mapping) for entry in drafters):
             bound = "a list of objects, one for each drafter"
-            raise ConfigError(where, given, bound, 'For example [{"method": "ngram"}].')
-        named: dict[str, Mapping[str, Any]] = {}
-        for i, entry in enumerate(given):
+            raise ConfigError(where, drafters, bound, 'For example [{"method": "ngram"}].')
+        by_name: dict[str, Mapping[str, Any]] = {}
+        for i, entry in enumerate(drafters):
             with of_drafter(i):
                 method, name = self._member(entry).method, entry.get("name")
             name = method if name is None else name
-            if not isinstance(name, str) or not name or name == HYBRID or name in named:
+            if not isinstance(name, str) or not name or name == HYBRID or name in by_name:
                 bound = f"a text that no other drafter has for a name, and not `{HYBRID}`"
                 raise ConfigError(f"{where}[{i}].name", name, bound)
-            named[name] = {**entry, "method": method, "name": name}
-        object.__setattr__(self, "drafters", tuple(named.values()))
+            by_name[name] = {**entry, "method": method, "name": name}
+        object.__setattr__(self, "drafters", tuple(by_name.values()))
         if self.method is None:
-            object.__setattr__(self, "method", HYBRID if len(named) > 1 else next(iter(named)))
+            object.__setattr__(self, "method", HYBRID if len(by_name) > 1 else next(iter(by_name)))
         remedy = "Beside `drafters` it names that one of them which drafts if a request names none."
-        check_choice("speculative_config.method", self.method, (*named, HYBRID), remedy)
+        check_choice("speculative_config.method", self.method, (*by_name, HYBRID), remedy)
 
     @classmethod
     def _drafter_options(cls) -> list[str]:
-        """Fields that are about one drafter."""
+        """Names of the fields that each drafter has for itself."""
         shared = ("method", "drafters", "num_", "max_", "rejection_", "synthetic_")
         return [f.name for f in fields(cls) if not f.name.startswith(shared)]
 
     def _member(self, entry: Mapping[str, Any]) -> Self:
-        """The options of one of `drafters`, with those that all share."""
+        """The options of one entry of `drafters`, together with the options that all share."""
         entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError, _WHERE)
         own = ("method", "name", *self._drafter_options())
         shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
@@ -225,7 +230,7 @@ class SpeculativeConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether K is chosen step by step."""
+        """Whether the engine chooses K, step by step."""
         return self.num_speculative_tokens == AUTO
 
     @property
@@ -238,7 +243,7 @@ class SpeculativeConfig:
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
-        """Shortest and longest n-gram to look up, defaults filled in; each follows the other."""
+        """Shortest and longest n-gram to look up; the default of each depends on the other."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
@@ -246,9 +251,9 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
-        """Accept a dict, its JSON text, an instance, or None (no speculation).
+        """A config from a dict, its JSON text, or an instance; None stays None.
 
-        In a dict None stands for a default.
+        In a dict, None means the default.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -260,19 +265,20 @@ class SpeculativeConfig:
                 raise ConfigError("speculative_config", given, "a JSON object", remedy) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
-        own = {f.name for f in fields(cls)}
-        left = {str(k): v for k, v in given.items() if v is not None or k not in own}
-        return cls(**left)
+        names = {f.name for f in fields(cls)}
+        options = {str(k): v for k, v in given.items() if v is not None or k not in names}
+        return cls(**options)
 
 
 @contextmanager
 def of_drafter(index: int) -> Iterator[None]:
-    """Errors raised inside name options of this one of several `drafters`."""
+    """Inside, a `ConfigError` about `speculative_config.x` names it
+    `speculative_config.drafters[index].x`."""
     try:
         yield
     except ConfigError as error:
-        whole, prefix = error.field, "speculative_config."
-        field = f"{prefix}drafters[{index}].{whole.removeprefix(prefix)}"
+        prefix = "speculative_config."
+        field = f"{prefix}drafters[{index}].{error.field.removeprefix(prefix)}"
         raise ConfigError(field, error.value, error.bound, error.remedy) from error
 
 
@@ -280,37 +286,39 @@ _SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", 
 
 
 def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless exactly one of the three is given, and in range.
+    """Raise `ConfigError` unless exactly one of the three options is given, and in range.
 
     Args:
-        where: stands before a name in an error.
+        where: prefix of names in errors.
         count: num_speculative_tokens, K.
         options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
     """
-    given = [name for name in _SYNTHETIC if options[name] is not None]
-    one = "Rule `synthetic` takes exactly one of the three."
-    if not given:
+    names = [name for name in _SYNTHETIC if options[name] is not None]
+    remedy = "Rule `synthetic` takes exactly one of the three."
+    if not names:
         first, *others = _SYNTHETIC
-        raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
-    if len(given) > 1:
-        raise ConfigError(where + given[1], options[given[1]], f"left out beside `{given[0]}`", one)
-    field, value = where + given[0], options[given[0]]
-    if given[0] == "synthetic_acceptance_rate":
+        raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", remedy)
+    name = names[0]
+    if len(names) > 1:
+        second = names[1]
+        raise ConfigError(where + second, options[second], f"left out beside `{name}`", remedy)
+    field, value = where + name, options[name]
+    if name == "synthetic_acceptance_rate":
         check_number(field, value, 0, 1)
-    elif given[0] == "synthetic_acceptance_length":
-        bonus = "It counts the bonus token: at most num_speculative_tokens + 1."
-        check_number(field, value, 1, count + 1, bonus)
+    elif name == "synthetic_acceptance_length":
+        remedy = "It counts the bonus token: at most num_speculative_tokens + 1."
+        check_number(field, value, 1, count + 1, remedy)
     else:
         _check_rates(field, value, count)
 
 
-def _check_rates(field: str, given: Any, count: int) -> None:
-    """K unconditional rates; each is in [0, 1] and at most the one before."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+def _check_rates(field: str, rates: Any, count: int) -> None:
+    """Raise `ConfigError` unless `rates` are `count` numbers in [0, 1] that never rise."""
+    if not isinstance(rates, Sequence) or isinstance(rates, str) or len(rates) != count:
         bound = f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
-        raise ConfigError(field, given, bound)
-    before = 1.0
-    for i, rate in enumerate(given):
+        raise ConfigError(field, rates, bound)
+    highest = 1.0
+    for i, rate in enumerate(rates):
         remedy = f"It is the chance that the first {i + 1} drafts are all accepted: it cannot rise."
-        check_number(f"{field}[{i}]", rate, 0, before, remedy)
-        before = float(rate)
+        check_number(f"{field}[{i}]", rate, 0, highest, remedy)
+        highest = float(rate)

@@ -1,16 +1,16 @@
-"""The drafter contract: memory and the view of the target as data; propose; observe the outcome.
+"""The drafter contract: memory and view of the target as data; propose; observe the outcome.
 
-Charter: what every drafter is given and must give back. A drafter proposes up to K tokens for each
-request in one call, at the beginning of the step that verifies them, and sees every step's outcome,
-prefill too. It never sees the token that the target will draw, and never decides a draft's length
-from the token drafted there (that would bias the rejection rules): the length may depend on the
-tokens before it and on q alone.
+Charter: what every drafter is given and must return. A drafter proposes up to K tokens for each
+request in one call, at the beginning of the step that verifies them. It observes the outcome of
+every step, prefill included. It never sees the token that the target will draw. A drafter may drop
+a draft only because of the tokens before it and q, never because of the drafted token itself:
+otherwise the rejection rules would be biased.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -31,14 +31,15 @@ from foretoken.slots.table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetup:
-    """What a drafter is built from; the pool's size comes later, with `allocate`.
+    """What a drafter is built from. The size of the block pool comes later, with `allocate`.
 
     Attributes:
-        config: the engine's options; `speculation` are those of this drafter.
-        vocab_size, max_model_len: the target's.
-        tokenizer: the target's (`PreTrainedTokenizerBase`), or None without one.
-        embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
-        on_host: whether the numbers of a step may be read at once, see `SlotTable`.
+        config: the engine's options.
+        speculation: the options of this drafter.
+        vocab_size, max_model_len: of the target.
+        tokenizer: the target's `PreTrainedTokenizerBase`; None if the target has no tokenizer.
+        embedding, head: weights of the target, [V, H]; `head` only if `target_view` asks for it.
+        on_host: whether the tensors of a step may be read without waiting, see `SlotTable`.
     """
 
     config: EngineConfig
@@ -63,24 +64,27 @@ class DrafterSetup:
 class Drafter(ABC):
     """Base class of all drafters; built as `cls(setup)`.
 
-    options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
-    looks_up: drafts are found at hardly any cost, or there are none: `hybrid` asks it first.
-    names: of several drafters loaded together, by number, and `hybrid` after them where there is
-        one; () for a drafter by itself.
-    kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
-        addressed by the engine's block ids, so that they roll back with the target's; and what it
-        keeps for one request besides K/V, the q of its drafts above all, so that it is taken to
-        grow with K.
-    bytes_shared: memory on the host that all requests share, in which texts are looked up.
-    reads_next_token: what it keeps for a position depends on the token after it, too. A block is
-        then shared only among requests that agree in the token after its last one.
-    prediction_readers: names of drafters in it that draft from `SamplingParams.prediction`.
-    measured: of several, the number of the one whose time is measured at start for K = `auto`.
-    num_behind: of the tokens that the target has computed for a request, how many of the last may
-        be missing in the drafter's half of the cache after a step, whatever the step was: rounds,
-        steps without drafts or with others', prompts next to them, a request that ends. A block is
-        found by others once the target has computed so many tokens past its end. 0 also if the
-        drafter itself remembers which blocks are complete.
+    options: the optional fields of `SpeculativeConfig` that the drafter reads; setting any other
+        one is an error.
+    looks_up: the drafter looks its drafts up at hardly any cost, and may find none. `hybrid` asks
+        such drafters first.
+    names: if several drafters are loaded together, their names by number, then `hybrid` if requests
+        may use it; () for a single drafter.
+    kv_bytes_per_block: memory for the drafter's K/V of one cache block. Drafters use the engine's
+        block ids, so their K/V roll back with the target's.
+    bytes_per_slot: memory for one request in addition to K/V. It is assumed to grow with K, since
+        most of it is the q of the drafts.
+    bytes_shared: host memory for the texts that all requests look up.
+    reads_next_token: what the drafter keeps for a position also depends on the token after it. A
+        block is then shared only among requests that have the same token after the block.
+    prediction_readers: names of the loaded drafters that draft from `SamplingParams.prediction`.
+    measured: if several drafters are loaded, the number of the one that is timed at start for K =
+        `auto`.
+    num_behind: how many tokens the drafter's K/V of a request may lag behind the target's after a
+        step. It holds for every kind of step: a round of drafting, a step without drafts or with
+        another drafter's, one that also computes prompts, the last step of a request. Other
+        requests find a block only once the target has computed this many tokens past its end. It is
+        0, too, if the drafter itself remembers which blocks are complete.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
@@ -96,83 +100,127 @@ class Drafter(ABC):
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """What it will see of the target beyond tokens; asked before the target is loaded."""
+        """What the drafter reads of the target in addition to tokens.
+
+        The engine calls it before it loads the target.
+        """
         return TargetView()
 
     @abstractmethod
     def __init__(self, setup: DrafterSetup) -> None:
-        """Load what it drafts with; memory by slot and block comes with `allocate`."""
+        """Load the drafter's model, if it has one. `allocate` makes memory by slot and block."""
 
     @abstractmethod
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Remember the slots, allocate memory; a second call forgets what the first one gave.
+        """Remember the slots and allocate memory. A second call replaces what the first one made.
 
-        On a GPU the first is for steps whose memory is measured, with a pool of one block; the
-        second is when the engine has sized its pool.
+        On a GPU there are two calls. The first has a pool of one block and serves the steps that
+        measure memory. The second comes when the engine has sized its pool.
         """
 
     @abstractmethod
-    def propose(self, asked: DraftRequests) -> DraftBlock:
-        """Draft up to so many tokens (0 allowed) after the known ones of each slot, in this order.
+    def propose(self, requests: DraftRequests) -> DraftBlock:
+        """Draft up to `num_B` tokens (0 allowed) after the known tokens of each request.
 
-        Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
-        from q at the request's temperature and filters: with DRAFT noise, or with the target's own
-        under COUPLED. Where q is real, the block's cache states it at [slot, i] and stays so until
-        the next call. Drafts see temperature and filters, not penalties, bias or bans: q says what
-        they saw. Every draft is a token: -1 stands only after a request's last one, as padding.
-        What is raised for one request alone goes into `faults` of the block.
+        Returns a block with one row per request, in the order of `requests`. Every draft is a
+        token; -1 is only padding after a request's last draft. An error that concerns one request
+        goes into the block's `faults`.
+
+        Draft i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
+        from q at the request's temperature and filters: with DRAFT noise, or under COUPLED with the
+        target's noise. Drafts ignore penalties, bias and bans; q is the distribution that they were
+        really drawn from. Where q is real, the block's cache has it at [slot, i], unchanged until
+        the next call.
 
         The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
-        requests that begin with the same tokens, and may have been filled by one that was never
-        drafted for.
+        requests that begin with the same tokens. They may have been filled for a request that never
+        had drafts.
         """
 
     def observe(  # noqa: B027 (optional hook)
         self, requests: StepRequests, batch: ForwardBatch, result: StepResult
     ) -> None:
-        """See what the target computed, prompts too, and what became of its drafts.
+        """Learn what the target computed, prompts included, and which drafts were accepted.
 
-        With other drafters, `num_drafts` of a decision is 0 where the drafts were another's.
-        The slots hold the outcome: lengths count the tokens that were drawn. Hidden states
-        that `target_view` asks for are `result.aux`, in the order of `batch`.
+        The slots already hold the outcome: their lengths count the tokens that this step drew. If
+        several drafters are loaded, `num_drafts` of a decision is 0 where another drafter made the
+        drafts. `result.aux` has the hidden states that `target_view` asks for, in the order of
+        `batch`.
         """
 
     def observes(self, requests: StepRequests) -> bool:
-        """Whether `observe` has anything to do after such a step, as far as the host knows."""
+        """Whether `observe` has work after this step, as far as the host knows."""
         return type(self).observe is not Drafter.observe
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Forget what is kept for these blocks: they are handed out anew, for other tokens.
+        """Forget what is kept for these blocks, because they are reused for other tokens.
 
         K/V need not be zeroed unless the model multiplies masked keys (a NaN would spread).
         """
 
     def release(self, slot: int) -> None:  # noqa: B027
-        """Forget the request in this slot: it ended, or was preempted and will be new to a slot."""
+        """Forget the request in this slot: it ended, or was preempted and will get a new slot."""
 
     def held_slots(self) -> Iterable[int]:
-        """Slots for which it keeps anything, to be found empty when no request has them."""
+        """Slots for which the drafter keeps anything. Each of them must hold a request."""
         return ()
+
+
+def select_requests(requests: DraftRequests, index_A: Tensor) -> DraftRequests:
+    """The requests at these indices (one or more). Only on a host, because it reads `num_B`."""
+    num_A = requests.num_B[index_A]
+    return requests._replace(
+        slot_B=requests.slot_B[index_A],
+        num_B=num_A,
+        position_B=requests.position_B[index_A],
+        most=int(num_A.max()),
+    )
+
+
+def draft_by_kind(
+    requests: DraftRequests,
+    kinds: Sequence[bool | None],
+    draft: Callable[[DraftRequests, bool], Tensor],
+) -> Tensor:
+    """Drafts [B, K]; -1 after a request's last draft.
+
+    There are separate calls of `draft` for requests with and without a grammar, so that a request's
+    text does not depend on whether other requests have grammars.
+
+    Args:
+        kinds: for each request whether it has a grammar, None if it needs no drafts; or a single
+            value for all requests.
+    """
+    if len({*kinds}) == 1:
+        return draft(requests, bool(kinds[0]))
+    token_BK = torch.full((len(kinds), requests.most), -1)
+    for kind in {*kinds} - {None}:
+        index_A = torch.tensor([b for b, own_kind in enumerate(kinds) if own_kind == kind])
+        requests_A = select_requests(requests, index_A)
+        if requests_A.most:
+            token_AK = draft(requests_A, bool(kind))
+            token_BK[index_A, : token_AK.shape[1]] = token_AK
+    return token_BK
 
 
 @cache
 def no_drafts(num_requests: int, device: torch.device) -> DraftBlock:
-    """A `DraftBlock` without drafts, the same one in every step."""
+    """A `DraftBlock` without drafts, the same object in every step."""
     return one_hot_block([[]] * num_requests, device)
 
 
 @cache
 def q_flags(num_requests: int, device: torch.device, *, real: bool) -> Tensor:
-    """`DraftBlock.real_q_B` of requests that are alike, the same tensor in every step."""
+    """`DraftBlock.real_q_B` with one value for all requests, the same tensor in every step."""
     return torch.full((num_requests,), real, device=device)
 
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
-    """A `DraftBlock` of ragged token lists whose q is one-hot."""
-    counts = [len(d) for d in drafts]
+    """A `DraftBlock` with one-hot q, from a list of drafts for each request."""
+    counts = [len(tokens) for tokens in drafts]
     widest = max(counts, default=0)
-    rows = [[*d, *[-1] * (widest - len(d))] for d in drafts]
-    # By way of numpy: torch.tensor takes 40 us for 450 numbers, this 6.
+    rows = [[*tokens, *[-1] * (widest - len(tokens))] for tokens in drafts]
+    # Through numpy: for 450 numbers torch.tensor takes 40 us, this 6.
     token_BK = np.array(rows, dtype=np.int64).reshape(len(drafts), widest)
     return DraftBlock(
         token_BK=torch.from_numpy(token_BK).to(device),

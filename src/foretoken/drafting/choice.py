@@ -1,24 +1,25 @@
-"""Which drafter of a `hybrid` request: by what past rounds of it and of others have shown.
+"""Which drafter a `hybrid` request uses in a round, judged by past rounds of all requests.
 
-Drafts that were looked up are taken if, for each millisecond, they promise at least as many tokens
-as those of a model: (1 + accepted) over the seconds of drafting and of the pass that verifies. What
-is accepted is the mean of past rounds whose drafts promised about as much, what it costs is
-measured as it runs. Nothing here sees the token that the target will draw: a choice that did would
-bias the output.
+Looked-up drafts are taken if they should yield at least as many tokens per millisecond as a model's
+drafts: (1 + accepted) over the seconds of drafting and of the verifying pass. `accepted` is the
+mean of past rounds in which about as many drafts were expected to be accepted. The seconds are
+measured while serving. Nothing here sees the token that the target will draw, because the output
+would then be biased.
 
-A request with a seed of its own that draws at random under `standard` or `block` depends on its own
-tokens alone, so that its text is the same in any company and at any speed: drafts that were looked
-up are taken if they promise a fixed part of what was asked.
+A request with its own seed that draws at random under `standard` or `block` must have the same text
+whatever else is in the batch and however fast it runs. Its choice therefore depends only on its own
+tokens: looked-up drafts are taken if a fixed share of the drafts asked for should be accepted.
 
-What is to be had, replayed on 56 held-out texts (embedded pair, K = 5, T=0, fixed costs): the best
-sequence of choices in hindsight decodes 1.29 times as fast as the draft model alone, with 1.07
-times its tokens a step (next to the head: 1.08 times); these choices 1.17 and 1.02, and a linear
-model of match length and counts, fitted to other texts, no better. To go on with what is looked up
-behind a model's drafts, or the other way round, and to end drafts where q is flat, brought nothing.
+What a choice can gain was replayed on 56 held-out texts (embedded pair, K = 5, T=0, fixed costs).
+The best sequence of choices in hindsight decodes 1.29 times as fast as the draft model without
+look-ups, with 1.07 times its tokens per step (1.08 times those of the head). The choices made here
+reach 1.17 and 1.02. A linear model of match length and counts, fitted to other texts, did no
+better. Nothing was gained by appending looked-up drafts to a model's, or the reverse, or by ending
+drafts where q is flat.
 
-Rounds of all requests are counted together, and a number for each kind of round: a record of each
-request's own, by kind, chose no better on held-out code, and `control.Acceptance`, which is made
-for batches, takes 43 us a step where this takes 4.
+There is one mean per kind of round, over all requests. Separate means for each request chose no
+better on held-out code. `control.Acceptance` would take 43 us a step, since it is made for batches;
+the means here take 4.
 """
 
 from __future__ import annotations
@@ -28,61 +29,67 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from foretoken.slots.plan import Admission
-from foretoken.slots.step import Outcome
+from foretoken.slots.step import Admission, Outcome
 
 FIXED_PART = 0.85
-"""Of the drafts asked for, what must be expected to be accepted where nothing is measured."""
+"""Looked-up drafts are taken if this share of the drafts asked for should be accepted, where no
+measurement is used."""
 
-# Of the drafts asked for, accepted of a model's before any were seen: where nothing was looked up,
-# and where all were. Text that repeats is easy for a model, too: 3.7 of 5 at T=0, and there 4.1.
+# Assumed shares of a model's drafts that are accepted: if the look-up found no drafts, and if it
+# found as many as were asked for. Repetitive text is easier for a model, too: at T=0 it had 3.7 of
+# 5 drafts accepted overall, and 4.1 in repetitive text.
 _MODEL_PRIORS = (0.6, 0.8)
-_PRIOR_ROUNDS, _MOST_ROUNDS = 8, 64  # weight of what is assumed at first; rounds that count
+_PRIOR_ROUNDS = 8  # rounds that the prior counts for
+_MOST_ROUNDS = 64  # rounds that a mean looks back on
 
 
 class _Mean(NamedTuple):
+    """A running mean and the number of rounds in it."""
+
     value: float
     rounds: int = _PRIOR_ROUNDS
 
-    def with_one(self, value: float) -> _Mean:
+    def updated(self, value: float) -> _Mean:
+        """The mean with one more round; after `_MOST_ROUNDS` rounds, older ones fade."""
         rounds = min(self.rounds + 1, _MOST_ROUNDS)
         return _Mean(self.value + (value - self.value) / rounds, rounds)
 
 
 class Kind(NamedTuple):
-    """Rounds that are alike.
+    """The key of a mean: rounds of one kind share it.
 
-    drafter: its number
-    draws: whether the request draws at random
-    promised: how many drafts that were looked up are expected to be accepted, rounded
-    asked: of a model, how many drafts it was asked for; 0: these are what was looked up
+    drafter:    number of the drafter
+    samples:    whether the request draws at random
+    expected:   looked-up drafts that were expected to be accepted, rounded
+    num_drafts: drafts that a model was asked for; 0: the drafts were looked up
     """
 
     drafter: int
-    draws: bool
-    promised: int
-    asked: int = 0
+    samples: bool
+    expected: int
+    num_drafts: int = 0
 
     @property
     def prior(self) -> float:
-        """Accepted drafts, as long as there were no such rounds."""
-        if not self.asked:
-            return self.promised
+        """Accepted drafts that are assumed before the first round of this kind."""
+        if not self.num_drafts:
+            return self.expected
         low, high = _MODEL_PRIORS
-        return self.asked * low + min(self.promised, self.asked) * (high - low)
+        return self.num_drafts * low + min(self.expected, self.num_drafts) * (high - low)
 
 
-class Choice:
-    """Accepted drafts by kind of round; seconds that rounds take.
+class Chooser:
+    """Chooses between looked-up drafts and a model's; learns what rounds yield and cost.
 
     Attributes:
-        pass_seconds: of a pass that verifies, for each request in it; None: not measured yet.
+        pass_seconds: duration of a verifying pass divided by its number of requests; None: not
+            measured yet.
     """
 
     def __init__(self) -> None:
         self._means: dict[Kind, _Mean] = {}
-        self._seconds: dict[int, float] = {}
-        # By slot, what this round will teach: drafts that were taken, or others, as tokens.
+        self._seconds: dict[int, float] = {}  # by drafter: of drafting for one request
+        # By slot: each kind of drafts considered in this round, and the drafts if not taken.
         self._offers: dict[int, list[tuple[Kind, Sequence[int] | None]]] = {}
         self.pass_seconds: float | None = None
 
@@ -94,71 +101,82 @@ class Choice:
         expected: float,
         model: tuple[int, int],
     ) -> bool:
-        """Whether a request has drafts that were looked up, and not a model's.
+        """Whether a request gets these looked-up drafts instead of a model's drafts.
 
         Args:
-            drafter: the number of the one that found them.
-            expected: how many of them should be accepted by counts.
-            model: the number of the drafter that runs it, and the drafts asked for.
+            drafter: number of the drafter that looked up the drafts.
+            expected: how many of the drafts should be accepted, estimated from counts.
+            model: number of the drafter that runs a model, and the drafts it would be asked for.
         """
-        rival, asked = model
+        model_number, num_drafts = model
         kind = Kind(drafter, request.params.temperature > 0, round(expected))
-        costs = (self._seconds.get(kind.drafter), self._seconds.get(rival), self.pass_seconds)
-        if _is_fixed(request) or None in costs:
-            has = expected >= FIXED_PART * asked
+        costs = (self._seconds.get(drafter), self._seconds.get(model_number), self.pass_seconds)
+        if _is_reproducible(request) or None in costs:
+            is_taken = expected >= FIXED_PART * num_drafts
         else:
-            looking, drafting, verifying = (cost or 0.0 for cost in costs)
-            mine = self._mean(kind).value
-            theirs = self._mean(kind._replace(drafter=rival, asked=asked)).value
-            has = (1 + mine) * (verifying + drafting) >= (1 + theirs) * (verifying + looking)
-        self._offers.setdefault(request.slot, []).append((kind, None if has else drafts))
-        return has
+            look_up_s, model_s, pass_s = (cost or 0.0 for cost in costs)
+            looked_up = self._mean(kind).value
+            model_kind = kind._replace(drafter=model_number, num_drafts=num_drafts)
+            by_model = self._mean(model_kind).value
+            is_taken = (1 + looked_up) * (pass_s + model_s) >= (1 + by_model) * (pass_s + look_up_s)
+        self._offers.setdefault(request.slot, []).append((kind, None if is_taken else drafts))
+        return is_taken
 
-    def leave_to_model(self, request: Admission, number: int, asked: int) -> None:
-        """Nothing that was found in this round, if anything, was taken."""
+    def leave_to_model(self, request: Admission, number: int, num_drafts: int) -> None:
+        """Record that drafter `number`, which runs a model, makes the request's drafts."""
         offers = self._offers.setdefault(request.slot, [])
-        promised = max((kind.promised for kind, _ in offers), default=0)
-        draws = request.params.temperature > 0
-        offers.append((Kind(number, draws, promised, asked), None))
+        expected = max((kind.expected for kind, _ in offers), default=0)
+        samples = request.params.temperature > 0
+        offers.append((Kind(number, samples, expected, num_drafts), None))
 
     def learn(self, slot: int, outcome: Outcome) -> None:
-        """Count what was accepted of this round's drafts, or would have been."""
-        for kind, passed_over in self._offers.pop(slot, ()):
+        """Update the means with the accepted drafts of this round.
+
+        For drafts that were not taken, count those that equal the tokens drawn.
+        """
+        for kind, unused_drafts in self._offers.pop(slot, ()):
             mean, num_accepted = self._mean(kind), float(outcome.num_accepted)
-            if passed_over is not None:
-                pairs = list(zip(passed_over, outcome.token_ids, strict=False))
+            if unused_drafts is not None:
+                pairs = list(zip(unused_drafts, outcome.token_ids, strict=False))
                 differ = (i for i, (draft, token) in enumerate(pairs) if draft != token)
-                # If all that are known are right, it goes on as usual.
+                # If all pairs agree, more drafts might have been accepted: assume the mean.
                 num_accepted = next(differ, max(mean.value, len(pairs)))
-            self._means[kind] = mean.with_one(num_accepted)
+            self._means[kind] = mean.updated(num_accepted)
 
     def forget(self, slot: int) -> None:
-        """The request in this slot has ended."""
+        """Forget the request in this slot."""
         self._offers.pop(slot, None)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots in whose round something was offered."""
+        """Slots with drafts that await their outcome."""
         return self._offers.keys()
 
     @contextmanager
     def timing(self, number: int, num_requests: int) -> Iterator[None]:
-        """Time a proposal."""
+        """Measure how long drafter `number` takes per request, in the body of the `with`."""
         begin = time.perf_counter()
         yield
         seconds = (time.perf_counter() - begin) / num_requests
         self._seconds[number] = follow(self._seconds.get(number), seconds)
 
     def _mean(self, kind: Kind) -> _Mean:
+        """Accepted drafts in rounds of this kind, or the prior before the first such round."""
         return self._means.get(kind) or _Mean(kind.prior)
 
 
-def follow(before: float | None, seconds: float) -> float:
-    """What something usually takes: rounds that also compute a prompt hardly count."""
-    if before is None:
+def follow(usual: float | None, seconds: float) -> float:
+    """The usual duration after one more measurement, `seconds`; None: it is the first one.
+
+    A slower round counts little, since it may have computed a prompt, too.
+    """
+    if usual is None:
         return seconds
-    return before + (seconds - before) / (2 if seconds < before else 32)
+    return usual + (seconds - usual) / (2 if seconds < usual else 32)
 
 
-def _is_fixed(request: Admission) -> bool:
-    """Whether the choice shows in the request's text, which may depend on no other request."""
+def _is_reproducible(request: Admission) -> bool:
+    """Whether the request's text must be reproducible and depends on its drafts.
+
+    Then the choice may depend only on the request's own tokens.
+    """
     return request.shows_drafts and request.params.seed is not None

@@ -1,10 +1,11 @@
-"""How many drafts pay: acceptance from past rounds, costs of steps, and the choice. No torch.
+"""How many drafts are worth their cost: acceptance, step times, and the choice of K. No torch.
 
-Charter: numbers in, numbers out; no request is known here. `Acceptance` estimates how likely each
-draft is to be accepted, `StepCosts` how long a step takes, and `by_gain` or `by_width` gives each
-request of the next step its number of drafts, such that the expected tokens per second are most.
-Only rounds that are over are looked at: a choice that has seen a token it is about biases the
-output, also where only the batch's total depends on it (`lab/laws/mutants.py` has both).
+Charter: only numbers and arrays; this module knows no `Request`. `Acceptance` estimates how likely
+each draft is to be accepted, `StepCosts` how long a step takes. `by_gain` or `by_width` gives each
+request of the next step the number of drafts that maximises the expected tokens per second. Only
+completed rounds are used. If a choice had seen a token that it decides about, the output would be
+biased, even if only the batch's total number of drafts depended on that token
+(`lab/laws/mutants.py` has a mutant of each kind).
 
 Shape suffixes: B requests that decode, K drafts, S slots, R rounds, J measured batch sizes.
 """
@@ -21,99 +22,104 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 ADAPTS = -1
-"""In the place of a number of drafts: it is to be chosen."""
+"""Stands for a number of drafts that is still to be chosen."""
 
-_FIRST_GUESS = 0.8  # the chance of a first draft before anything was seen: hopeful, to be seen
-_FIRST = 4.0  # rounds that this counts for
-_NEIGHBOUR = 2.0  # rounds that the estimate of the draft before counts for
-_SHARED = 8.0  # rounds that all requests' estimate counts for in a request's own
-_SHARED_DECAY = 1 - 1 / 256  # per round of any request
-_OWN_DECAY = 1 - 1 / 48  # per round of its own
-_FORGETTING = 1 - 1 / 48  # of either, per choice: rounds are few where drafts do not pay
+# Priors of an estimate, in rounds that they count for.
+_FIRST_CHANCE = 0.8  # assumed acceptance of the first draft; high, so that drafts get tried
+_FIRST_ROUNDS = 4.0  # weight of that assumption
+_PRECEDING_ROUNDS = 2.0  # weight of the preceding draft's estimate, for each further draft
+_SHARED_ROUNDS = 8.0  # weight of the estimate over all requests, for a single request
+# Factors by which earlier counts decay.
+_SHARED_DECAY = 1 - 1 / 256  # counts over all requests, per round of any request
+_OWN_DECAY = 1 - 1 / 48  # counts of a request, per round of this request
+_AGING = 1 - 1 / 48  # all counts, per choice of K: without drafts few rounds would renew them
 
 
 class Acceptance:
-    """How likely drafts are accepted, by request and draft index; of one drafter.
+    """How likely the drafts are accepted, by request and draft index.
 
-    A request's estimate is its own rounds', recent ones above all, and as many of everybody's as
-    stand for a prior. A draft that the drafter did not have counts as rejected.
+    A request's estimate uses its own rounds, of which recent ones weigh most. The estimate over all
+    requests is its prior. A draft that was asked for but not made counts as rejected.
     """
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._index_K = np.arange(max_drafts)
         self._tried_SK = np.zeros((num_slots, max_drafts))
         self._accepted_SK = np.zeros((num_slots, max_drafts))
-        # For all: drafts asked for, offered, tried (all before accepted) and accepted.
+        # Over all requests: drafts asked for, made, tried, accepted. A draft is tried if all drafts
+        # before it were accepted.
         self._shared_4K = np.zeros((4, max_drafts))
 
     def observe(self, rounds: Iterable[tuple[int, int, int, int]]) -> None:
-        """Take in rounds that are over, as (slot, drafts asked for, drafted, accepted)."""
+        """Count completed rounds, each (slot, drafts asked for, drafts made, drafts accepted)."""
         columns = np.array([*rounds], dtype=np.int64).reshape(-1, 4).T
-        slot_R, asked_R, drafted_R, accepted_R = columns
+        slot_R, asked_R, made_R, accepted_R = columns
         if not len(slot_R):
             return
         index_K = self._index_K
         asked_RK = index_K < asked_R[:, None]
         tried_RK = asked_RK & (index_K <= accepted_R[:, None])
         accepted_RK = index_K < accepted_R[:, None]
-        offered_RK = index_K < drafted_R[:, None]
-        counts = [x.sum(axis=0) for x in (asked_RK, offered_RK, tried_RK, accepted_RK)]
-        # What is tried seldom is forgotten as seldom: index by index.
-        self._shared_4K[:2] *= _SHARED_DECAY ** counts[0]
-        self._shared_4K[2:] *= _SHARED_DECAY ** counts[2]
-        self._shared_4K += counts
-        slots, of_R = np.unique(slot_R, return_inverse=True)
+        made_RK = index_K < made_R[:, None]
+        counts_4K = [x.sum(axis=0) for x in (asked_RK, made_RK, tried_RK, accepted_RK)]
+        # Decay each draft index by its own number of trials: one tried seldom decays slowly.
+        self._shared_4K[:2] *= _SHARED_DECAY ** counts_4K[0]
+        self._shared_4K[2:] *= _SHARED_DECAY ** counts_4K[2]
+        self._shared_4K += counts_4K
+        slots, num_rounds = np.unique(slot_R, return_counts=True)
         for table_SK, new_RK in ((self._tried_SK, tried_RK), (self._accepted_SK, accepted_RK)):
-            table_SK[slots] *= _OWN_DECAY ** np.bincount(of_R)[:, None]
+            table_SK[slots] *= _OWN_DECAY ** num_rounds[:, None]
             np.add.at(table_SK, slot_R, new_RK)
 
     def age(self) -> None:
-        """Let time pass: what was seen counts for less."""
+        """Reduce the weight of everything counted so far."""
         for table in (self._tried_SK, self._accepted_SK, self._shared_4K):
-            table *= _FORGETTING
+            table *= _AGING
 
     def shared(self) -> Array:
-        """Of each draft [K], its chance to be accepted once those before it are."""
+        """Conditional acceptance over all requests, [K]: the probability that a draft is accepted
+        if all drafts before it are."""
         _, _, tried_K, accepted_K = self._shared_4K.tolist()
-        chance, weight, chances = _FIRST_GUESS, _FIRST, []
+        chance, weight, chances = _FIRST_CHANCE, _FIRST_ROUNDS, []
         for tried, accepted in zip(tried_K, accepted_K, strict=True):
-            chance, weight = (accepted + weight * chance) / (tried + weight), _NEIGHBOUR
+            chance, weight = (accepted + weight * chance) / (tried + weight), _PRECEDING_ROUNDS
             chances.append(chance)
         return np.array(chances)
 
     def offered(self) -> Array:
-        """Of each draft [K], how likely the drafter has it if it is asked for."""
-        asked_K, offered_K, _, _ = self._shared_4K
-        return (offered_K + 1) / (asked_K + 1)
+        """The probability that the drafter makes a draft that it is asked for, [K]."""
+        asked_K, made_K, _, _ = self._shared_4K
+        return (made_K + 1) / (asked_K + 1)
 
     def joint(self, slots: Sequence[int]) -> Array:
-        """Chances [B, K] that a request's draft and all before it are accepted."""
-        own = self._tried_SK[slots], self._accepted_SK[slots]
-        conditional_BK = (own[1] + _SHARED * self.shared()) / (own[0] + _SHARED)
+        """The probability that a request's draft and all drafts before it are accepted, [B, K]."""
+        tried_BK, accepted_BK = self._tried_SK[slots], self._accepted_SK[slots]
+        prior_K = _SHARED_ROUNDS * self.shared()
+        conditional_BK = (accepted_BK + prior_K) / (tried_BK + _SHARED_ROUNDS)
         return np.cumprod(conditional_BK, axis=1)
 
     def release(self, slot: int) -> None:
-        """Forget a slot's request."""
+        """Forget the request in this slot."""
         self._tried_SK[slot] = self._accepted_SK[slot] = 0
 
     def held_slots(self) -> list[int]:
-        """Slots of requests that were tried."""
+        """Slots of requests that have had drafts."""
         held: list[int] = np.flatnonzero(self._tried_SK.any(axis=1)).tolist()
         return held
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """What steps of decoding took when they were measured, in seconds.
+    """Measured seconds of decoding steps. The suffix K1 stands for 0 to K drafts per request.
 
     Attributes:
-        batches: requests of the measured steps, [J], rising.
-        rest_JK1: steps by K = 0.., drafting left out.
-        draft_JK1: drafting alone.
-        context_K1: per token of a request's context, by K: it jumps where one more draft needs
-            another tile of rows.
-        missed: of drafting, per token of a request that the drafter has not seen since it was
-            last asked.
+        batches: numbers of requests in the measured steps, [J], rising.
+        rest_JK1: seconds of a step except its drafting.
+        draft_JK1: seconds of the drafting.
+        context_K1: seconds for each token of the requests' contexts. They jump where one more draft
+            needs another tile of rows.
+        missed: seconds of drafting for each token that the drafter has yet to compute, because it
+            came while the drafter was not asked for drafts.
     """
 
     batches: Array
@@ -123,16 +129,20 @@ class StepTable:
     missed: float = 0.0
 
     def shown(self) -> str:
-        """A line per batch size: milliseconds of steps with 0, 1, .. drafts of each request."""
+        """A text with one line per batch size: milliseconds with 0, 1, .. drafts per request."""
         step_JK1 = 1e3 * (self.rest_JK1 + self.draft_JK1)
         rows = zip(self.batches.tolist(), step_JK1.tolist(), strict=True)
         return "\n".join(f"batch {b}: {' '.join(f'{ms:.2f}' for ms in row)} ms" for b, row in rows)
 
 
 class Curve(NamedTuple):
-    """Costs at one batch size: by drafts per request, and of each draft index.
+    """Costs of a step at one batch size, in seconds. K1: by drafts per request; K: by draft index.
 
-    A pass for draft i takes `first_K[i]` for one request and `more_K[i]` for each further one.
+    rest_K1:      the step except its drafting
+    first_K:      the drafter's pass for draft i, for one request
+    more_K:       the same pass, for each further request
+    context_K1:   for each token of the requests' contexts
+    deviation_K1: logarithm of measured to expected seconds
     """
 
     rest_K1: Array
@@ -142,10 +152,11 @@ class Curve(NamedTuple):
     deviation_K1: Array
 
     def seconds(self, per_request: Any, draft: Any, context: int) -> Any:
-        """A step with so many drafts per request on average, drafting included.
+        """Seconds of a step, drafting included: a number or an array like `per_request`.
 
         Args:
-            per_request: a number or an array, as is `draft`, the seconds of drafting.
+            per_request: drafts per request on average, a number or an array.
+            draft: seconds of drafting, a number or an array like `per_request`.
             context: tokens of all requests together.
         """
         index_K1 = np.arange(len(self.rest_K1))
@@ -154,71 +165,84 @@ class Curve(NamedTuple):
         return (rest + draft) * np.exp(np.interp(per_request, index_K1, self.deviation_K1))
 
     def drafting(self, live_K: Array) -> Any:
-        """Seconds of drafting if so many requests take part in each pass, [..., K]."""
+        """Seconds of drafting if `live_K[i]` requests take part in the pass for draft i.
+
+        `live_K` may have leading dimensions [..., K]; the result has them, too.
+        """
         return ((live_K > 0) * self.first_K + np.maximum(live_K - 1, 0) * self.more_K).sum(axis=-1)
 
 
 class StepCosts:
-    """Seconds of a step, from what was measured at start and from the steps since.
+    """Seconds of a step, from the measurements at start and from the steps since.
 
-    A step is off by what all steps are off (the machine is busy, contexts are long), which changes
-    no choice, and by what its number of drafts is off there. The first is followed quickly, the
-    second slowly, within bounds, and forgotten.
+    Measured steps differ from the table in two ways. A common deviation of all steps, `off` (the
+    machine is busy, contexts are long), changes no choice of K; it is learned quickly. Deviations
+    by number of drafts and batch size are learned slowly, within bounds, and they decay.
     """
 
-    _QUICK, _SLOW, _KEPT = 0.2, 0.03, 0.995
-    _MOST_AT_ONCE, _MOST = log(1.25), log(1.2)
+    _QUICK, _SLOW = 0.2, 0.03  # rates of learning: of `off`; of a deviation
+    _KEPT = 0.995  # factor of decay of deviations per step
+    _MOST_AT_ONCE, _MOST = log(1.25), log(1.2)  # bounds: of what one step teaches; of a deviation
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
-        self.off = 0.0  # logarithm of measured to expected
-        self._beside: float | None = None  # the host's work for one request in one step
+        self.off = 0.0  # logarithm of measured to expected seconds
+        self._host: float | None = None  # seconds of the host's work for one request in one step
         self._deviations: dict[int, Array] = {}
 
     def curve(self, batch: int) -> Curve:
-        """Costs of steps of so many requests."""
+        """Costs of steps with `batch` requests."""
         table = self.table
-        rest_K1, draft_K1 = (
-            _at(table.batches, x, batch) for x in (table.rest_JK1, table.draft_JK1)
-        )
+        rest_K1 = _interpolate(table.batches, table.rest_JK1, batch)
+        draft_K1 = _interpolate(table.batches, table.draft_JK1, batch)
         first_K = np.maximum(np.diff(table.draft_JK1[0]) / table.batches[0], 0)
         pass_K = np.maximum(np.diff(draft_K1), 0)
         first_K = np.minimum(first_K, pass_K)
-        rest_K1 = rest_K1 + draft_K1[0] + batch * (self._beside or 0.0)
+        rest_K1 = rest_K1 + draft_K1[0] + batch * (self._host or 0.0)
         return Curve(
             rest_K1, first_K, (pass_K - first_K) / max(batch - 1, 1),
             table.context_K1, self._deviation(batch),
         )  # fmt: skip
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:
-        """See what a step took that was expected to take something else, `off` left aside."""
+        """Update `off` and the deviations from the measured seconds of a step.
+
+        Args:
+            per_request: drafts per request in this step, on average.
+            expected: seconds by `curve`, which leaves out `off`.
+        """
         deviation_K1 = self._deviation(batch)
         gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.off
         gap = min(max(gap, -self._MOST_AT_ONCE), self._MOST_AT_ONCE)
         self.off += self._QUICK * gap
         deviation_K1 *= self._KEPT
-        at = round(per_request)
-        moved = deviation_K1[at] + self._SLOW * gap
-        deviation_K1[at] = min(max(moved, -self._MOST), self._MOST)
+        nearest = round(per_request)
+        moved = deviation_K1[nearest] + self._SLOW * gap
+        deviation_K1[nearest] = min(max(moved, -self._MOST), self._MOST)
 
-    def learn_beside(self, batch: int, measured: float) -> None:
-        """See what a step took outside the runner."""
+    def learn_host(self, batch: int, measured: float) -> None:
+        """Learn from the seconds that a step of `batch` requests took outside the runner."""
         measured = max(measured, 0.0) / batch
-        known = measured if self._beside is None else self._beside
-        most = known + 1e-5  # twice what is known, about
-        self._beside = known + self._QUICK * min(measured - known, most)
+        known = measured if self._host is None else self._host
+        largest = known + 1e-5  # an outlier counts as about twice the known time
+        self._host = known + self._QUICK * min(measured - known, largest)
 
     def _deviation(self, batch: int) -> Array:
-        """By drafts per request, at about this batch size."""
+        """Logarithms of measured to expected seconds by drafts per request, [K + 1].
+
+        Batch sizes with the same number of bits share one array, which `learn` changes in place.
+        """
         width = self.table.rest_JK1.shape[1]
         return self._deviations.setdefault(batch.bit_length(), np.zeros(width))
 
 
-def _at(batches: Array, table_JK1: Array, batch: int) -> Array:
-    """A table's row for a batch size: on a line between measured ones, in proportion beyond."""
+def _interpolate(batches: Array, table_JK1: Array, batch: int) -> Array:
+    """A table's row for a batch size: interpolated between the measured sizes, and in proportion to
+    the size above the largest of them."""
     if batch >= batches[-1]:
         return np.asarray(table_JK1[-1] * (batch / batches[-1]))
-    j = int(np.searchsorted(batches, batch, side="right"))  # 1 is the first, so there is one below
+    # The smallest measured size is 1, so one measured size is at most `batch`.
+    j = int(np.searchsorted(batches, batch, side="right"))
     part = (batch - batches[j - 1]) / (batches[j] - batches[j - 1])
     return np.asarray((1 - part) * table_JK1[j - 1] + part * table_JK1[j])
 
@@ -227,10 +251,10 @@ class Load(NamedTuple):
     """The requests of a step.
 
     Attributes:
-        joint_BK: `Acceptance.joint` of each.
-        fixed_B: drafts of each that are not to be chosen; `ADAPTS`: they are.
+        joint_BK: `Acceptance.joint`.
+        fixed_B: number of drafts of each request; `ADAPTS` where it is to be chosen.
         offered_K: `Acceptance.offered`.
-        context: tokens of all together.
+        context: tokens of all requests together.
     """
 
     joint_BK: Array
@@ -240,9 +264,12 @@ class Load(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Drafts of each request [B], and what is expected of the step.
+    """How many drafts a step's requests ask for, and what the step is expected to yield.
 
-    per_request: drafts that the drafter has, on average.
+    asked_B:     number of drafts to ask for, by request
+    tokens:      expected tokens of all requests together
+    seconds:     expected duration of the step
+    per_request: drafts that the drafter is expected to make per request, on average
     """
 
     asked_B: Array
@@ -257,26 +284,29 @@ class Choice(NamedTuple):
 
 
 def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
-    """Numbers of drafts that steps are padded to when they are captured: none and all of them, and
-    where K is chosen step by step some between. Without 3 the 8B shape lost 4 to 11 % on an H200,
-    since 4 rows of each request are what a tile of attention holds."""
+    """Numbers of drafts per request to which captured steps are padded.
+
+    They are 0 and `num_drafts`, and if K is chosen step by step also some numbers between. Without
+    3 the 8B shape lost 4 to 11 % on an H200, because a tile of attention holds 4 rows of each
+    request.
+    """
     between = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24) if k < num_drafts] if adapts else []
     return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = False) -> Choice:
-    """What is expected of a step with so many drafts.
+    """The expected result of a step in which the requests ask for `asked_B` drafts.
 
     Args:
-        in_lockstep: on a GPU every request takes part in every pass, and has as many rows, as the
-            one that asks for most.
+        in_lockstep: True for a GPU: every request takes part in as many passes, and has as many
+            rows, as the request with the most drafts.
     """
-    batch, most = load.joint_BK.shape
-    asked_BK = np.arange(most) < asked_B[:, None]
+    batch, max_drafts = load.joint_BK.shape
+    asked_BK = np.arange(max_drafts) < asked_B[:, None]
     tokens = batch + float((load.joint_BK * asked_BK).sum())
     if in_lockstep:
         per_request = int(asked_B.max(initial=0))
-        live_K = np.where(np.arange(most) < per_request, batch, 0)
+        live_K = np.where(np.arange(max_drafts) < per_request, batch, 0)
     else:
         live_K = asked_BK.sum(axis=0)
         per_request = float((live_K * load.offered_K).sum()) / batch
@@ -286,38 +316,46 @@ def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = Fals
 
 
 def by_gain(curve: Curve, load: Load) -> Choice:
-    """Give drafts one by one, always the likeliest one, as long as the rate rises."""
-    batch, most = load.joint_BK.shape
+    """Add drafts one by one, the likeliest first, and take the number at which the rate peaks.
+
+    Shape suffixes: A requests that adapt, N their possible drafts (A x K), M = N + 1 numbers of
+    drafts that may be added.
+    """
+    batch, max_drafts = load.joint_BK.shape
     adapts_B = load.fixed_B == ADAPTS
     base_B = np.where(adapts_B, 0, load.fixed_B)
-    base_BK = np.arange(most) < base_B[:, None]
-    of_N = np.flatnonzero(adapts_B)
-    gain_N = load.joint_BK[of_N].ravel()
-    index_N = np.tile(np.arange(most), len(of_N))
-    # A draft comes after those before it: chances never rise, and ties keep their order.
+    base_BK = np.arange(max_drafts) < base_B[:, None]
+    index_A = np.flatnonzero(adapts_B)
+    gain_N = load.joint_BK[index_A].ravel()
+    # A draft is added after all earlier drafts of its request, because joint chances never rise and
+    # a stable sort keeps the order of ties.
     order_N = np.argsort(-gain_N, kind="stable")
-    index_N = index_N[order_N]
+    draft_N = np.tile(np.arange(max_drafts), len(index_A))[order_N]  # draft index
     live_K = base_BK.sum(axis=0)
-    is_first_N = np.zeros(len(index_N), dtype=bool)
-    is_first_N[np.unique(index_N, return_index=True)[1]] = True
-    is_first_N &= live_K[index_N] == 0
-    pass_N = np.where(is_first_N, curve.first_K[index_N], curve.more_K[index_N])
+    opens_pass_N = np.zeros(len(draft_N), dtype=bool)
+    opens_pass_N[np.unique(draft_N, return_index=True)[1]] = True
+    opens_pass_N &= live_K[draft_N] == 0
+    pass_s_N = np.where(opens_pass_N, curve.first_K[draft_N], curve.more_K[draft_N])
 
     def sums(start: float, added_N: Array) -> Array:
         return start + np.concatenate(([0.0], np.cumsum(added_N)))
 
     tokens_M = sums(batch + float((load.joint_BK * base_BK).sum()), gain_N[order_N])
-    rows_M = sums(float((live_K * load.offered_K).sum()), load.offered_K[index_N]) / batch
-    draft_M = sums(float(curve.drafting(live_K)), pass_N)
-    seconds_M = curve.seconds(rows_M, draft_M, load.context)
+    per_request_M = sums(float((live_K * load.offered_K).sum()), load.offered_K[draft_N]) / batch
+    drafting_s_M = sums(float(curve.drafting(live_K)), pass_s_N)
+    seconds_M = curve.seconds(per_request_M, drafting_s_M, load.context)
     best = int(np.argmax(tokens_M / seconds_M))
     asked_B = base_B.copy()
-    asked_B[of_N] = np.bincount(order_N[:best] // most, minlength=len(of_N))
-    found = (float(x_M[best]) for x_M in (tokens_M, seconds_M, rows_M))
-    return Choice(asked_B, *found)
+    asked_B[index_A] = np.bincount(order_N[:best] // max_drafts, minlength=len(index_A))
+    expected = (float(x_M[best]) for x_M in (tokens_M, seconds_M, per_request_M))
+    return Choice(asked_B, *expected)
 
 
 def by_width(curve: Curve, load: Load, widths: Sequence[int]) -> Choice:
-    """One K for all that adapt, of a few: a GPU replays steps that were captured at these."""
-    asked = (np.where(load.fixed_B == ADAPTS, width, load.fixed_B) for width in widths)
-    return max((expect(curve, load, a, in_lockstep=True) for a in asked), key=lambda c: c.rate)
+    """The same number of drafts for all requests that adapt: the one of `widths` with the highest
+    rate. A GPU replays steps that were captured at these widths."""
+    choices = (
+        expect(curve, load, np.where(load.fixed_B == ADAPTS, width, load.fixed_B), in_lockstep=True)
+        for width in widths
+    )
+    return max(choices, key=lambda choice: choice.rate)

@@ -1,15 +1,16 @@
-"""A draft model whose tokenizer is wholly another: it continues the text.
+"""A draft model with a completely different tokenizer: it continues the text.
 
-What the target has said is cut anew by the draft's tokenizer; the draft model continues it by its
-likeliest tokens, and what these say is cut into tokens of the target. No q: they are verified as
-one-hot. Drafts by ids (`vocabulary.py`) have one, so they are better where tokens are drawn at
-random and the tokenizers share nine tenths of the text.
+The draft's tokenizer encodes the text so far, the draft model continues it with its likeliest
+tokens, and the target's tokenizer encodes the continuation as drafts. There is no q: drafts are
+verified as one-hot. If the draft model's logits are mapped to the target's ids instead
+(`vocabulary.py`), drafts have a q. That is better where tokens are drawn at random and the
+tokenizers share nine tenths of the text.
 
-Its positions are not the target's, so its K/V cannot lie in the target's blocks: each slot has rows
-of its own, as long as the draft model's context. What was computed stays as far as the tokens do;
-those at the end of a text may become others as it grows.
+The draft model's positions differ from the target's, so its K/V cannot use the target's blocks.
+Each slot has blocks of its own, enough for the draft model's longest context. K/V stay valid as
+long as the draft's tokens do not change. Only the last tokens of a text may change as it grows.
 
-Drafts are a function of the request's tokens alone: texts are cut at fixed multiples of tokens,
+Drafts depend only on the request's tokens: texts are encoded in pieces of a fixed number of tokens,
 wherever rounds end.
 """
 
@@ -25,72 +26,84 @@ import torch
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.stacks import DraftModel
-from foretoken.drafting.vocabulary import DraftNetwork, find_draft, load_weights
+from foretoken.drafting.vocabulary import PARTIAL, DraftNetwork, find_draft, load_weights
 from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests
-from foretoken.slots.plan import StepPlan
+from foretoken.slots.step import StepPlan
 from foretoken.slots.table import SlotSizes, SlotTable
 
-_PIECE = 32  # tokens of the target that are cut together, once as many have followed
-_MOST = 4  # tokens of the draft model for each draft that is asked for, at most
-_BYTES = 4  # of a character, at most
-_PARTIAL = "\ufffd"  # what bytes decode to that are no whole character
+_PIECE = 32  # target tokens per piece of text; a piece is final once as many tokens follow it
+_TOKENS_PER_DRAFT = 4  # the most tokens that the draft model draws for each draft asked for
+_CHARACTER_BYTES = 4  # the most bytes of a character in UTF-8
 
 
 @dataclass(slots=True)
 class Transcript:
-    """A request's tokens by the draft's tokenizer.
+    """A request's text in tokens of the draft's tokenizer.
 
     Attributes:
-        ids: as of the latest `read`; the first `num_settled` stay, `num_read` tokens of the target.
+        target, draft: the two tokenizers.
+        ids: draft tokens as of the latest `read`.
+        num_final: how many leading `ids` do not change any more.
+        num_read: how many leading target tokens these final ids encode.
     """
 
     target: Any
     draft: Any
     ids: list[int] = field(default_factory=list)
-    num_settled: int = 0
+    num_final: int = 0
     num_read: int = 0
 
     def read(self, known: list[int]) -> int | None:
-        """Take in all known tokens; how many ids are as before. None: a character is incomplete."""
-        before = self.ids
-        settled = before[: self.num_settled]
+        """Encode a request's known target tokens as `ids`.
+
+        Returns how many leading ids are the same as before; None if the last character is
+        incomplete, so that `ids` are only the final ones.
+        """
+        ids_before = self.ids
+        final_ids = ids_before[: self.num_final]
         while len(known) >= self.num_read + 2 * _PIECE:
-            ends = range(self.num_read + _PIECE, self.num_read + _PIECE + _BYTES)
+            ends = range(self.num_read + _PIECE, self.num_read + _PIECE + _CHARACTER_BYTES)
             end = next((end for end in ends if self._is_whole(known[:end])), ends[0])
-            settled += self._cut(settled, known, end)
-            self.num_settled, self.num_read = len(settled), end
+            final_ids += self._encode(final_ids, known, end)
+            self.num_final, self.num_read = len(final_ids), end
         if not self._is_whole(known):
-            self.ids = settled
+            self.ids = final_ids
             return None
-        self.ids = settled + self._cut(settled, known, len(known))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, self.ids, strict=False))
-        return sum(1 for _ in same)
+        self.ids = final_ids + self._encode(final_ids, known, len(known))
+        pairs = zip(ids_before, self.ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _is_whole(self, known: list[int]) -> bool:
-        last = decode_after(self.target, known[:-_BYTES], known[-_BYTES:])
-        return not last.endswith(_PARTIAL)
+        """Whether the text of these target tokens ends with a complete character."""
+        before, last_tokens = known[:-_CHARACTER_BYTES], known[-_CHARACTER_BYTES:]
+        last = decode_after(self.target, before, last_tokens)
+        return not last.endswith(PARTIAL)
 
-    def _cut(self, settled: Sequence[int], known: list[int], end: int) -> list[int]:
+    def _encode(self, before: Sequence[int], known: list[int], end: int) -> list[int]:
+        """The draft tokens of target tokens `num_read` to `end`, encoded after `before`."""
         text = decode_after(self.target, known[: self.num_read], known[self.num_read : end])
-        return encode_after(self.draft, settled, text)
+        return encode_after(self.draft, before, text)
 
     def drafts(self, known: Sequence[int], continuation: Sequence[int]) -> list[int]:
-        """Tokens of the target in a continuation; without the last, which may go on, unless the
-        text ends there."""
+        """The draft model's continuation as target tokens.
+
+        The last token is left out, since it may be incomplete. But if the continuation ends the
+        text, the last token is the target's end-of-text token.
+        """
         end = self.draft.eos_token_id
-        said = [*takewhile(lambda token: token != end, continuation)]
-        text = decode_after(self.draft, self.ids, said).partition(_PARTIAL)[0]
+        before_end = [*takewhile(lambda token: token != end, continuation)]
+        text = decode_after(self.draft, self.ids, before_end).partition(PARTIAL)[0]
         tokens = encode_after(self.target, known, text)
-        if len(said) == len(continuation) or self.target.eos_token_id is None:
+        if len(before_end) == len(continuation) or self.target.eos_token_id is None:
             return tokens[:-1]
         return [*tokens, self.target.eos_token_id]
 
 
 class DraftText(Drafter):
-    """Drafts what a draft model's text says."""
+    """Drafts the text of a draft model with another tokenizer."""
 
     options = frozenset({"model", "revision"})
 
@@ -101,60 +114,64 @@ class DraftText(Drafter):
             raise ConfigError("speculative_config.model", name, bound, remedy)
         self._tokenizers = setup.tokenizer, tokenizer
         model, size = load_weights(setup, folder), setup.block_size
-        most = _MOST * setup.speculation.num_drafts
+        max_tokens = _TOKENS_PER_DRAFT * setup.speculation.num_drafts  # drawn in one round
         greedy = replace(setup.speculation, method="draft_model", draft_sample_method="greedy")
         self._model = DraftModel(replace(setup, speculation=greedy), DraftNetwork(model, None))
         self._model.follows_grammars = False
-        self._max_tokens, self._max_drafts = model.max_model_len, most
-        self._num_blocks = -(-(model.max_model_len + most) // size)
-        tokens = SlotTable.bytes_per_slot(model.max_model_len + most, size)
-        self.bytes_per_slot = self._num_blocks * self._model.kv_bytes_per_block + tokens
+        self._max_tokens, self._max_drafts = model.max_model_len, max_tokens
+        self._num_blocks = -(-(model.max_model_len + max_tokens) // size)  # of each slot
+        table_bytes = SlotTable.bytes_per_slot(model.max_model_len + max_tokens, size)
+        self.bytes_per_slot = self._num_blocks * self._model.kv_bytes_per_block + table_bytes
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """A table of the draft model's own tokens, and blocks that no slots share."""
+        """Make a second slot table, for the draft model's tokens. Each slot has its own blocks."""
         self.slots, count, total = slots, self._num_blocks, slots.num_slots * self._num_blocks
         sizes = SlotSizes(slots.num_slots, self._max_tokens, self._max_drafts, count, total)
-        own = SlotTable(sizes, slots.device, self._model.backend.steps, on_host=True)
-        own.admitted = slots.admitted
+        self._draft_slots = SlotTable(sizes, slots.device, self._model.backend.steps, on_host=True)
+        self._draft_slots.admitted = slots.admitted
         ranges = ((s, 0, range(s * count, (s + 1) * count)) for s in range(slots.num_slots))
-        own.apply(StepPlan(new_blocks=[*ranges]))
-        self._own = own
-        self._model.allocate(own, total + 1)
+        self._draft_slots.apply(StepPlan(new_blocks=[*ranges]))
+        self._model.allocate(self._draft_slots, total + 1)
         self._transcripts: dict[int, Transcript] = {}
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none while a character is incomplete. See `Drafter.propose`."""
-        pairs = list(zip(asked.slot_B.tolist(), asked.num_B.tolist(), strict=True))
-        wanted = {slot: self._read(slot, num) for slot, num in pairs if num}
-        wanted = {slot: num for slot, num in wanted.items() if num}
+        pairs = list(zip(requests.slot_B.tolist(), requests.num_B.tolist(), strict=True))
+        num_tokens = {slot: self._read(slot, num) for slot, num in pairs if num}
+        num_tokens = {slot: num for slot, num in num_tokens.items() if num}
         drafts: dict[int, list[int]] = {}
-        if wanted:
-            numbers = [[*wanted], [*wanted.values()], [self._own.length_S[s] for s in wanted]]
-            slot_B, num_B, position_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
-            most = max(wanted.values())
+        if num_tokens:
+            lengths = [self._draft_slots.length_S[slot] for slot in num_tokens]
+            columns = np.array([[*num_tokens], [*num_tokens.values()], lengths], dtype=np.int64)
+            slot_A, num_A, position_A = torch.from_numpy(columns)
+            most = max(num_tokens.values())
             block = self._model.propose(
-                asked._replace(slot_B=slot_B, num_B=num_B, position_B=position_B, most=most)
+                requests._replace(slot_B=slot_A, num_B=num_A, position_B=position_A, most=most)
             )
-            rows_B = zip(wanted, block.token_BK.tolist(), block.num_B.tolist(), strict=True)
-            for slot, tokens, num in rows_B:
+            rows = zip(num_tokens, block.token_BK.tolist(), block.num_B.tolist(), strict=True)
+            for slot, tokens, num in rows:
                 known = self.slots.text(slot).tolist()
                 drafts[slot] = self._transcripts[slot].drafts(known, tokens[:num])
         return one_hot_block([drafts.get(slot, [])[:num] for slot, num in pairs], self.slots.device)
 
     def _read(self, slot: int, num_drafts: int) -> int:
-        """Let the draft model have a request's text; how many of its tokens may say that much."""
+        """Write a request's text into the draft model's slot.
+
+        Returns how many of the draft model's tokens may be needed for `num_drafts` target tokens; 0
+        if it cannot draft, because its context is full or a character is incomplete.
+        """
         transcript = self._transcripts.setdefault(slot, Transcript(*self._tokenizers))
         known = self.slots.text(slot).tolist()
-        same, ids = transcript.read(known), transcript.ids
-        if same is None or not 0 < len(ids) <= self._max_tokens:
+        num_same, ids = transcript.read(known), transcript.ids
+        if num_same is None or not 0 < len(ids) <= self._max_tokens:
             return 0
-        if not same:
+        if not num_same:
             self._forget(slot)
-        # The last one again, if the target's tokens said nothing: drafts go on from its row.
-        self._model.take_back(slot, min(same, len(ids) - 1))
-        own = self._own
-        own.token_SL[slot, : len(ids)], own.length_S[slot] = ids, len(ids)
-        return min(-(-num_drafts * len(ids) // len(known)) + 1, _MOST * num_drafts)
+        # Compute the last id again even if no id changed: drafts start from its row.
+        self._model.take_back(slot, min(num_same, len(ids) - 1))
+        table = self._draft_slots
+        table.token_SL[slot, : len(ids)], table.length_S[slot] = ids, len(ids)
+        return min(-(-num_drafts * len(ids) // len(known)) + 1, _TOKENS_PER_DRAFT * num_drafts)
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
@@ -162,10 +179,11 @@ class DraftText(Drafter):
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
+        """Forget the draft model's K/V of this slot."""
         first = slot * self._num_blocks
         self._model.clear(range(first, first + self._num_blocks))
         self._model.release(slot)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots whose text it has read."""
+        """Slots of requests that have a transcript."""
         return self._transcripts

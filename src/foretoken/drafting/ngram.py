@@ -1,8 +1,9 @@
-"""Prompt lookup: draft what followed the last occurrence of the current suffix.
+"""Prompt lookup: draft the tokens that followed the last occurrence of the current suffix.
 
-No model and no q: drafts are verified as one-hot. The longest suffix of `prompt_lookup_max` down
-to `prompt_lookup_min` tokens that occurred before wins; among its occurrences the latest one that
-has K tokens after it, else the one that has most (Saxena 2023, "Prompt Lookup Decoding").
+No model and no q: drafts are verified as one-hot. The suffix is the longest one of
+`prompt_lookup_max` down to `prompt_lookup_min` tokens that occurred before. Of its occurrences the
+latest with K tokens after it is used, or else the one with the most tokens after it (Saxena 2023,
+"Prompt Lookup Decoding").
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class NGram(Drafter):
         self.shortest, self.longest = setup.speculation.lookup_sizes
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Remember where the tokens are."""
+        """Remember the slots, which hold the requests' tokens."""
         self.slots = slots
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        token_BK, num_B = self.slots.steps.look_up(asked, self.shortest, self.longest)
+        token_BK, num_B = self.slots.steps.look_up(requests, self.shortest, self.longest)
         return DraftBlock(token_BK, num_B, None, q_flags(len(num_B), num_B.device, real=False))

@@ -22,53 +22,60 @@ DRAFTERS = {
 }
 
 ON_DEVICE = {"draft_model": "foretoken.drafting.stacks:LockstepDraftModel"}
-"""Those that are others on an asynchronous device."""
+"""Drafters that have a different class on an asynchronous device."""
 
 ON_HOST_ALONE = {
     name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
     for name in ("draft_text", "forced", "prediction", "suffix")
 }
-"""What is not to be had on such a device, and what to take instead."""
+"""Drafters that cannot run on an asynchronous device, and what to use instead."""
 
 _SEVERAL = "foretoken.drafting.several:Several"
-_FOR_ALL = (
+_COMMON_OPTIONS = (  # prefixes of options that every drafter accepts
     "method", "num_speculative_tokens", "max_speculative_tokens", "rejection_sample_method",
     "synthetic_",
 )  # fmt: skip
 
 
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
-    """The class that `method` names; `ConfigError` for a name or an option it does not know."""
+    """The drafter class for these options: of `method`, or `Several` if there are `drafters`.
+
+    Raises:
+        ConfigError: `method` is unknown, or it needs a host (`on_host` is False), or an option does
+            not belong to it.
+    """
     if speculation.drafters is not None:
         for i, member in enumerate(speculation.members.values()):
             with of_drafter(i):
                 find_drafter(member, on_host=on_host)
         return _imported(_SEVERAL)
     method = speculation.method or ""
-    named, remedy = DRAFTERS, ""
+    classes, remedy = DRAFTERS, ""
     if not on_host:
-        named = {k: v for k, v in (DRAFTERS | ON_DEVICE).items() if k not in ON_HOST_ALONE}
+        on_device = DRAFTERS | ON_DEVICE
+        classes = {name: place for name, place in on_device.items() if name not in ON_HOST_ALONE}
         remedy = ON_HOST_ALONE.get(method, "")
     if method == HYBRID:
         remedy = (
             'It needs `drafters`, for example [{"method": "ngram"}, {"method": "draft_model"}].'
         )
-    told = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
-    if told is not None:  # not what the nearest name would be
-        bound = f"one of {', '.join(named)}"
-        raise ConfigError("speculative_config.method", method, bound, told)
-    check_choice("speculative_config.method", method, tuple(named), remedy)
-    found = _imported(named[method])
+    instead = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
+    if instead is not None:  # a method of vLLM: its remedy helps more than the most similar name
+        bound = f"one of {', '.join(classes)}"
+        raise ConfigError("speculative_config.method", method, bound, instead)
+    check_choice("speculative_config.method", method, tuple(classes), remedy)
+    drafter = _imported(classes[method])
     for field in fields(speculation):
         option, value = field.name, getattr(speculation, field.name)
-        is_taken = option.startswith(_FOR_ALL) or option in found.options
-        if value != field.default and not is_taken:
+        is_allowed = option.startswith(_COMMON_OPTIONS) or option in drafter.options
+        if value != field.default and not is_allowed:
             bound = f"left out with method `{method}`"
-            remedy = f"`{method}` takes {', '.join(sorted(found.options)) or 'no options'}."
+            remedy = f"`{method}` takes {', '.join(sorted(drafter.options)) or 'no options'}."
             raise ConfigError(f"speculative_config.{option}", value, bound, remedy)
-    return found
+    return drafter
 
 
 def _imported(place: str) -> type[Drafter]:
+    """The class at `module:name`."""
     module, name = place.split(":")
     return cast(type[Drafter], getattr(import_module(module), name))

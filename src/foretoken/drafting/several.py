@@ -1,15 +1,16 @@
-"""Several drafters loaded at once: each request has the one that it names, or `hybrid`.
+"""Several drafters loaded together: each request uses the one that it names, or `hybrid`.
 
-A drafter made of drafters: it routes what it is given by slot, and merges what they return. What a
-member keeps stays as right as if it were alone: one that runs in lock-step with the target observes
-requests of the others, too, since its own requests find the blocks that those have filled.
+This is a drafter made of drafters, its members. It routes requests to the members by slot and
+merges the blocks that they return. Each member's state stays as correct as if it were the only
+drafter. A member that runs in lock-step with the target also observes other members' requests: its
+own requests may reuse the cache blocks of those requests.
 
-`hybrid` is a choice among them for each request and round: drafts that are looked up, where they
-are worth it (`choice.py`), else those of the first drafter that runs a model.
+`hybrid` chooses a member for each request and round. It takes looked-up drafts if they are worth it
+(`choice.py`), else the drafts of the first member that runs a model.
 
-Where numbers may be read at once, each member is asked for its own requests. On an asynchronous
-device all members that the step's requests may have take part, each with as many rows as there are
-requests: the spare stands in the place of those of others.
+On a host each member drafts only for its own requests. On an asynchronous device every member that
+some request of the step may use gets all requests; the spare slot replaces the requests of other
+members.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
-from foretoken.drafting.choice import Choice, follow
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, select_requests
+from foretoken.drafting.choice import Chooser, follow
 from foretoken.drafting.registry import find_drafter
 from foretoken.drafting.stacks import Autoregressive
 from foretoken.errors import ConfigError, IntegrityError
@@ -36,20 +37,21 @@ from foretoken.slots.table import SlotTable
 
 
 class Several(Drafter):
-    """The drafters of `SpeculativeConfig.drafters`, by number in its order."""
+    """The drafters of `SpeculativeConfig.drafters`, numbered in its order."""
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """What all of them want; `ConfigError` if two want different hidden states."""
+        """The views of all members merged; `ConfigError` if two read different hidden states."""
         merged = TargetView()
-        for i, own in enumerate(_configs(config)):
+        for i, member_config in enumerate(_configs(config)):
             with of_drafter(i):
-                view = find_drafter(_speculation(own)).target_view(own)
+                speculation = _speculation(member_config)
+                view = find_drafter(speculation).target_view(member_config)
                 layers = view.aux_layers or merged.aux_layers
                 if merged.aux_layers not in ((), layers):
                     bound = f"a drafter that reads hidden states {list(merged.aux_layers)}"
                     remedy = f"It reads {list(layers)}; the target gives one set of them."
-                    model = _speculation(own).model
+                    model = speculation.model
                     raise ConfigError("speculative_config.model", model, bound, remedy)
                 merged = TargetView(layers, merged.head or view.head)
         return merged
@@ -57,38 +59,41 @@ class Several(Drafter):
     def __init__(self, setup: DrafterSetup) -> None:
         self.members: list[Drafter] = []
         for i, config in enumerate(_configs(setup.config)):
-            own = _speculation(config)
+            speculation = _speculation(config)
             with of_drafter(i):
-                build = find_drafter(own, on_host=setup.on_host)
-                self.members.append(build(replace(setup, config=config, speculation=own)))
+                build = find_drafter(speculation, on_host=setup.on_host)
+                self.members.append(build(replace(setup, config=config, speculation=speculation)))
         members, names = self.members, tuple(setup.speculation.members)
+        look_ups = [i for i, member in enumerate(members) if member.looks_up]
         models = [i for i, member in enumerate(members) if not member.looks_up]
-        self._order = [i for i in range(len(members)) if i not in models] + models
-        self._model = models[0] if models else None  # that of `hybrid`
-        self._of_hybrid = frozenset(i for i in self._order if i not in models[1:])
-        has_hybrid = setup.on_host and len(models) < len(members) and len(members) > 1
+        self._order = look_ups + models
+        self._model = models[0] if models else None  # the only model that `hybrid` may use
+        self._hybrid_members = frozenset(look_ups + models[:1])
+        has_hybrid = setup.on_host and bool(look_ups) and len(members) > 1
         self.names = (*names, HYBRID) if has_hybrid else names
         _check_default(setup, self.names)
-        keep = _keepers(members)
+        with_q = _members_with_q(members)
         self.reads_next_token = any(member.reads_next_token for member in members)
-        readers = [n for n, m in zip(names, members, strict=True) if m.prediction_readers]
+        pairs = zip(names, members, strict=True)
+        readers = [name for name, member in pairs if member.prediction_readers]
         self.prediction_readers = (*readers, HYBRID) if readers and has_hybrid else tuple(readers)
         method = str(setup.speculation.method)
         self.measured = (self._model or 0) if method == HYBRID else names.index(method)
         self.num_behind = max(member.num_behind for member in members)
         self.kv_bytes_per_block = sum(member.kv_bytes_per_block for member in members)
         self.bytes_shared = sum(member.bytes_shared for member in members)
-        twice = sum(member.cache_bytes for member in keep[1:])
-        self.bytes_per_slot = sum(member.bytes_per_slot for member in members) - twice
+        shared_bytes = sum(member.cache_bytes for member in with_q[1:])  # one cache of q for all
+        self.bytes_per_slot = sum(member.bytes_per_slot for member in members) - shared_bytes
         self._shares_blocks = setup.config.enable_prefix_caching
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """What each allocates, the q of drafts once for all."""
+        """Have all members allocate. Members that keep q share one cache."""
         self.slots, shared = slots, None
-        self._choice = Choice()
-        self._maker: dict[int, int] = {}  # by slot: who made the latest drafts under `hybrid`
+        self._chooser = Chooser()
+        # By slot: under `hybrid`, the number of the member that made the latest drafts.
+        self._source: dict[int, int] = {}
         self._proposed_at = 0.0
-        for member in self.members:  # no cache of before is kept while another is made
+        for member in self.members:  # free all old caches of q before a new one is made
             if isinstance(member, Autoregressive):
                 member.cache = member.shared_cache = None
         for member in self.members:
@@ -98,25 +103,25 @@ class Several(Drafter):
             if isinstance(member, Autoregressive):
                 shared = shared or member.cache
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
-        """See `Drafter.propose`; a request under `hybrid` has what is looked up first, if any."""
-        chooses = len(self.members) in asked.drafters  # that is the number of `hybrid`
-        if len(asked.drafters) == 1 and not chooses:
-            return self.members[min(asked.drafters)].propose(asked)
-        drafter_B, merged = self.slots.drafter_S[asked.slot_B], None
+    def propose(self, requests: DraftRequests) -> DraftBlock:
+        """See `Drafter.propose`. For a request under `hybrid`, members that look up come first."""
+        chooses = len(self.members) in requests.drafters  # the number of `hybrid`
+        if len(requests.drafters) == 1 and not chooses:
+            return self.members[min(requests.drafters)].propose(requests)
+        drafter_B, merged = self.slots.drafter_S[requests.slot_B], None
         source_B = torch.zeros_like(drafter_B)
-        open_B = drafter_B == len(self.members)  # under `hybrid`, and without drafts so far
+        open_B = drafter_B == len(self.members)  # requests under `hybrid` that need drafts
         if chooses:
-            open_B &= asked.num_B > 0
+            open_B &= requests.num_B > 0
         for number in self._order:
-            mine_B, may_choose = drafter_B == number, chooses and number in self._of_hybrid
+            mine_B, may_choose = drafter_B == number, chooses and number in self._hybrid_members
             if may_choose:
                 mine_B |= open_B
-            block = self._propose_for(mine_B, number, asked)
+            block = self._propose_for(mine_B, number, requests)
             if block is None:
                 continue
             if may_choose:
-                open_B &= ~self._takes(open_B, number, block, asked)
+                open_B &= ~self._takes(open_B, number, block, requests)
                 mine_B &= ~open_B
             if chooses:
                 source_B[mine_B] = number
@@ -124,99 +129,107 @@ class Several(Drafter):
         if merged is None:
             merged = no_drafts(len(source_B), self.slots.device)
         if chooses:
-            self._maker.update(zip(asked.slot_B.tolist(), source_B.tolist(), strict=True))
+            self._source.update(zip(requests.slot_B.tolist(), source_B.tolist(), strict=True))
             self._proposed_at = time.perf_counter()
             merged = replace(merged, source_B=source_B)
         return merged
 
-    def _propose_for(self, mine_B: Tensor, number: int, asked: DraftRequests) -> DraftBlock | None:
-        """A member's drafts of these requests, in a block with a row for each request of the step;
-        None if none of them is the member's."""
+    def _propose_for(
+        self, mine_B: Tensor, number: int, requests: DraftRequests
+    ) -> DraftBlock | None:
+        """A member's drafts for the requests where `mine_B` is True; None if it need not draft.
+
+        The block has a row for each request of the step; the rows of other requests have no drafts.
+        """
         member = self.members[number]
         if not self.slots.on_host:
-            if number not in asked.drafters:
+            if number not in requests.drafters:
                 return None
             return member.propose(
-                asked._replace(
-                    slot_B=torch.where(mine_B, asked.slot_B, self.slots.spare),
-                    num_B=torch.where(mine_B, asked.num_B, 0),
-                    position_B=torch.where(mine_B, asked.position_B, 1),
+                requests._replace(
+                    slot_B=torch.where(mine_B, requests.slot_B, self.slots.spare),
+                    num_B=torch.where(mine_B, requests.num_B, 0),
+                    position_B=torch.where(mine_B, requests.position_B, 1),
                 )
             )
         index_A = mine_B.nonzero()[:, 0]
         if not len(index_A):
             return None
-        slot_B, num_B, position_B = (column[index_A] for column in asked[:3])
-        some = asked._replace(
-            slot_B=slot_B, num_B=num_B, position_B=position_B, most=int(num_B.max())
-        )
-        with self._choice.timing(number, len(index_A)):
-            block = member.propose(some)
+        with self._chooser.timing(number, len(index_A)):
+            block = member.propose(select_requests(requests, index_A))
         return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
 
     def _takes(
-        self, open_B: Tensor, number: int, block: DraftBlock, asked: DraftRequests
+        self, open_B: Tensor, number: int, block: DraftBlock, requests: DraftRequests
     ) -> Tensor:
-        """Which of the open requests under `hybrid` have a member's drafts, by past rounds."""
+        """Whether each request gets this member's drafts: bool [B], False except where `open_B`.
+
+        Args:
+            open_B: requests under `hybrid` that need drafts.
+            number: of the member.
+            block: the member's drafts, a row for each request.
+        """
         taken_B = torch.zeros_like(open_B)
         num_B, token_BK = block.num_B.tolist(), block.token_BK.tolist()
         expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
         for b in open_B.nonzero()[:, 0].tolist():
-            request, wanted = self.slots.admitted[int(asked.slot_B[b])], int(asked.num_B[b])
+            request, wanted = self.slots.admitted[int(requests.slot_B[b])], int(requests.num_B[b])
             if not self.members[number].looks_up:
-                self._choice.leave_to_model(request, number, wanted)
+                self._chooser.leave_to_model(request, number, wanted)
                 taken_B[b] = True
             elif num_B[b] and self._model is not None:
-                found, rival = token_BK[b][: num_B[b]], (self._model, wanted)
-                taken_B[b] = self._choice.takes(request, number, found, expected_B[b], rival)
+                drafts, model = token_BK[b][: num_B[b]], (self._model, wanted)
+                taken_B[b] = self._chooser.takes(request, number, drafts, expected_B[b], model)
             else:
                 taken_B[b] = num_B[b] > 0
         return taken_B
 
     def observes(self, requests: StepRequests) -> bool:
-        """Where decisions teach the choice, always."""
+        """Always True on a host, because the chooser learns from every decision."""
         return self.slots.on_host or any(True for _ in self._observers(requests))
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """See `Drafter.observe`; each member sees as its own what became of its own drafts."""
+        """See `Drafter.observe`. A member sees other members' drafts as ordinary tokens."""
         if self.slots.on_host:
             if self._proposed_at and requests.of_B is None:
                 seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
-                self._choice.pass_seconds = follow(self._choice.pass_seconds, seconds)
+                self._chooser.pass_seconds = follow(self._chooser.pass_seconds, seconds)
             self._proposed_at = 0.0
             for slot, outcome in result.decisions.items():
-                self._choice.learn(slot, outcome)
-        for number, seen in self._observers(requests):
-            self.members[number].observe(seen, batch, self._own_part(number, requests, result))
+                self._chooser.learn(slot, outcome)
+        for number, member_requests in self._observers(requests):
+            own_result = self._own_result(number, requests, result)
+            self.members[number].observe(member_requests, batch, own_result)
 
     def _observers(self, requests: StepRequests) -> Iterator[tuple[int, StepRequests]]:
-        """Members that have something to observe.
+        """Number of each member that has something to observe, and the requests that it sees.
 
-        Unused members still observe: their blocks may be reused. Where blocks are not shared, they
-        do not.
+        With prefix caching, members that no request of the step uses observe, too: their half of
+        the cache blocks may be reused.
         """
-        present = requests.drafters
-        if len(self.members) in present:
-            present |= self._of_hybrid
+        used = requests.drafters
+        if len(self.members) in used:
+            used |= self._hybrid_members
         for number, member in enumerate(self.members):
-            seen = requests._replace(others=bool(present - {number}))
-            if (number in present or self._shares_blocks) and member.observes(seen):
-                yield number, seen
+            member_requests = requests._replace(others=bool(used - {number}))
+            if (number in used or self._shares_blocks) and member.observes(member_requests):
+                yield number, member_requests
 
-    def _own_part(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
-        """The result without the drafts of other members, as far as the host knows it."""
+    def _own_result(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
+        """The result for one member: `num_drafts` is 0 where another member made the drafts. On a
+        device the result is unchanged."""
         if not self.slots.on_host or requests.drafters == {number}:
             return result
         own = replace(result)
         own.decisions = {
-            slot: outcome if self._made_by(slot) == number else outcome._replace(num_drafts=0)
+            slot: outcome if self._source_of(slot) == number else outcome._replace(num_drafts=0)
             for slot, outcome in result.decisions.items()
         }
         return own
 
-    def _made_by(self, slot: int) -> int:
-        """The number of the member that made its latest drafts."""
-        return self._maker.get(slot, self.slots.admitted[slot].drafter)
+    def _source_of(self, slot: int) -> int:
+        """The number of the member that made a slot's latest drafts."""
+        return self._source.get(slot, self.slots.admitted[slot].drafter)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """See `Drafter.clear`."""
@@ -227,17 +240,17 @@ class Several(Drafter):
         """See `Drafter.release`."""
         for member in self.members:
             member.release(slot)
-        self._maker.pop(slot, None)
-        self._choice.forget(slot)
+        self._source.pop(slot, None)
+        self._chooser.forget(slot)
 
     def held_slots(self) -> Iterable[int]:
         """See `Drafter.held_slots`."""
-        held = {*self._maker, *self._choice.held_slots()}
+        held = {*self._source, *self._chooser.held_slots()}
         return held.union(*(member.held_slots() for member in self.members))
 
 
 def _configs(config: EngineConfig) -> list[EngineConfig]:
-    """The engine's options as each of its drafters sees them."""
+    """The engine's options once per member, with that member's `speculative_config`."""
     members = _speculation(config).members.values()
     return [replace(config, speculative_config=member) for member in members]
 
@@ -249,7 +262,7 @@ def _speculation(config: EngineConfig) -> SpeculativeConfig:
 
 
 def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for `hybrid` where there is none."""
+    """Raise `ConfigError` if the default drafter is `hybrid` and these drafters do not allow it."""
     method = setup.speculation.method
     if method not in names:
         remedy = (
@@ -262,23 +275,28 @@ def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
         raise ConfigError(field, method, f"one of {', '.join(names)}", remedy)
 
 
-def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
-    """Members that keep q, all in one cache, since a slot has one drafter in a round."""
-    keep = list[Autoregressive]()
+def _members_with_q(members: Sequence[Drafter]) -> list[Autoregressive]:
+    """Members that keep q. They share one cache of it, because a slot has one drafter in a round.
+
+    Raises:
+        ConfigError: they keep q in different dtypes.
+    """
+    with_q = list[Autoregressive]()
     for i, member in enumerate(members):
         if isinstance(member, Autoregressive) and member.probabilistic:
-            keep.append(member)
-            own, shared = (m.cache_shape[2] for m in (member, keep[0]))
+            with_q.append(member)
+            own, shared = member.cache_shape[2], with_q[0].cache_shape[2]
             if own != shared:
                 bound = f"left out, or a drafter whose logits are {shared}, as an earlier one's"
                 remedy = f"Its logits are {own}: give both one `dtype`, or have one draft `greedy`."
                 field = f"speculative_config.drafters[{i}].model"
                 raise ConfigError(field, None, bound, remedy)
-    return keep
+    return with_q
 
 
 def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
-    """The block with rows for `size` requests: those of `index_A` in order, no drafts of others."""
+    """A block for `size` requests. It has the rows of `block` at `index_A`; the other requests have
+    no drafts."""
 
     def spread(column_A: Tensor, fill: int) -> Tensor:
         empty = column_A.new_full((size, *column_A.shape[1:]), fill)
@@ -295,22 +313,23 @@ def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
 
 
 def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:
-    """For each request one of two blocks."""
-    most = max(first.token_BK.shape[1], second.token_BK.shape[1])
-    one_BK, other_BK = (
-        pad(token_BK, (0, most - token_BK.shape[1]), value=-1)
+    """Merge two blocks: rows of `first` where `first_B` is true, else rows of `second`."""
+    width = max(first.token_BK.shape[1], second.token_BK.shape[1])
+    first_BK, second_BK = (
+        pad(token_BK, (0, width - token_BK.shape[1]), value=-1)
         for token_BK in (first.token_BK, second.token_BK)
     )
     return DraftBlock(
-        torch.where(first_B[:, None], one_BK, other_BK),
+        torch.where(first_B[:, None], first_BK, second_BK),
         torch.where(first_B, first.num_B, second.num_B),
-        _one_cache(first.cache, second.cache),
+        _common_cache(first.cache, second.cache),
         torch.where(first_B, first.real_q_B, second.real_q_B),
         faults=first.faults | second.faults,
     )
 
 
-def _one_cache(one: DraftCache | None, other: DraftCache | None) -> DraftCache | None:
-    if one is not None and other is not None and one is not other:
+def _common_cache(first: DraftCache | None, second: DraftCache | None) -> DraftCache | None:
+    """The cache of q that two merged blocks share; None if neither has one."""
+    if first is not None and second is not None and first is not second:
         raise IntegrityError("two drafters keep q apart; `Autoregressive.shared_cache` is for both")
-    return one or other
+    return first or second

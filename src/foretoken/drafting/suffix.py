@@ -1,8 +1,9 @@
-"""Suffix decoding: draft what most often followed the longest suffix that occurred before.
+"""Suffix decoding: draft the tokens that most often followed the longest suffix seen before.
 
-It is looked up in the request's own tokens, in what finished requests put out, and in a corpus;
-drafts go on as long as they are likely, by counts. No model and no q: they are verified as one-hot
-(Oliaro et al. 2024, "SuffixDecoding"). How: `ops/backends/native/csrc/suffix.cpp`.
+The suffix is looked up in the request's own tokens, in the outputs of finished requests, and in a
+corpus (Oliaro et al. 2024, "SuffixDecoding"). Drafts continue as long as they are likely, judged by
+how often each token followed. No model and no q: drafts are verified as one-hot. The algorithm is
+in `ops/backends/native/csrc/suffix.cpp`.
 
 Shape suffixes: S slots, N indexes that all requests share.
 """
@@ -25,12 +26,12 @@ from foretoken.slots.table import SlotTable
 
 
 class Suffix(Drafter):
-    """Drafts by looking up tokens, the request's own and others'.
+    """Drafts by looking up the request's own tokens and other requests' outputs.
 
-    A request with a seed of its own that draws at random does not look at what others put out: its
-    text would depend on them. Where one of them had the same seed, its drafts would even have been
-    drawn with the noise that verifies them, which biases the output. At T=0 and under `coupled`
-    drafts change no text: such requests do look.
+    A request with its own seed that draws at random does not use other requests' outputs, because
+    its text would depend on them. Its output would even be biased if another request had the same
+    seed: that request's tokens, used as drafts, were drawn with the same noise that verifies them.
+    At T=0 and under `coupled` drafts change no text, so such requests use other requests' outputs.
     """
 
     options = frozenset(
@@ -50,92 +51,97 @@ class Suffix(Drafter):
         if (reason := unavailable("native")) is not None:
             remedy = f"It needs the native kernels: {reason}. `ngram` does not."
             raise ConfigError("speculative_config.method", "suffix", "another drafter", remedy)
-        given = setup.speculation
+        options = setup.speculation
         self._limits = SuffixOptions(
-            given.suffix_decoding_max_tree_depth,
-            given.suffix_decoding_max_spec_factor,
-            given.suffix_decoding_min_token_prob,
+            options.suffix_decoding_max_tree_depth,
+            options.suffix_decoding_max_spec_factor,
+            options.suffix_decoding_min_token_prob,
         )
-        corpus = [] if given.suffix_corpus is None else [_read(given.suffix_corpus, setup)]
-        self._max_finished = given.suffix_decoding_max_cached_requests
-        size = given.suffix_decoding_max_cached_tokens if self._max_finished else 0
-        rings = [np.empty(len(ids) + 1, dtype=np.int32) for ids in corpus]
+        path = options.suffix_corpus
+        corpora = [] if path is None else [_read_corpus(path, setup)]  # one or none
+        self._max_finished = options.suffix_decoding_max_cached_requests
+        size = options.suffix_decoding_max_cached_tokens if self._max_finished else 0
+        rings = [np.empty(len(ids) + 1, dtype=np.int32) for ids in corpora]
         rings += [np.empty(size, dtype=np.int32)] if size else []
+        # First the index of the corpus, if there is one, then the index of finished outputs.
         self._shared = SuffixIndexes(rings)
-        for i, ids in enumerate(corpus):
+        for i, ids in enumerate(corpora):
             self._shared.append(i, ids)
-        self._num_fixed, self._finished = len(corpus), deque[int]()
+        self._num_corpora = len(corpora)
+        self._finished_lengths = deque[int]()  # of the indexed outputs, the oldest first
         self.bytes_shared = sum(ring.nbytes + self._shared.num_bytes(len(ring)) for ring in rings)
-        width = setup.max_model_len + given.num_drafts
+        width = setup.max_model_len + options.num_drafts
         self.bytes_per_slot = SuffixIndexes.num_bytes(width)
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """An index for each slot, over the row of its tokens."""
+        """Make an index over each slot's tokens."""
         self.slots = slots
         if self._max_finished:
-            self._shared.resize(self._num_fixed, 0)
-            self._finished.clear()
+            self._shared.resize(self._num_corpora, 0)
+            self._finished_lengths.clear()
         self._own = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
-        self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
-        self._num_shared: dict[int, int] = {}  # of slots that are looked up
-        self._apart = set[int]()  # of them those with a `cache_salt`
+        self._output_start_S = [0] * slots.num_slots
+        self._num_shared: dict[int, int] = {}  # by slot: shared indexes that it may use
+        self._salted = set[int]()  # slots of requests with a `cache_salt`
 
-    def propose(self, asked: DraftRequests) -> DraftBlock:
+    def propose(self, requests: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        num_shared = [self._entered(slot) for slot in asked.slot_B.tolist()]
+        num_shared = [self._usable_indexes(slot) for slot in requests.slot_B.tolist()]
         num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))
         token_BK, num_B, expected_B = propose(
-            self._own, self._shared, num_shared_B, asked, self._limits
+            self._own, self._shared, num_shared_B, requests, self._limits
         )
         no_q_B = q_flags(len(num_B), num_B.device, real=False)
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
 
-    def _entered(self, slot: int) -> int:
-        """How many indexes of others a request looks at; of one that is new, or preempted again,
-        remember where the tokens begin that it puts out.
+    def _usable_indexes(self, slot: int) -> int:
+        """How many of the shared indexes the slot's request may use.
 
-        One with a `cache_salt` sees the corpus alone: drafts are others' text, and a trace shows
-        them.
+        For a request that is new to its slot, also record where its output begins. A request with a
+        `cache_salt` uses only the corpus: drafts from finished requests are their text, and a trace
+        would show it.
         """
         if (number := self._num_shared.get(slot)) is None:
             request, length = self.slots.admitted[slot], int(self.slots.length_S[slot])
-            self._first_S[slot] = max(request.num_prompt, length - 1)
-            may_learn = not request.shows_drafts or request.params.seed is None
+            self._output_start_S[slot] = max(request.num_prompt, length - 1)
+            may_depend = not request.shows_drafts or request.params.seed is None
             if request.params.cache_salt is not None:
-                self._apart.add(slot)
-            is_open = may_learn and slot not in self._apart
-            number = len(self._shared.size_N) if is_open else self._num_fixed
+                self._salted.add(slot)
+            uses_outputs = may_depend and slot not in self._salted
+            number = len(self._shared.size_N) if uses_outputs else self._num_corpora
             self._num_shared[slot] = number
         return number
 
     def release(self, slot: int) -> None:
-        """Forget a request; keep what it put out since it was first seen, unless it has a salt."""
+        """Forget the request in this slot. Index its output for other requests, unless it has a
+        `cache_salt`."""
         if self._num_shared.pop(slot, None) is not None:
             self._own.resize(slot, 0)
-            if slot in self._apart:
-                self._apart.remove(slot)
+            if slot in self._salted:
+                self._salted.remove(slot)
             elif self._max_finished:
-                self._learn(self.slots.text(slot, self._first_S[slot]))
+                self._index_output(self.slots.text(slot, self._output_start_S[slot]))
 
     def held_slots(self) -> Iterable[int]:
         """Slots whose tokens are indexed."""
         return self._num_shared
 
-    def _learn(self, text: Array) -> None:
-        """Index a text, in place of the oldest ones where there are too many, or too long ones."""
-        finished, at = self._finished, self._num_fixed
-        size, room = int(self._shared.size_N[at]), self._shared.room(at, text)
-        while finished and (len(finished) == self._max_finished or size > room):
-            size -= finished.popleft()
-        self._shared.resize(at, size)
-        finished.append(self._shared.append(at, text))
+    def _index_output(self, text: Array) -> None:
+        """Index a finished output. Drop the oldest outputs if there are too many of them, or too
+        many tokens."""
+        lengths, index = self._finished_lengths, self._num_corpora
+        size, room = int(self._shared.size_N[index]), self._shared.room(index, text)
+        while lengths and (len(lengths) == self._max_finished or size > room):
+            size -= lengths.popleft()
+        self._shared.resize(index, size)
+        lengths.append(self._shared.append(index, text))
 
 
-def _read(path: str, setup: DrafterSetup) -> Array:
+def _read_corpus(path: str, setup: DrafterSetup) -> Array:
     """Token ids of a corpus, a file of UTF-8 text.
 
     Raises:
-        ConfigError: there is no such file, it is no text, or the target has no tokenizer.
+        ConfigError: there is no such file, it is not text, or the target has no tokenizer.
     """
     field, bound = "speculative_config.suffix_corpus", "a file of UTF-8 text"
     try:

@@ -1,14 +1,16 @@
-"""A draft model whose token ids are not the target's: drafts, and their q, by the target's ids.
+"""A draft model with other token ids than the target: its drafts and their q use the target's ids.
 
-What both tokenizers have (the same text, whatever its ids) the draft model can draft. Its logits
-are put in the order of the target's ids, -inf where it has no such token, before a draft is drawn:
-the softmax of that is q restricted to the shared tokens and normalised there. So q is real, noise
-is the target's own, and every rule verifies as ever. It is not lossy: q may be any distribution.
+The draft model can draft the tokens that both tokenizers have. A token is shared if it has the same
+text in both, whatever its ids. Before a draft is drawn, the draft model's logits are put in the
+order of the target's ids, with -inf for tokens that the draft model lacks. Their softmax is the
+draft model's distribution restricted to the shared tokens and normalised. It is a real q, the noise
+is the target's own, and every rule verifies as usual. This is lossless, because q may be any
+distribution.
 
-The draft model reads one of its tokens for each token of the target, so that positions, lengths and
-cache blocks are the same in both. For a token that it lacks it reads the last of those into which
-its own tokenizer cuts the text: it misses what stands before that. This costs acceptance after such
-tokens, and nothing else.
+The draft model reads one of its tokens for each token of the target, so positions, lengths and
+cache blocks are the same in both. If it lacks a token, its own tokenizer splits the token's text,
+and the draft model reads only the last piece. The lost pieces only cost acceptance after such
+tokens.
 
 Shape suffixes: T packed tokens, N rows of logits, V the target's vocabulary.
 """
@@ -34,17 +36,18 @@ _log = logging.getLogger(__name__)
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 LEAST_SHARE, LOW_SHARE = 0.01, 0.25
-"""Of the target's tokens: with less the draft is refused, or warned of. The tokens that two
-tokenizers share are the frequent ones: a small share says less than it seems."""
+"""Shares of the target's tokens below which a draft model is refused, or logged with a warning. Two
+tokenizers share the frequent tokens, so even a small share may cover most of a text."""
 
-_PARTIAL = "\ufffd"  # what bytes decode to that are no whole character
+PARTIAL = "\ufffd"  # decoded from bytes that are not a whole character
 
 
 class IdMap(NamedTuple):
-    """The draft model's ids by the target's.
+    """A map from the target's ids to the draft model's ids.
 
-    draft_id_V: int64, what it reads for each token of the target; also the column of its logits
-    missing_V:  bool, whether it cannot draft the token
+    draft_id_V: int64, for each token of the target the id that the draft model reads; also the
+                column of the token in the draft model's logits
+    missing_V:  bool, whether the draft model cannot draft the token
     """
 
     draft_id_V: Tensor
@@ -52,34 +55,38 @@ class IdMap(NamedTuple):
 
 
 class DraftNetwork(NamedTuple):
-    """A draft model that speaks by the target's ids; `ids` is None if they are its own."""
+    """A draft model addressed by the target's ids; `ids` is None if both have the same ones."""
 
     model: CausalLM
     ids: IdMap | None
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
-        """Run the packed tokens and write their K/V."""
+        """Run the packed tokens, which have the target's ids, and write their K/V.
+
+        The logits have a column for each of the target's ids: -inf for tokens that the draft model
+        lacks.
+        """
         if self.ids is None:
             return self.model.forward(batch, kv)
-        own = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
-        logits = self.model.forward(own, kv).logits_NV[:, self.ids.draft_id_V]
-        return ForwardOutput(logits.masked_fill_(self.ids.missing_V, -torch.inf))
+        draft_batch = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
+        logits_NV = self.model.forward(draft_batch, kv).logits_NV[:, self.ids.draft_id_V]
+        return ForwardOutput(logits_NV.masked_fill_(self.ids.missing_V, -torch.inf))
 
 
 def load_draft(setup: DrafterSetup) -> DraftNetwork:
-    """Load the draft model.
+    """Load the draft model, with a map of ids if it has other ids than the target.
 
     Raises:
-        ConfigError: it shares too few tokens with the target; or it has another number of logits,
-            and there are no two tokenizers to compare.
+        ConfigError: it shares too few tokens with the target; or its number of logits differs from
+            the target's, and one of the two models has no tokenizer.
     """
     name, folder, tokenizer = find_draft(setup)
     match = Match(None, {})
-    is_known = setup.tokenizer is not None and tokenizer is not None
-    if is_known:
+    have_tokenizers = setup.tokenizer is not None and tokenizer is not None
+    if have_tokenizers:
         match = match_tokenizers(name, setup.tokenizer, tokenizer)
     model = load_weights(setup, folder)
-    if not is_known and model.vocab_size != setup.vocab_size:
+    if not have_tokenizers and model.vocab_size != setup.vocab_size:
         bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
         remedy = (
             f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
@@ -91,7 +98,11 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
 
 
 def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
-    """The draft model's name, its folder, and its tokenizer, if it has one."""
+    """The draft model's name, its folder, and its tokenizer (None if it has no tokenizer).
+
+    Raises:
+        ConfigError: the options name no draft model, and the target has no built-in one.
+    """
     config = setup.config
     name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
@@ -102,7 +113,7 @@ def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
 
 
 def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
-    """The draft model, of no longer a context than the target's."""
+    """Load the draft model, with a context no longer than the target's."""
     config = setup.config
     return load_model(
         folder, device=setup.device, dtype=config.dtype, backend=setup.backend,
@@ -112,17 +123,23 @@ def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
 
 
 class Match(NamedTuple):
-    """Two tokenizers compared.
+    """The result of comparing the target's tokenizer with the draft model's.
 
-    shared: the draft's id of each id of the target's that both have; None: the same tokenizer
-    stand_ins: of each other id of the target's, what the draft model reads
+    shared:    for each shared token, the draft's id by the target's id; None: the tokenizers have
+               the same vocabulary
+    stand_ins: for each other token of the target, by its id, the id that the draft model reads
+               instead
     """
 
     shared: dict[int, int] | None
     stand_ins: dict[int, int]
 
     def ids(self, vocab_size: int, draft_size: int, device: torch.device) -> IdMap | None:
-        """The map between vocabularies, padded to these sizes; None: none is needed."""
+        """The map of ids for models with this many logits; None if all ids and sizes are equal.
+
+        Args:
+            vocab_size, draft_size: logits of the target and of the draft model.
+        """
         shared = self.shared
         if shared is None:
             if vocab_size == draft_size:
@@ -130,72 +147,82 @@ class Match(NamedTuple):
             shared = {i: i for i in range(min(vocab_size, draft_size))}
         missing_V = torch.ones(vocab_size, dtype=torch.bool)
         draft_id_V = torch.zeros(vocab_size, dtype=torch.int64)
-        for known, pairs in ((True, shared), (False, self.stand_ins)):
+        for can_draft, pairs in ((True, shared), (False, self.stand_ins)):
             fitting = [(i, j) for i, j in pairs.items() if i < vocab_size and j < draft_size]
             target_N, draft_N = torch.tensor(fitting, dtype=torch.int64).view(-1, 2).unbind(1)
             draft_id_V[target_N] = draft_N
-            missing_V[target_N] &= not known
+            missing_V[target_N] &= not can_draft
         return IdMap(draft_id_V.to(device), missing_V.to(device))
 
 
 def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
-    """Find the tokens that two tokenizers share.
+    """Find the tokens that two tokenizers share. Also log a line about their share.
+
+    Args:
+        name: of the draft model, for messages.
 
     Raises:
-        ConfigError: fewer than `LEAST_SHARE` of the target's; `name` is the draft model's.
+        ConfigError: they share less than `LEAST_SHARE` of the target's tokens.
     """
-    target_pieces = target.get_vocab()
-    if draft.get_vocab() == target_pieces:
+    target_vocab = target.get_vocab()
+    if draft.get_vocab() == target_vocab:
         return Match(None, {})
-    by_text, texts = _ids_by_text(draft), _ids_by_text(target)
-    shared = {i: by_text[key] for key, i in texts.items() if key in by_text}
-    taken = set(shared.values())
-    for role in ("bos_token_id", "eos_token_id"):
-        theirs, own = getattr(target, role), getattr(draft, role)
-        if theirs is not None and own is not None and theirs not in shared and own not in taken:
-            shared[theirs] = own
-            taken.add(own)
-    share = len(shared) / len(target_pieces)
+    draft_ids, target_ids = _ids_by_text(draft), _ids_by_text(target)
+    shared = {i: draft_ids[key] for key, i in target_ids.items() if key in draft_ids}
+    used = set(shared.values())
+    for role in ("bos_token_id", "eos_token_id"):  # these may have different texts
+        target_id, draft_id = getattr(target, role), getattr(draft, role)
+        if None not in (target_id, draft_id) and target_id not in shared and draft_id not in used:
+            shared[target_id] = draft_id
+            used.add(draft_id)
+    share = len(shared) / len(target_vocab)
     if share < LEAST_SHARE:
         bound = f"a model whose tokenizer has {LEAST_SHARE:.0%} of the target's tokens or more"
         remedy = (
-            f"It has {len(shared)} of {len(target_pieces)}. Method `draft_text` drafts with it by "
+            f"It has {len(shared)} of {len(target_vocab)}. Method `draft_text` drafts with it by "
             "text; or choose a draft whose tokenizer is nearer to the target's."
         )
         raise ConfigError("speculative_config.model", name, bound, remedy)
     _log.log(
         logging.WARNING if share < LOW_SHARE else logging.INFO,
         "`%s` has another tokenizer: it can draft %d of the target's %d tokens (%.0f%%).%s",
-        name, len(shared), len(target_pieces), 100 * share,
+        name, len(shared), len(target_vocab), 100 * share,
         " Few drafts may be accepted." if share < LOW_SHARE else "",
     )  # fmt: skip
-    others = {i: text for (_, text), i in texts.items() if i not in shared}
-    return Match(shared, _stand_ins(others, draft))
+    unshared = {i: text for (_, text), i in target_ids.items() if i not in shared}
+    return Match(shared, _stand_ins(unshared, draft))
 
 
 def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
-    """The id of each token by its text as it stands after a letter; of special ones by name."""
+    """Token ids by (False, the text of the token when it is decoded after a letter).
+
+    The key of a special token, or of a token that is only part of a character, is (True, its name).
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i for i, token in added.items() if token.special}
-    before = tokenizer.convert_tokens_to_string(["a"])
+    letter = tokenizer.convert_tokens_to_string(["a"])
 
-    def key(piece: str, i: int) -> tuple[bool, str]:
+    def key(name: str, i: int) -> tuple[bool, str]:
         if i in special:
-            return True, piece
-        text = piece if i in added else tokenizer.convert_tokens_to_string(["a", piece])
-        # Bytes that are no character are known by what tokenizers of one kind call them.
-        return (True, piece) if _PARTIAL in text else (False, text.removeprefix(before))
+            return True, name
+        text = name if i in added else tokenizer.convert_tokens_to_string(["a", name])
+        # A partial character has no text of its own. Tokenizers of one kind give it the same name.
+        return (True, name) if PARTIAL in text else (False, text.removeprefix(letter))
 
-    # `<0x41>` and `A` are one text: the second is what a tokenizer makes of it.
-    pieces = sorted(tokenizer.get_vocab().items(), key=lambda e: (e[0].startswith("<0x"), e[1]))
-    found: dict[tuple[bool, str], int] = {}
-    for piece, i in pieces:
-        found.setdefault(key(piece, i), i)
-    return found
+    # `<0x41>` and `A` have the same text. The first one gets it: `A`, since a tokenizer encodes the
+    # text as `A`.
+    names = sorted(tokenizer.get_vocab().items(), key=lambda e: (e[0].startswith("<0x"), e[1]))
+    ids: dict[tuple[bool, str], int] = {}
+    for name, i in names:
+        ids.setdefault(key(name, i), i)
+    return ids
 
 
 def _stand_ins(texts: dict[int, str], draft: Any) -> dict[int, int]:
-    """The last token that the draft's tokenizer makes of each text; its unknown one of nothing."""
+    """For each target id of `texts`, the last of the draft's tokens that encode its text.
+
+    A text that no tokens encode gets the draft's unknown token, or 0 if there is none.
+    """
     unknown = getattr(draft, "unk_token_id", None) or 0
-    cut = draft([*texts.values()], add_special_tokens=False)["input_ids"] if texts else []
-    return {i: ids[-1] if ids else unknown for i, ids in zip(texts, cut, strict=True)}
+    encoded = draft([*texts.values()], add_special_tokens=False)["input_ids"] if texts else []
+    return {i: ids[-1] if ids else unknown for i, ids in zip(texts, encoded, strict=True)}

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it is queued. No torch."""
+"""Checks that a request must pass before it is queued. No torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
 FIXED = 4
-"""K of requests that must not adapt it, as their text depends on it, where others' K is `auto`; or
-the most there is, if that is less."""
+"""Under K = `auto`, some requests keep a fixed K, because their text depends on K. It is this
+number, or the engine's largest K if that is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The engine's bounds on a request.
 
-    cache_tokens: what the block pool holds
-    num_speculative_tokens: K of requests that name none, or the most that `auto` drafts
+    cache_tokens: tokens that the block pool holds
+    num_speculative_tokens: K of requests that set no K, or the largest K that `auto` chooses
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: names of drafters that draft from `prediction`
-    drafter: drafts for requests that name none; "": this engine drafts nothing
-    drafters: names of several, `drafter` among them; () if there is no other
+    drafter: name of the drafter of requests that name none; "": this engine drafts nothing
+    drafters: names of all drafters, if several are loaded; else ()
     """
 
     vocab_size: int
@@ -43,11 +43,11 @@ class Limits:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Drafters by number, as requests and slots name them."""
+        """The drafters' names. Requests and slots have an index into this tuple."""
         return self.drafters or (self.drafter,)
 
     def number_of(self, name: str | None) -> int:
-        """The number of a request's drafter."""
+        """The index of a drafter in `names`; `None`: of the default drafter."""
         return self.names.index(name or self.drafter)
 
     def check_drafter(self, name: str) -> None:
@@ -64,13 +64,13 @@ class Limits:
 def check_request(
     prompt_ids: Sequence[int], params: SamplingParams, limits: Limits, prompt: str | None = None
 ) -> SamplingParams:
-    """The parameters as they will be served: with a number in the place of max_tokens=None.
+    """Check a request; returns its parameters, with a number in place of max_tokens=None.
 
-    Called once per request, by `boundary.prepare`: `prediction` is token ids by then, and
+    `boundary.prepare` calls this once per request, when `prediction` is token ids and
     `structured_outputs` is compiled.
 
     Raises:
-        RequestError, CapacityError: the engine cannot serve exactly what is asked.
+        RequestError, CapacityError: the engine cannot serve exactly this request.
     """
     if not prompt_ids:
         shown = list(prompt_ids) if prompt is None else prompt
@@ -81,22 +81,22 @@ def check_request(
         "stop_token_ids": params.stop_token_ids or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
-        "prediction": _prediction(params, limits),
+        "prediction": _checked_prediction(params, limits),
     }
     for name, ids in all_ids.items():
         check_token_ids(name, ids, size)
-    params = _fit(len(prompt_ids), params, limits)
-    wanted = params.num_speculative_tokens
-    if wanted == AUTO and not limits.adapts:
+    params = _with_max_tokens(len(prompt_ids), params, limits)
+    num_drafts = params.num_speculative_tokens
+    if num_drafts == AUTO and not limits.adapts:
         bound = f"an integer, at most {limits.num_speculative_tokens}: this engine's K is fixed"
         remedy = "Set `num_speculative_tokens` to `auto` in `speculative_config`."
-        raise RequestError("num_speculative_tokens", wanted, bound, remedy)
-    if isinstance(wanted, int) and wanted > limits.num_speculative_tokens:
+        raise RequestError("num_speculative_tokens", num_drafts, bound, remedy)
+    if isinstance(num_drafts, int) and num_drafts > limits.num_speculative_tokens:
         bound = f"at most the engine's {limits.num_speculative_tokens}"
         remedy = "Raise `num_speculative_tokens` in `speculative_config`."
         if not limits.drafter:
             remedy = "This engine drafts nothing: give it a `speculative_config`."
-        raise RequestError("num_speculative_tokens", wanted, bound, remedy)
+        raise RequestError("num_speculative_tokens", num_drafts, bound, remedy)
     if params.drafter is not None:
         limits.check_drafter(params.drafter)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
@@ -116,9 +116,9 @@ def check_request(
 
 
 def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` if the request's rule accepts drafts that its grammar forbids."""
-    by_engine = params.rejection_sample_method is None and limits.allows_synthetic
-    is_synthetic = by_engine or params.rejection_sample_method == "synthetic"
+    """Raise `RequestError` if the request's rule may accept drafts that its grammar forbids."""
+    is_default = params.rejection_sample_method is None and limits.allows_synthetic
+    is_synthetic = is_default or params.rejection_sample_method == "synthetic"
     if is_synthetic and params.num_speculative_tokens != 0:
         bound = "left out under the rule `synthetic`, which accepts drafts that no grammar allows"
         remedy = f"Set `rejection_sample_method` to one of {', '.join(LOSSLESS_METHODS)}."
@@ -126,51 +126,60 @@ def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
-    """Raise `RequestError` for one that the model does not have."""
+    """Raise `RequestError` for an id that the model does not have."""
     token_ids = list(token_ids)
     if not set(map(type, token_ids)) - {int} and (
         not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-    ):  # quick: lists may be long
+    ):  # without a loop in Python: lists may be long
         return
     for token in token_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(name, token, f"made of token ids in [0, {vocab_size})")
 
 
-def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:
-    """K of a request, and whether it changes from step to step.
+def choose_num_drafts(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:
+    """A request's K, and whether the engine changes it from step to step.
 
-    The text of a request with a seed that draws at random under `standard`, `block` or `synthetic`
-    depends on K, and must not depend on the batch: its K is fixed, unless it asks for `auto`.
+    A seeded text that is drawn at random under `standard`, `block` or `synthetic` depends on K, but
+    must not depend on the batch. So its K is fixed, unless the request asks for `auto`.
     """
-    asked, most = params.num_speculative_tokens, limits.num_speculative_tokens
-    if isinstance(asked, int):
-        return asked, False
+    num_drafts, largest = params.num_speculative_tokens, limits.num_speculative_tokens
+    if isinstance(num_drafts, int):
+        return num_drafts, False
     if not limits.adapts:
-        return most, False
+        return largest, False
     same_text = rule == "coupled" or (params.temperature == 0 and rule != "synthetic")
-    return min(FIXED, most), asked == AUTO or params.seed is None or same_text
+    return min(FIXED, largest), num_drafts == AUTO or params.seed is None or same_text
 
 
-def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
-    """The prediction, if a drafter reads it and it is no longer than a text may be."""
+def _checked_prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
+    """The request's prediction, () if it has none.
+
+    Raises:
+        RequestError: the request's drafter does not read predictions.
+        CapacityError: the prediction is longer than the context.
+    """
     prediction = params.prediction or ()
-    given = f"{len(prediction)} tokens"
+    size = f"{len(prediction)} tokens"
     drafter = params.drafter or limits.drafter
     if params.prediction is not None and drafter not in limits.reads_prediction:
         bound = f"left out: `{drafter}` does not read it" if drafter else "left out: nobody drafts"
         remedy = 'Load one that does with `speculative_config={"method": "prediction"}`.'
         if limits.reads_prediction:
             remedy = f"Set `drafter` to one of {', '.join(limits.reads_prediction)}."
-        raise RequestError("prediction", given, bound, remedy)
+        raise RequestError("prediction", size, bound, remedy)
     if len(prediction) > limits.max_model_len:
         bound = f"at most as long as the context of {limits.max_model_len} tokens"
-        raise CapacityError("prediction", given, bound, "Shorten it.")
+        raise CapacityError("prediction", size, bound, "Shorten it.")
     return prediction
 
 
-def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
-    """The parameters, if prompt and output fit the context and the cache."""
+def _with_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+    """The parameters with a number as `max_tokens`; None means as many tokens as fit.
+
+    Raises:
+        CapacityError: prompt and output do not fit the context or the cache.
+    """
     context, cache = limits.max_model_len, limits.cache_tokens
     room = context - num_prompt
     if room < 1:
@@ -191,32 +200,34 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
 
 
 def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -> list[int]:
-    """The end of a prompt that `truncate_prompt_tokens` keeps.
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
+
+    -1 keeps as many as fit next to the output.
 
     Raises:
-        CapacityError: it is -1, and `max_tokens` leaves room for none.
+        CapacityError: next to the output no token fits.
     """
-    most = params.truncate_prompt_tokens
-    if most is None:
+    count = params.truncate_prompt_tokens
+    if count is None:
         return prompt_ids
-    if most == -1:
+    if count == -1:
         size, name = min((limits.max_model_len, "context"), (limits.cache_tokens, "cache"))
-        most = size - params.token_limit
-        if most < 1:
+        count = size - params.token_limit
+        if count < 1:
             bound = f"less than the {name} of {size} tokens, which holds the prompt too"
             raise CapacityError("max_tokens", params.max_tokens, bound, "Lower it.")
-    return prompt_ids[-most:]
+    return prompt_ids[-count:]
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Any | None, vocab_size: int) -> BadWords:
-    """Token sequences of the bad words, each as it starts a text and as it follows a space.
+    """Token sequences of the bad words: each word as the start of a text, and after a space.
 
-    A sequence with an id that the model does not have can never be drawn and is left out.
+    Sequences with an id that the model does not have are left out: they can never be drawn.
     """
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
             if ids and max(ids) < vocab_size:
-                found[ids] = None
-    return tuple(found)
+                sequences[ids] = None
+    return tuple(sequences)

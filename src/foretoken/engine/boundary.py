@@ -1,9 +1,9 @@
 """Between users and the engine: prompts and parameters in, outputs out.
 
-Charter: what `LLM` and `AsyncEngine` share. Prompts and parameters take several forms: a text, ids,
-a dict or an array becomes text and ids; one set of parameters, a list or None becomes one per
-prompt. Whatever is wrong with one prompt becomes a typed error here, by the limits of
-`admission.py`; whatever is given out is a copy that later steps do not change.
+Charter: the functions that `LLM` and `AsyncEngine` share. A prompt in any form (a text, ids, a
+dict, an array) becomes text and ids. Parameters in any form (one set, a list, None) become one set
+per prompt. A bad prompt raises a typed error here, by the limits in `admission.py`. Outputs are
+copies that later steps do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Required, TypedDict, TypeVar
 from foretoken.config import plain
 from foretoken.engine.admission import BadWords, check_request, check_token_ids, last_tokens
 from foretoken.engine.engine import Engine
-from foretoken.engine.request import Given, Request, RequestGroup
+from foretoken.engine.request import Delivered, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError, RequestError, check_known_keys
 from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as a text; its `cache_salt` is that of `SamplingParams`."""
+    """A prompt as a text; `cache_salt` as in `SamplingParams`."""
 
     prompt: Required[str]
     cache_salt: str | None
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids, and the text that the output shall name as its prompt."""
+    """A prompt as token ids; the output will show the text `prompt` as its prompt."""
 
     prompt_token_ids: Required[Sequence[int]]
     prompt: str | None
@@ -49,60 +49,60 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 
 
 class ParamsReader:
-    """Sampling parameters as a caller gave them; None means the engine's defaults.
+    """Reads sampling parameters in any form; None means the engine's defaults.
 
-    Where the choice is left to the checkpoint, a warning says once what it chose.
+    If some defaults come from the checkpoint, the first read of None logs a warning with them.
     """
 
     def __init__(self, defaults: SamplingParams) -> None:
         self.defaults = defaults
-        ours = SamplingParams()
+        built_in = SamplingParams()
         pairs = [(f.name, getattr(defaults, f.name)) for f in fields(defaults)]
-        self._chosen = [
-            f"{name}={value!r}" for name, value in pairs if value != getattr(ours, name)
+        self._from_checkpoint = [
+            f"{name}={value!r}" for name, value in pairs if value != getattr(built_in, name)
         ]
 
-    def read(self, given: Any) -> SamplingParams:
-        """A checked copy of one set of parameters: the caller may go on changing theirs."""
-        if given is None:
-            if self._chosen:
+    def read(self, params: Any) -> SamplingParams:
+        """A checked copy of one set of parameters, which the caller can no longer change."""
+        if params is None:
+            if self._from_checkpoint:
                 _log.warning(
-                    "Without sampling parameters the checkpoint's own hold, from its "
-                    "generation_config.json: %s. Pass SamplingParams, or build the engine with "
-                    "generation_config='vllm', to leave them aside.",
-                    ", ".join(self._chosen),
+                    "A request without sampling parameters uses the checkpoint's defaults, from "
+                    "its generation_config.json: %s. To use Foretoken's own defaults, pass "
+                    "SamplingParams, or build the engine with generation_config='vllm'.",
+                    ", ".join(self._from_checkpoint),
                 )
-                self._chosen = []
+                self._from_checkpoint = []
             return self.defaults
-        if isinstance(given, SamplingParams):
-            return replace(given)
-        if isinstance(given, Mapping):
-            return SamplingParams.parse(given)
-        raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
+        if isinstance(params, SamplingParams):
+            return replace(params)
+        if isinstance(params, Mapping):
+            return SamplingParams.parse(params)
+        raise RequestError("sampling_params", params, "a SamplingParams or a dict of its fields")
 
-    def read_per_prompt(self, given: Any, count: int) -> list[SamplingParams]:
-        """One for every prompt, of what was given for all of them or for each."""
-        if given is None or isinstance(given, (SamplingParams, Mapping)):
-            return [self.read(given)] * count
-        if not isinstance(given, Sequence) or len(given) != count:
-            shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
+    def read_per_prompt(self, params: Any, count: int) -> list[SamplingParams]:
+        """A list with one set of parameters per prompt, from one set for all or such a list."""
+        if params is None or isinstance(params, (SamplingParams, Mapping)):
+            return [self.read(params)] * count
+        if not isinstance(params, Sequence) or len(params) != count:
+            shown = f"a list of {len(params)}" if isinstance(params, Sequence) else params
             raise RequestError("sampling_params", shown, f"one, or a list of {count}")
-        return [self.read(one) for one in given]
+        return [self.read(item) for item in params]
 
 
-def check_options(others: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Those of a call's further options that it knows.
+def check_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """A call's further options, without vLLM's names that change nothing.
 
     Raises:
-        RequestError: an unknown name, or one of vLLM's with a value that would change something.
+        RequestError: an unknown name, or a name of vLLM's with a value that would change something.
     """
-    others = without_foreign(others, CALL_OPTIONS, RequestError)
-    check_known_keys("option", others, known, RequestError)
-    return others
+    options = without_foreign(options, CALL_OPTIONS, RequestError)
+    check_known_keys("option", options, known, RequestError)
+    return options
 
 
 def check_call(on_error: str, use_tqdm: bool) -> None:
-    """Raise `RequestError` for a value that the calls of `LLM` do not take."""
+    """Raise `RequestError` for a bad option of `LLM.generate` or `LLM.chat`."""
     if on_error not in ("raise", "return"):
         raise RequestError("on_error", on_error, "`raise` or `return`")
     if not isinstance(use_tqdm, bool):
@@ -110,7 +110,7 @@ def check_call(on_error: str, use_tqdm: bool) -> None:
 
 
 def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
+    """Whether `prompts` is a single prompt, and the prompts as a list. [] means no prompts."""
     if isinstance(prompts, (str, Mapping)):
         return True, [prompts]
     items = as_list(prompts)
@@ -124,13 +124,13 @@ def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
 def encode(
     tokenizer: Any | None, prompt: Any, *, add_special_tokens: bool = True
 ) -> tuple[str | None, list[int]]:
-    """Text (None if ids were given alone) and token ids of a prompt.
+    """The text and the token ids of a prompt; the text is None if the prompt is only ids.
 
     Args:
-        add_special_tokens: whether a text gets those that the tokenizer begins one with.
+        add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
 
     Raises:
-        RequestError: it is no prompt, no text, or a text where there is no tokenizer.
+        RequestError: `prompt` is no prompt, or it is a text and there is no tokenizer.
     """
     if isinstance(prompt, ChatPrompt):
         return prompt.encode()
@@ -151,11 +151,7 @@ def encode(
 
 
 def salt_of(prompt: Any, params: SamplingParams) -> str | None:
-    """The `cache_salt` of a prompt: its own, or that of its parameters.
-
-    Raises:
-        RequestError: it has two, or one that is none.
-    """
+    """The `cache_salt` of a prompt or of its parameters; `RequestError` if the two differ."""
     own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if own is None:
         return params.cache_salt
@@ -167,7 +163,7 @@ def salt_of(prompt: Any, params: SamplingParams) -> str | None:
 
 
 def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
-    """The text of tokens, special ones left out; `RequestError` where there is no tokenizer."""
+    """The text of tokens without special ones; `RequestError` if there is no tokenizer."""
     if tokenizer is None:
         bound = "left out: this checkpoint has no tokenizer"
         raise RequestError("tokens", f"{len(token_ids)} tokens", bound)
@@ -177,10 +173,10 @@ def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
 def encode_prediction(
     tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
 ) -> Sequence[int] | None:
-    """Token ids of a predicted text, as they would follow the prompt.
+    """A prediction as token ids that follow the prompt.
 
     Raises:
-        RequestError: it is a text, and there is no tokenizer.
+        RequestError: the prediction is a text, and there is no tokenizer.
     """
     if not isinstance(prediction, str):
         return prediction
@@ -200,7 +196,7 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
-    """What an output names as the prompt where it could not be encoded."""
+    """The text and the ids that a prompt contains, for the output if it could not be encoded."""
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     else:
@@ -209,6 +205,7 @@ def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
 
 
 def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    """As `encode`, for a dict. If it has token ids, they are used, and its text is only shown."""
     prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
     known = ("prompt", "prompt_token_ids", "cache_salt")
     check_known_keys("prompt", prompt, known, RequestError)
@@ -228,7 +225,7 @@ _Sample = TypeVar("_Sample", bound=CompletionOutput)
 
 
 class Submission(NamedTuple):
-    """The arguments of `Engine.add`: a prompt that was encoded and checked."""
+    """The arguments of `Engine.add`, for a prompt that was encoded and checked."""
 
     request_id: str
     prompt_ids: list[int]
@@ -241,7 +238,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     """Encode a prompt and check it against the engine's limits; nothing is queued.
 
     Raises:
-        RequestError, CapacityError: it cannot be served as asked.
+        RequestError, CapacityError: the engine cannot serve exactly this request.
         ProcessingError: the tokenizer raised, perhaps on bad words.
         EngineBrokenError: the device failed; nothing is served any more.
     """
@@ -250,32 +247,32 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     try:
         text, ids = encode(engine.tokenizer, prompt)
         ids = last_tokens(ids, params, engine.limits)
-        if params.prediction is not None:  # it is encoded after the text of these ids
+        if params.prediction is not None:  # `encode_prediction` decodes the prompt's ids
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
     except ForetokenError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__} while its prompt was encoded: {error}"
-        raise ProcessingError(f"request {request_id}: {said}") from error
+        reason = f"{type(error).__name__} while its prompt was encoded: {error}"
+        raise ProcessingError(f"request {request_id}: {reason}") from error
     grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
-    is_same = prediction is params.prediction and grammar is params.structured_outputs
-    if not is_same or salt is not params.cache_salt:
+    unchanged = prediction is params.prediction and grammar is params.structured_outputs
+    if not unchanged or salt is not params.cache_salt:
         params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
     limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
-        params = replace(params, max_tokens=None)  # the default is no demand: as many as fit
+        params = replace(params, max_tokens=None)  # the default is too large: take what fits
     params = check_request(ids, params, limits, text)
     return Submission(request_id, ids, params, text, bad_words)
 
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
-    """What a request has so far."""
+    """The output of a request so far: tokens, text, metrics and error."""
     samples = []
     for request in group.samples:
-        engine.settle(request)  # which may end it
-        samples.append(_sample(CompletionOutput, request, Given()))
+        engine.update_text(request)  # may end the request with an error
+        samples.append(_sample(CompletionOutput, request, Delivered()))
     return RequestOutput(
         request_id=group.request_id, prompt=group.prompt, prompt_token_ids=[*group.prompt_ids],
         outputs=samples, metrics=group.metrics.copy(),
@@ -285,23 +282,26 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
 
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
-    """What a request has that no delta held before, or None; its cost grows with that alone."""
+    """What is new in a request since its last delta; None if nothing is new.
+
+    The cost depends only on the size of the delta, not on what was delivered before.
+    """
     samples = []
     for request in group.samples:
-        engine.settle(request)
-        given, is_ended = request.given, request.finish_reason is not None
-        request.given = Given(request.num_output, len(request.pieces), is_ended)
-        if request.given != given:
-            samples.append(_sample(CompletionDelta, request, given))
+        engine.update_text(request)
+        before, is_ended = request.delivered, request.finish_reason is not None
+        request.delivered = Delivered(request.num_output, len(request.pieces), is_ended)
+        if request.delivered != before:
+            samples.append(_sample(CompletionDelta, request, before))
     if not samples:
         return None
     prompt, prompt_ids, prompt_logprobs = None, None, None
-    if not group.gave_prompt:
-        prompt, prompt_ids, group.gave_prompt = group.prompt, [*group.prompt_ids], True
+    if not group.delivered_prompt:
+        prompt, prompt_ids, group.delivered_prompt = group.prompt, [*group.prompt_ids], True
     finished, rows = group.finished, group.prompt_logprobs
     is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
-    if rows is not None and is_whole and not group.gave_prompt_logprobs:
-        prompt_logprobs, group.gave_prompt_logprobs = [*rows], True
+    if rows is not None and is_whole and not group.delivered_prompt_logprobs:
+        prompt_logprobs, group.delivered_prompt_logprobs = [*rows], True
     return RequestDelta(
         request_id=group.request_id, outputs=samples, finished=finished, prompt=prompt,
         prompt_token_ids=prompt_ids, prompt_logprobs=prompt_logprobs,
@@ -309,12 +309,12 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     )  # fmt: skip
 
 
-def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:
-    """What a sample has beyond what was given out before, as copies."""
-    first = given.num_tokens
+def _sample(kind: type[_Sample], request: Request, delivered: Delivered) -> _Sample:
+    """A copy of a sample's output without the part that was delivered before."""
+    first = delivered.num_tokens
     return kind(
         index=request.index, token_ids=request.token_ids[request.num_prompt + first :],
-        text="".join(request.pieces[given.num_pieces :]), finish_reason=request.finish_reason,
+        text="".join(request.pieces[delivered.num_pieces :]), finish_reason=request.finish_reason,
         stop_reason=request.stop_reason, seed=request.key,
         logprobs=request.logprobs[first:] if request.params.logprobs is not None else None,
         origins=request.origins[first:], synthetic_acceptance=request.rule == "synthetic",

@@ -1,7 +1,7 @@
-"""Puts an engine together from its options: backend, target, drafter, pools sized to memory.
+"""Builds an engine from its options: backend, target, drafter, pools sized to memory.
 
-On a GPU a first runner with hardly any cache runs the largest steps, so that their memory is known;
-on a CPU the options alone decide.
+On a GPU a first runner with hardly any cache runs the largest steps, to measure their memory. On a
+CPU the sizes follow from the options.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from foretoken.engine.faults import broken_engine, is_device_failure
 from foretoken.engine.gauge import Gauge, gauge_of, measure_steps
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory_plan import (
-    Costs,
     Demand,
+    MemoryCosts,
     MemoryPlan,
     Sizes,
     blocks_within,
     check_fits,
     fitting_plan,
+    format_bytes,
     graph_sizes,
     reserving,
-    shown,
 )
 from foretoken.engine.pace import Pace, PromptCosts
-from foretoken.engine.runner import Runner
-from foretoken.engine.sampler import Sampler
+from foretoken.engine.runner import Runner, Sampler
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.step_costs import BLOCK_TOKENS, measure, measure_prompts
 from foretoken.engine.threads import StepThreads, usable_cores
@@ -57,10 +56,10 @@ from foretoken.slots.table import SlotSizes, SlotTable
 _log = logging.getLogger(__name__)
 
 _GRAPH = 4 << 20  # bytes of a captured step besides its tensors: some hundred kernels
-_ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of this
+_ROUNDING = 2 << 20  # PyTorch reserves memory for large tensors in multiples of this
 _SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
 
-# What generation_config.json may set, besides `max_new_tokens`: the names that vLLM reads there.
+# Fields that generation_config.json may set, besides `max_new_tokens`: those that vLLM reads.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -79,29 +78,31 @@ def build_engine(config: EngineConfig) -> Engine:
             raise broken_engine(error) from error
         raise
     if not engine.runner.on_host:
-        # A full collection looks at all that PyTorch and Transformers have loaded: a device that
-        # decoded 512 requests stood still for 190 ms. What there is now is left out of it.
-        gc.unfreeze()  # garbage of engines that are gone
+        # A full garbage collection visits everything that PyTorch and Transformers have loaded: a
+        # device that decoded 512 requests waited 190 ms. Later collections skip the objects that
+        # exist now.
+        gc.unfreeze()  # to collect engines that are gone
         gc.collect()
         gc.freeze()
     return engine
 
 
 def _build(config: EngineConfig) -> Engine:
+    """Build an engine: device and backend, target, drafter, memory plan, then all parts."""
     _check_token_budget(config)
     device = choose_device(config.device)
     config, on_host = _completed(config, device), is_on_host(device)
     speculation, view, drafter = config.speculative_config, TargetView(), None
     drafter_class = find_drafter(speculation, on_host=on_host) if speculation else None
-    if drafter_class is not None:  # what is wrong with it is said before anything is loaded
+    if drafter_class is not None:  # raises errors of its options before anything is loaded
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
     gauge = gauge_of(device)
     folder = folder_of(config, config.model, config.revision)
     free = gauge.budget(1).free if gauge else None
-    if device.type == "cpu":  # kernels lay weights out anew while they load them
+    if device.type == "cpu":  # loading rearranges weights in these threads
         backend.set_num_threads(config.threads or usable_cores())
-    with reserving("the weights were loaded", partial(_smaller_weights, folder, free)):
+    with reserving("the weights were loaded", partial(_weights_remedy, folder, free)):
         model = load_model(
             folder, device=device, dtype=config.dtype, backend=backend,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
@@ -109,10 +110,12 @@ def _build(config: EngineConfig) -> Engine:
         )  # fmt: skip
     weights = gauge.taken() if gauge else 0
     native_target = isinstance(model.network, RoundStack)
-    asked_threads = config.threads if device.type == "cpu" else 1
-    threads = StepThreads(asked_threads, backend, native_target=native_target)
-    most = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
-    _log.info("Threads: %s, PyTorch's: %d; for the whole process.", most, torch.get_num_threads())
+    thread_count = config.threads if device.type == "cpu" else 1
+    threads = StepThreads(thread_count, backend, native_target=native_target)
+    num_threads = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
+    _log.info(
+        "Threads: %s, PyTorch's: %d; for the whole process.", num_threads, torch.get_num_threads()
+    )
     tokenizer = _tokenizer(config, folder)
     if drafter_class is not None and speculation is not None:
         setup = DrafterSetup(
@@ -127,7 +130,7 @@ def _build(config: EngineConfig) -> Engine:
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
-    runner, control, pace = assembly.served(plan.num_blocks)
+    runner, control, pace = assembly.serving_parts(plan.num_blocks)
     runner.planned = plan
     lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
@@ -144,29 +147,29 @@ def _build(config: EngineConfig) -> Engine:
 
 
 def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The options with what they leave to the device."""
+    """The options, with the device's defaults filled in."""
     gib = config.kv_cache_gib or (HOST_CACHE_GIB if device.type == "cpu" else None)
     block_size = config.block_size or BLOCK_SIZES[device.type]
     return replace(config, block_size=block_size, kv_cache_gib=gib)
 
 
-def _smaller_weights(folder: Path, free: int | None) -> str:
-    """What to do if the weights do not fit, which no option makes smaller.
+def _weights_remedy(folder: Path, free: int | None) -> str:
+    """The remedy in the error of weights that do not fit.
 
     Args:
-        free: bytes that the GPU had free at the start, if there is one.
+        free: bytes of the GPU that were free at the start; None on a CPU.
     """
     remedy = "Take a smaller checkpoint or `dtype`."
     with suppress(CheckpointError, OSError):  # random weights have no files
         stored = sum(file.stat().st_size for file in check_weights(folder, plain=False))
-        remedy = f"The checkpoint's files hold {shown(stored)}. {remedy}"
+        remedy = f"The checkpoint's files hold {format_bytes(stored)}. {remedy}"
     if free is not None:
-        remedy += f" {shown(free)} of the GPU were free at the start."
+        remedy += f" {format_bytes(free)} of the GPU were free at the start."
     return remedy
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
-    """The tokenizer that was asked for, or the model's own, if it has one."""
+    """The tokenizer that the options name, else the model's own; None if the model has none."""
     if config.tokenizer is None:
         return load_tokenizer(folder)
     folder = folder_of(config, config.tokenizer, None, weights=False)
@@ -178,12 +181,12 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
 
 
 def is_on_host(device: torch.device) -> bool:
-    """Whether what is kept by slot is kept as numbers on the host."""
+    """Whether the slots of this device are in the host's memory and can be read without waiting."""
     return device.type == "cpu"
 
 
 def _check_token_budget(config: EngineConfig) -> None:
-    """Every running request must be able to verify its drafts in one step, whoever else runs."""
+    """Raise `ConfigError` unless all running requests can verify their drafts in one step."""
     least = config.max_num_seqs * (1 + config.num_drafts)
     if config.max_num_batched_tokens < least:
         speculation = config.speculative_config
@@ -194,14 +197,18 @@ def _check_token_budget(config: EngineConfig) -> None:
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
-    """What `sampling_params=None` means: the checkpoint's defaults, or ours."""
+    """The parameters of requests that give none: the checkpoint's defaults, or `SamplingParams()`.
+
+    Raises:
+        CheckpointError: the checkpoint's generation_config.json has a bad value.
+    """
     source = model.generation_config
     if config.generation_config == "vllm" or source is None:
         return SamplingParams()
-    named = {name: getattr(source, name, None) for name in _GENERATION_FIELDS}
-    named["max_tokens"] = getattr(source, "max_new_tokens", None)
+    values = {name: getattr(source, name, None) for name in _GENERATION_FIELDS}
+    values["max_tokens"] = getattr(source, "max_new_tokens", None)
     try:
-        return SamplingParams(**{k: v for k, v in named.items() if v is not None})
+        return SamplingParams(**{name: v for name, v in values.items() if v is not None})
     except RequestError as error:
         raise CheckpointError(
             f"{config.model}: generation_config.json: {error} generation_config='vllm' leaves "
@@ -210,18 +217,26 @@ def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-text ids: of the first that has them: generation, model, text config, tokenizer."""
+    """End-of-text ids, from the first source that names any.
+
+    The sources are the generation config, the model's config, its text config, the tokenizer.
+    """
     configs = (model.generation_config, model.config)
     for source in (*configs, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            found = [ids] if isinstance(ids, int) else ids
-            return frozenset(i for i in found if 0 <= i < model.vocab_size)
+            listed = [ids] if isinstance(ids, int) else ids
+            return frozenset(i for i in listed if 0 <= i < model.vocab_size)
     return frozenset()
 
 
 class Assembly:
-    """Loaded models, and what an engine over them is made of; `on_host`: by slots on the host."""
+    """Makes the parts of an engine from its loaded models; `on_host`: as in `SlotTable`.
+
+    Attributes:
+        captures: whether decode steps are captured as CUDA graphs.
+        adapts: whether K is `auto`.
+    """
 
     def __init__(
         self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool
@@ -238,11 +253,11 @@ class Assembly:
         self._rates = _synthetic_rates(config)
 
     def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
-        """How many blocks the cache has, and all else that takes memory.
+        """Plan the blocks of the cache, and everything else that takes memory.
 
         Args:
-            gauge: of the GPU; None: nothing is measured.
-            weights: bytes of the target's.
+            gauge: the GPU's gauge; None: nothing is measured.
+            weights: bytes of the target's weights.
 
         Raises:
             EngineMemoryError: memory does not suffice.
@@ -269,23 +284,26 @@ class Assembly:
         demand = Demand(costs, sizes, gauge.budget(config.memory_fraction))
         plan = fitting_plan(demand, may_shorten=config.max_model_len is None)
         if plan.max_model_len < sizes.max_model_len:
-            said = "`max_model_len` is %d, not the checkpoint's %d: memory suffices for no more."
-            _log.warning(said, plan.max_model_len, sizes.max_model_len)
+            _log.warning(
+                "`max_model_len` is %d, not the checkpoint's %d: memory suffices for no more.",
+                plan.max_model_len, sizes.max_model_len,
+            )  # fmt: skip
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A runner with a cache of so many blocks.
+        """A new runner with slots and a cache of `num_blocks`.
 
         Args:
-            measuring: it serves no request; contexts are as long as can be, whatever the cache.
+            measuring: the runner is only for measuring: contexts may exceed the cache, and no step
+                is captured.
         """
         config, model, drafter = self.config, self.model, self.drafter
-        device, block_size, most = model.device, self.block_size, model.max_model_len
+        device, block_size, max_tokens = model.device, self.block_size, model.max_model_len
         if not measuring:
-            most = min(most, num_blocks * block_size)
-        count, blocks = config.max_num_seqs, -(-most // block_size)
-        pool_blocks = num_blocks + 1  # the last one is the spare's
-        sizes = SlotSizes(count, most, config.num_drafts, blocks, num_blocks)
+            max_tokens = min(max_tokens, num_blocks * block_size)
+        count, columns = config.max_num_seqs, -(-max_tokens // block_size)
+        pool_blocks = num_blocks + 1  # the last block is the spare slot's
+        sizes = SlotSizes(count, max_tokens, config.num_drafts, columns, spare_block=num_blocks)
         slots = SlotTable(sizes, device, model.backend.steps, on_host=self.on_host)
         if drafter is not None:
             drafter.allocate(slots, pool_blocks)
@@ -298,12 +316,12 @@ class Assembly:
             graphs = Graphs(graph_sizes(count), draft_widths(config.num_drafts, adapts=self.adapts))
         return Runner(model, kv, sampler, drafter, graphs)
 
-    def served(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:
-        """The engine's runner; who chooses K where that is `auto`, and who keeps steps within
-        `max_step_seconds`, both from what steps take here.
+    def serving_parts(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:
+        """The engine's runner, its control of K, and its pace.
 
-        On a host they are measured with slots and blocks of their own, so that the drafter forgets
-        them; on a device in the runner's own, since that is where graphs are kept.
+        There is a control only if K is `auto`, and a pace only if `max_step_seconds` is set. Both
+        need measured times of steps. On a host, a temporary runner with own slots and blocks is
+        measured. On a device the engine's runner itself is measured, and keeps the captured graphs.
         """
         config, bound, control, pace = self.config, self.config.max_step_seconds, None, None
         if not self.adapts and bound is None:
@@ -328,7 +346,7 @@ class Assembly:
         return () if self.on_host else draft_widths(self.config.num_drafts, adapts=self.adapts)
 
     def _measure(self, runner: Runner) -> tuple[StepTable, PromptCosts | None]:
-        """What steps take in this runner; those of prompts where steps have a longest time."""
+        """Measured times of steps in this runner, and of prompts if `max_step_seconds` is set."""
         config, bound, prompts = self.config, self.config.max_step_seconds, None
         method = config.speculative_config and config.speculative_config.rejection_sample_method
         rule = Rule[(method or "standard").upper()]
@@ -338,12 +356,12 @@ class Assembly:
             prompts = measure_prompts(runner, rule, bound, config.max_num_batched_tokens)
         return table, prompts
 
-    def _costs(self) -> Costs:
-        """What follows from shapes."""
+    def _costs(self) -> MemoryCosts:
+        """The costs of memory that follow from shapes, without measuring."""
         model, size, drafter = self.model, self.block_size, self.drafter
         block = KVPool.bytes_per_block(model.layer_shapes, size, model.dtype)
         copies = model.device.type != "cpu" and model.backend.name != "triton"
-        return Costs(
+        return MemoryCosts(
             block_size=size,
             block=block,
             draft_block=drafter.kv_bytes_per_block if drafter else 0,
@@ -358,7 +376,10 @@ class Assembly:
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
-    """c_i of the rule `synthetic`, with a warning; () under any other."""
+    """Conditional acceptance rates of the rule `synthetic`, one per draft; () under other rules.
+
+    Logs a warning if there are rates.
+    """
     rates = rates_of(config.speculative_config) if config.speculative_config else ()
     if rates:
         _log.warning(

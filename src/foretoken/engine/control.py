@@ -1,11 +1,11 @@
-"""K of requests that leave it to the engine, `auto`: chosen every few steps, for those to come.
+"""The choice of K for requests that leave it to the engine (`auto`), made every few steps.
 
-Charter: from requests to the numbers of `drafting/control.py` and back, when to choose, when to
-probe, what is told of it. A choice knows of committed steps only; prompts in the same step do not
-change it.
+Charter: turns requests into the numbers that `drafting/control.py` works with, and its choice into
+K of requests; decides when to choose and when to probe; metrics and warnings. A choice depends only
+on committed steps; prompts in the same step do not change it.
 
-A request without drafts is never seen to be worth them again. So now and then one request gets more
-drafts than are thought best, for one step: as often as `_PROBING` of the time pays for.
+Requests without drafts do not show that drafts would pay again. So now and then a request gets more
+drafts than the best choice for one step. This is a probe; probes take the share `_PROBING` of time.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_STEPS, _MOST_STEPS = 8, 64  # between choices
-_CHOOSING = 0.01  # of the time at most, unless the most steps are reached: one takes 0.2 to 2 ms
-_CLEARLY = 1.02  # of the rate of what is done now: enough to change
-_STRETCH = 128  # steps by which what a drafter has missed must pay
-_PROBING = 0.015  # of the time
-_PROBE = 2  # drafts more than are thought best
-_SELDOM = 8  # choices between probes of requests that do have drafts
-_PATIENCE = 2000  # steps in a row without drafts: worth a word
+_STEPS, _MOST_STEPS = 8, 64  # least and most steps between choices
+_CHOOSING = 0.01  # share of the time for choices, except at `_MOST_STEPS`; one takes 0.2 to 2 ms
+_CLEARLY = 1.02  # K changes if the new rate is this many times the present one
+_STRETCH = 128  # steps within which a drafter's work to catch up must pay
+_PROBING = 0.015  # share of the time for probes
+_PROBE = 2  # how many drafts more than the best choice a probe has
+_SELDOM = 8  # choices between probes of requests that already have drafts
+_PATIENCE = 2000  # after so many steps in a row without drafts, a warning is logged
 
 
 class DraftControl:
     """Chooses how many drafts each request of a step gets.
 
     Args:
-        table: what steps take.
-        num_slots, max_drafts: sizes.
-        widths: numbers of drafts that a captured step may have, 0 among them; () where every
-            request may have its own.
-        clock: seconds.
+        table: measured times of steps.
+        num_slots, max_drafts: most requests, and most drafts of a request.
+        widths: numbers of drafts that a captured step may have, 0 among them; () if every request
+            may have its own number.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -70,16 +70,20 @@ class DraftControl:
         self.costs, self.acceptance = StepCosts(table), Acceptance(num_slots, max_drafts)
         self.metrics = EngineMetrics()
         self.max_drafts, self._widths, self._clock = max_drafts, tuple(widths), clock
-        self._choice: Choice | None = None
-        self._plain: Choice | None = None
-        self._adapting: list[Request] = []
-        self._batch = self._wait = self._unpaid = 0
-        self._start = self._budget = 0.0
-        self._probed: list[tuple[Request, int]] = []
+        self._choice: Choice | None = None  # the present choice
+        self._plain: Choice | None = None  # the same requests without drafts
+        self._adapting: list[Request] = []  # requests of the present choice
+        self._batch = 0  # decoding requests at the present choice
+        self._wait = 0  # steps until the next choice
+        self._undrafted_steps = 0  # steps in a row without drafts
+        self._start = 0.0  # when the present step began
+        self._budget = 0.0  # seconds saved up for probes
+        self._probed: list[tuple[Request, int]] = []  # probed requests, with K before the probe
         self._turn, self._has_warned = 0, False
-        self._rounds: list[tuple[int, int, int, int]] = []
+        self._verified: list[tuple[int, int, int, int]] = []  # for `Acceptance.observe`
+        # Steps since the last choice: seconds, seconds on the host, tokens.
         self._steps: list[tuple[float, float, int]] = []
-        self._seen_S = [0] * num_slots  # tokens known when the drafter was last asked
+        self._seen_S = [0] * num_slots  # known tokens when the drafter last drafted
 
     def choose(self, decoding: Sequence[Request]) -> None:
         """Set K of the requests that adapt, among those that decode in the coming step."""
@@ -87,112 +91,119 @@ class DraftControl:
         self._end_probe()
         adapting = [request for request in decoding if request.adapts]
         self._wait -= 1
-        known = adapting == self._adapting and len(decoding) == self._batch
-        if known and self._wait > 0:
+        unchanged = adapting == self._adapting and len(decoding) == self._batch
+        if unchanged and self._wait > 0:
             return
-        self._take_in()
+        self._learn()
         self._adapting, self._batch, self._wait = adapting, len(decoding), _STEPS
         if not adapting:
             self._choice = None
             return
         self.acceptance.age()
-        curve, load = self._look(decoding)
+        curve, load = self._curve_and_load(decoding)
         none_B = np.zeros_like(load.fixed_B)
         self._plain = expect(curve, load, none_B, in_lockstep=bool(self._widths))
         self._choice = self._best(curve, load, decoding)
-        for request, asked in zip(decoding, self._choice.asked_B.tolist(), strict=True):
-            request.num_speculative_tokens = asked
+        for request, num_drafts in zip(decoding, self._choice.asked_B.tolist(), strict=True):
+            request.num_speculative_tokens = num_drafts
         self._probe(curve, load, decoding)
-        took = (self._clock() - self._start) / _CHOOSING
-        self._wait = min(max(_STEPS, int(took / self._choice.seconds)), _MOST_STEPS)
+        # Choices may take the share `_CHOOSING` of the time: the next one comes after this pause.
+        pause = (self._clock() - self._start) / _CHOOSING
+        self._wait = min(max(_STEPS, int(pause / self._choice.seconds)), _MOST_STEPS)
 
     def observe(
         self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
     ) -> None:
-        """See what became of a step: drafts, and seconds if all of its requests decoded.
+        """Record the drafts of a step; if all of its requests decoded, also its seconds.
 
         Args:
-            in_runner: of these, seconds that were measured at start, too: all but the host's work
-                for requests.
+            in_runner: seconds spent in the runner. The rest of the step is work on the host.
         """
-        tokens, plain = 0, True
+        tokens, all_decode = 0, True
         for share in shares:
             if not (share.decides and share.num_tokens == 1):
-                plain = False
+                all_decode = False
             elif share.request.slot == share.slot and share.slot in outcomes:
                 outcome = outcomes[share.slot]
                 tokens += len(outcome.token_ids)
                 if share.max_drafts:
-                    drafted, accepted = outcome.num_drafts, outcome.num_accepted
-                    self._rounds.append((share.slot, share.max_drafts, drafted, accepted))
+                    counts = share.max_drafts, outcome.num_drafts, outcome.num_accepted
+                    self._verified.append((share.slot, *counts))
                     self._seen_S[share.slot] = share.start + 1
         seconds = self._clock() - self._start
         self._budget += _PROBING * seconds
-        if plain and not self._probed and len(shares) == self._batch and self._choice:
+        if all_decode and not self._probed and len(shares) == self._batch and self._choice:
             self._steps.append((seconds, seconds - in_runner, tokens))
 
     def release(self, slot: int) -> None:
-        """The slot's request ended or gave way: what it taught of others stays."""
-        self._take_in()
+        """Forget the request in a slot, which ended or was preempted.
+
+        The estimates over all requests keep what its drafts have shown.
+        """
+        self._learn()
         self.acceptance.release(slot)
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):
             self._end_probe()
-            self._adapting, self._wait = [], 0  # no ended request is kept
+            self._adapting, self._wait = [], 0  # drop references to ended requests
 
-    def _take_in(self) -> None:
-        """Learn from the steps since the last choice."""
-        rounds, self._rounds = self._rounds, []
-        self.acceptance.observe(rounds)
+    def _learn(self) -> None:
+        """Update acceptance, costs and metrics with the steps since the last choice."""
+        verified, self._verified = self._verified, []
+        self.acceptance.observe(verified)
         steps, self._steps = self._steps, []
         if not steps or self._choice is None or self._plain is None:
             return
         choice, metrics = self._choice, self.metrics
-        usual, beside = (median(column) for column in list(zip(*steps, strict=True))[:2])
-        seconds, tokens = sum(s for s, _, _ in steps), sum(t for _, _, t in steps)
-        self.costs.learn(self._batch, choice.per_request, choice.seconds, usual)
-        if not self._widths:  # a device computes meanwhile
-            self.costs.learn_beside(self._batch, beside)
+        step_seconds, host_seconds, step_tokens = zip(*steps, strict=True)
+        seconds, tokens = sum(step_seconds), sum(step_tokens)
+        self.costs.learn(self._batch, choice.per_request, choice.seconds, median(step_seconds))
+        if not self._widths:  # with a device, the host's work overlaps with its computing
+            self.costs.learn_host(self._batch, median(host_seconds))
         metrics.controlled_seconds += seconds
         metrics.estimated_plain_seconds += seconds * choice.rate / self._plain.rate
         slower = float(np.exp(self.costs.off))
         metrics.realised_plain_seconds += tokens / self._plain.rate * slower
-        self._unpaid = 0 if choice.asked_B.any() else self._unpaid + len(steps)
-        if self._unpaid >= _PATIENCE and not self._has_warned:
+        self._undrafted_steps = 0 if choice.asked_B.any() else self._undrafted_steps + len(steps)
+        if self._undrafted_steps >= _PATIENCE and not self._has_warned:
             self._has_warned = True
-            self._say_unpaid()
+            self._warn_of_no_gain()
 
-    def _look(self, decoding: Sequence[Request]) -> tuple[Curve, Load]:
-        """Costs and chances of these requests."""
+    def _curve_and_load(self, decoding: Sequence[Request]) -> tuple[Curve, Load]:
+        """The costs of a step of these requests, and their chances of acceptance."""
         slots = [request.slot for request in decoding]
-        fixed = [ADAPTS if r.adapts else r.num_speculative_tokens for r in decoding]
+        fixed_B = np.array([ADAPTS if r.adapts else r.num_speculative_tokens for r in decoding])
         context = sum(len(request.token_ids) for request in decoding)
         joint_BK, offered_K = self.acceptance.joint(slots), self.acceptance.offered()
-        return self.costs.curve(len(slots)), Load(joint_BK, np.array(fixed), offered_K, context)
+        return self.costs.curve(len(slots)), Load(joint_BK, fixed_B, offered_K, context)
 
     def _best(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> Choice:
-        """The best choice, if it is clearly better than going on."""
+        """The best choice of K; the present K if the best is not clearly better.
+
+        A drafter that starts again has to catch up: this counts as costs of the best choice.
+        """
         in_lockstep = bool(self._widths)
         best = by_width(curve, load, self._widths) if in_lockstep else by_gain(curve, load)
         last = self._choice
         if last is None or len(last.asked_B) != len(decoding):
             return best
-        current = [request.num_speculative_tokens for request in decoding]
-        now = expect(curve, load, np.array(current), in_lockstep=in_lockstep)
-        starts = (best.asked_B > 0) & (now.asked_B == 0)
-        behind = self._missed(r for r, s in zip(decoding, starts, strict=True) if s)
-        rate = best.tokens / (best.seconds + behind / _STRETCH)
-        return best if rate > _CLEARLY * now.rate else now
+        present_B = np.array([request.num_speculative_tokens for request in decoding])
+        present = expect(curve, load, present_B, in_lockstep=in_lockstep)
+        starts_B = (best.asked_B > 0) & (present.asked_B == 0)
+        starting = (r for r, starts in zip(decoding, starts_B, strict=True) if starts)
+        seconds = best.seconds + self._catch_up_seconds(starting) / _STRETCH
+        return best if best.tokens / seconds > _CLEARLY * present.rate else present
 
-    def _missed(self, requests: Iterable[Request]) -> float:
-        """Seconds that a drafter takes to catch up with these requests."""
-        behind = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
-        return self.costs.table.missed * behind
+    def _catch_up_seconds(self, requests: Iterable[Request]) -> float:
+        """Seconds that the drafter takes to compute tokens of these requests that it missed."""
+        tokens = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
+        return self.costs.table.missed * tokens
 
     def _probe(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> None:
-        """Give the next request in turn more drafts, once time enough was put by for it.
+        """Begin a probe, once enough time was saved up: more drafts for the next request in turn.
 
-        In lockstep all that adapt: they wait for each other's passes anyway.
+        In lockstep all adapting requests get more drafts, because each of them waits for the passes
+        of all.
         """
         if self._choice is None:
             return
@@ -200,18 +211,18 @@ class DraftControl:
         probed = (
             self._adapting if self._widths else [self._adapting[self._turn % len(self._adapting)]]
         )
-        asked = probed[0].num_speculative_tokens
-        wider = min(asked + _PROBE, self.max_drafts)
+        present = probed[0].num_speculative_tokens
+        wider = min(present + _PROBE, self.max_drafts)
         if self._widths:
-            wider = min((width for width in self._widths if width > asked), default=asked)
-        if wider == asked or (asked and self._turn % _SELDOM):
+            wider = min((width for width in self._widths if width > present), default=present)
+        if wider == present or (present and self._turn % _SELDOM):
             return
-        more_B = np.array([wider if request in probed else 0 for request in decoding])
-        asked_B = np.maximum(self._choice.asked_B, more_B)
+        wider_B = np.array([wider if request in probed else 0 for request in decoding])
+        asked_B = np.maximum(self._choice.asked_B, wider_B)
         probe = expect(curve, load, asked_B, in_lockstep=bool(self._widths))
         price = max(probe.seconds - self._choice.seconds, 0.0)
-        if not asked:
-            price += self._missed(probed)
+        if not present:
+            price += self._catch_up_seconds(probed)
         if self._budget >= price:
             self._budget = 0.0
             self._probed = [(request, request.num_speculative_tokens) for request in probed]
@@ -219,19 +230,23 @@ class DraftControl:
                 request.num_speculative_tokens = wider
 
     def _end_probe(self) -> None:
-        for request, asked in self._probed:
-            request.num_speculative_tokens = asked
+        """Give probed requests the K back that they had before."""
+        for request, num_drafts in self._probed:
+            request.num_speculative_tokens = num_drafts
         self._probed = []
 
-    def _say_unpaid(self) -> None:
+    def _warn_of_no_gain(self) -> None:
+        """Log that drafts have not paid for many steps, with the measured reasons."""
         curve, index_K = self.costs.curve(self._batch), np.arange(self.max_drafts)
-        plain, one = (
+        plain_seconds, draft_seconds = (
             float(curve.seconds(k, curve.drafting(np.where(index_K < k, self._batch, 0)), 0))
             for k in (0, 1)
         )
         _log.warning(
-            "Speculation has not paid for %d steps: at batch %d a first draft is accepted in "
-            "%.0f%% of all cases, and a step with one takes %.2f times one without. Drafts are "
-            "still tried now and then; without `speculative_config` their memory is free.",
-            self._unpaid, self._batch, 100 * self.acceptance.shared()[0], one / plain,
+            "Speculation has not paid for %d steps: at batch %d the first draft is accepted in "
+            "%.0f%% of all cases, and a step with one draft takes %.2f times as long as a step "
+            "without drafts. Drafts are still tried now and then. Leave out `speculative_config` "
+            "to save the drafter's memory.",
+            self._undrafted_steps, self._batch, 100 * self.acceptance.shared()[0],
+            draft_seconds / plain_seconds,
         )  # fmt: skip

@@ -1,13 +1,13 @@
-"""Tokens to text as they come, stop strings included. No torch."""
+"""From tokens to text, one step at a time, and stop strings in it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a UTF-8 character to
-_CONTEXT = 5  # prompt tokens decoded along, for tokenizers that drop a leading space
-_AT_ONCE = 64  # tokens decoded together when text is asked for late
+_INCOMPLETE = "\ufffd"  # a byte-level tokenizer decodes half a UTF-8 character to this
+_CONTEXT = 5  # prompt tokens decoded with the output: some tokenizers drop a leading space
+_AT_ONCE = 64  # tokens decoded together when the text is first read
 _PATIENCE = 8  # tokens that may wait for one character, which has at most four bytes
 
 
@@ -15,11 +15,11 @@ class Detokenizer:
     """Text of one sample. A character appears once all its bytes have.
 
     Only the tokens since the last complete character are decoded again, so the cost of a token does
-    not grow with the output, even where no character is ever complete: of tokens that say
-    nothing `_PATIENCE` wait, and of those that are no UTF-8 at most twice as many.
+    not grow with the output. This holds even if no character is ever complete: at most `_PATIENCE`
+    tokens without text wait, and at most twice as many tokens that are not UTF-8.
 
-    Without stop strings nothing depends on the text before somebody asks for it: tokens wait until
-    then and are decoded many at once (in a step of 16 requests that took 0.2 ms of 7).
+    Without stop strings, tokens are decoded only when the text is read, many at once (decoding in
+    each step of 16 requests took 0.2 ms of 7).
     """
 
     def __init__(
@@ -33,10 +33,11 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        # One that drops spaces before punctuation decodes tokens together to another text than one
-        # by one, and text read late must be the text that was streamed.
+        # A tokenizer that drops spaces before punctuation decodes several tokens at once to another
+        # text than one by one. Text that is read late must equal the text that was streamed.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._at_once = 1 if cleans_up else _AT_ONCE
+        # Tokens before `_shown` have their text; those from `_start` are decoded with later tokens.
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._start = 0
         self._shown = len(self._ids)
@@ -44,11 +45,11 @@ class Detokenizer:
         self._includes_stop = include_stop
         self._unread: list[int] = []
         self._text = ""
-        self._num_before = 0  # characters before the last token's
+        self._num_before = 0  # characters before the text of the last token
 
     @property
     def text(self) -> str:
-        """What the tokens say, up to the last complete character; what was taken is gone."""
+        """The text up to the last complete character, without the part that `take` has returned."""
         unread, self._unread = self._unread, []
         for i in range(0, len(unread), self._at_once):
             self._read(unread[i : i + self._at_once])
@@ -63,76 +64,89 @@ class Detokenizer:
             self._unread.append(token_id)
 
     def _read(self, token_ids: list[int]) -> None:
-        """Add tokens to the text, or to the bytes that wait for their character."""
+        """Append the tokens' text, or let the tokens wait if their last character is incomplete."""
         self._ids += token_ids
-        before = self._decode(self._start, self._shown)
-        now = self._decode(self._start, len(self._ids))
-        waiting = len(self._ids) - self._shown
-        if now != before and not now.endswith(_INCOMPLETE):
-            self._show(before, now, len(self._ids))
+        shown_text = self._decode(self._start, self._shown)
+        full_text = self._decode(self._start, len(self._ids))
+        num_waiting = len(self._ids) - self._shown
+        if full_text != shown_text and not full_text.endswith(_INCOMPLETE):
+            self._show(shown_text, full_text, len(self._ids))
         elif len(token_ids) > 1:
             del self._ids[-len(token_ids) :]
             for token_id in token_ids:
                 self._read([token_id])
-        elif waiting >= _PATIENCE and now == before:
-            del self._ids[self._shown :]  # special tokens: no text, and none to come from them
-        elif waiting >= _PATIENCE:
-            self._show_invalid(before, now)
+        elif num_waiting >= _PATIENCE and full_text == shown_text:
+            del self._ids[self._shown :]  # special tokens never get a text
+        elif num_waiting >= _PATIENCE:
+            self._show_invalid(shown_text, full_text)
 
     def flush(self) -> None:
-        """The output ended: show what waited, incomplete characters as U+FFFD."""
+        """At the end of the output, append the text of waiting tokens.
+
+        Incomplete characters become U+FFFD.
+        """
         self._num_before, end = len(self.text), len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
     def find_stop(self) -> str | None:
-        """Cut the text at the earliest stop string that `append` or `flush` just completed."""
-        text, found = self._text, None
+        """Look for a stop string that the last `append` or `flush` has completed.
+
+        Returns:
+            The one that begins earliest, after cutting the text there; None if there is none.
+        """
+        text, earliest = self._text, None
         for stop in self._stop:
-            at = text.find(stop, max(0, self._num_before - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = at, stop
-        if found is None:
+            begin = text.find(stop, max(0, self._num_before - len(stop) + 1))
+            if begin >= 0 and (earliest is None or begin < earliest[0]):
+                earliest = begin, stop
+        if earliest is None:
             return None
-        at, stop = found
-        self._text = text[: at + len(stop)] if self._includes_stop else text[:at]
+        begin, stop = earliest
+        self._text = text[: begin + len(stop)] if self._includes_stop else text[:begin]
         return stop
 
     @property
-    def settled_text(self) -> str:
-        """Text that no later token can take back: without a possible beginning of a stop string."""
-        held, text = 0, self.text
+    def stable_text(self) -> str:
+        """The text without an end that may begin a stop string: no later token can change it."""
+        num_held, text = 0, self.text
         for stop in self._stop:
-            sizes = range(min(len(stop) - 1, len(text)), held, -1)
-            held = next((size for size in sizes if text.endswith(stop[:size])), held)
-        return text[: len(text) - held]
+            sizes = range(min(len(stop) - 1, len(text)), num_held, -1)
+            num_held = next((size for size in sizes if text.endswith(stop[:size])), num_held)
+        return text[: len(text) - num_held]
 
     def take(self) -> str:
-        """The settled text; it is kept here no longer, so that long outputs cost no more."""
-        settled = self.settled_text
-        self._text = self._text[len(settled) :]
-        return settled
+        """Remove and return the stable text, so that the cost does not grow with the output."""
+        stable = self.stable_text
+        self._text = self._text[len(stable) :]
+        return stable
 
-    def _show(self, before: str, now: str, end: int) -> None:
-        """Add what the tokens before `end` say: `now`, of which `before` has been said."""
-        pairs = enumerate(zip(before, now, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
-        self._text += now[same:]  # not all of `before`: a prompt may end within a character
+    def _show(self, shown_text: str, full_text: str, end: int) -> None:
+        """Append the new part of `full_text`, the text of the tokens from `_start` to `end`.
+
+        The new part begins at the first character that differs from `shown_text`. This may come
+        before the end of `shown_text`, because a prompt may end within a character.
+        """
+        pairs = enumerate(zip(shown_text, full_text, strict=False))
+        shorter = min(len(shown_text), len(full_text))
+        num_same = next((i for i, (a, b) in pairs if a != b), shorter)
+        self._text += full_text[num_same:]
         self._start, self._shown = self._shown, end
 
-    def _show_invalid(self, before: str, now: str) -> None:
-        """Too much waits to be one character: show it up to a border between characters.
+    def _show_invalid(self, shown_text: str, full_text: str) -> None:
+        """Show waiting tokens, of which there are more than any valid character needs.
 
-        Cutting there changes nothing: both parts decode to what the whole does. Invalid bytes that
-        have no such border are shown as they decode now.
+        They are shown up to the last border between characters: both sides of a border, decoded
+        apart, give the same text as together. Without a border they wait until there are twice as
+        many, and are then shown as they decode.
         """
         end = len(self._ids)
         for cut in range(end - 1, self._shown, -1):
             head = self._decode(self._start, cut)
-            if head + self._decode(cut, end) == now:
-                self._show(before, head, cut)
+            if head + self._decode(cut, end) == full_text:
+                self._show(shown_text, head, cut)
                 return
         if end - self._shown >= 2 * _PATIENCE:
-            self._show(before, now, end)
+            self._show(shown_text, full_text, end)
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]

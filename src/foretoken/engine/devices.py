@@ -1,6 +1,7 @@
-"""Which device and which backend compute; and why one that was asked for cannot.
+"""The choice of device and backend.
 
-Charter: what is wrong with a machine is said before anything is loaded, with what to choose there.
+Charter: a device or backend that this machine cannot use raises an error before anything is loaded.
+The error gives the reason and says what to choose.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from foretoken.ops import Backend, get_backend, unavailable
 
 _log = logging.getLogger(__name__)
 
-_LEAST_FOR_TRITON = (7, 5)  # compute capability below which it compiles for no GPU of NVIDIA
+_LEAST_FOR_TRITON = (7, 5)  # lowest compute capability of NVIDIA for which Triton compiles
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the GPU that PyTorch takes by itself, or the CPU.
+    """The device of this name; `auto` is PyTorch's current GPU, or the CPU.
 
     Raises:
         ConfigError: there is no such GPU, or PyTorch cannot use it.
@@ -46,18 +47,21 @@ def choose_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Let what this thread launches from here on go there: each thread has a device of its own."""
+    """Make this GPU the current device of the calling thread; each thread has its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _why_no_gpu() -> tuple[str, bool]:
-    """The reason, and whether there is a GPU or a driver that ought to work."""
+    """The reason why no GPU can be used; and whether this is a fault.
+
+    It is a fault if there is a driver or a GPU, which should work.
+    """
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this PyTorch, {torch.__version__}, was built for CPUs", False
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # of several sentences; the first says what, and what was found
+    except RuntimeError as error:  # its first sentence has the reason
         reason = str(error).partition(". ")[0].rstrip(".")
         return reason, not reason.startswith(("Found no NVIDIA driver", "No CUDA GPUs"))
     return "`nvidia-smi` may say why", True
@@ -68,13 +72,14 @@ def _check_kernels(name: str, device: torch.device) -> None:
     if torch.version.hip is not None:
         return
     major, minor = torch.cuda.get_device_capability(device)
-    built = {arch: int("".join(filter(str.isdigit, arch))) for arch in torch.cuda.get_arch_list()}
-    runs = (
+    # Architectures such as sm_90 (kernels of one major version) or compute_90 (compiled when used).
+    numbers = {arch: int("".join(filter(str.isdigit, arch))) for arch in torch.cuda.get_arch_list()}
+    fits = (
         number <= 10 * major + minor and (number // 10 == major or arch.startswith("compute"))
-        for arch, number in built.items()
+        for arch, number in numbers.items()
     )
-    if not any(runs):
-        least = min(built.values(), default=0)
+    if not any(fits):
+        least = min(numbers.values(), default=0)
         raise ConfigError(
             "device", name, f"a GPU that this PyTorch, {torch.__version__}, has kernels for",
             f"{described_gpu(device)} has too low a compute capability: it takes {least / 10:g} or "
@@ -83,10 +88,10 @@ def _check_kernels(name: str, device: torch.device) -> None:
 
 
 def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> Backend:
-    """The backend asked for, or the fastest that this machine has.
+    """The backend of this name; `auto` is the fastest that this machine can run.
 
     Raises:
-        ConfigError: it is unknown, or cannot run here.
+        ConfigError: the backend is unknown, or cannot run here.
     """
     if name != "auto":
         if name == "triton" and _is_old(device):
@@ -104,6 +109,6 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
 
 
 def _is_old(device: torch.device) -> bool:
-    """Whether Triton has no kernels for this GPU."""
+    """Whether Triton cannot compile for this GPU."""
     is_nvidia = device.type != "cpu" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) < _LEAST_FOR_TRITON

@@ -1,4 +1,4 @@
-"""The errors by which requests end, alone or with their batch, or are refused. No torch."""
+"""The errors that refuse or end single requests, or end all requests of a batch. No torch."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _FAILURES = ("cuda error", "cuda driver error", "triton error", "cublas_status",
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Whether a GPU says that it failed: an illegal access, an assertion, broken hardware.
+    """Whether an error says that the GPU failed: illegal access, assertion, broken hardware.
 
-    After most such errors every later call fails, too, and those of the step before may be the
-    cause, as they are reported late: nothing that was computed is to be trusted. The exception of
-    them is memory that ran out.
+    After most such errors every later call fails, too. The GPU reports them late: the cause may lie
+    in the step before, so no computed result can be trusted. Running out of memory is no failure of
+    the device.
     """
     if is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
-    named = type(error).__name__ == "AcceleratorError"  # torch 2.8 on
-    return named or any(said in str(error).lower() for said in _FAILURES)
+    has_type = type(error).__name__ == "AcceleratorError"  # since torch 2.8
+    return has_type or any(text in str(error).lower() for text in _FAILURES)
 
 
 def broken_engine(cause: BaseException) -> EngineBrokenError:
-    """The error of everything that an engine is asked for once its device has failed."""
-    said = str(cause).partition("\n")[0]
+    """The error of every call to an engine after its device has failed."""
+    reason = str(cause).partition("\n")[0]
     error = EngineBrokenError(
-        f"The device failed ({said}), and nothing more can be computed in this process: start "
+        f"The device failed ({reason}), and nothing more can be computed in this process: start "
         "another one. If it happens again, CUDA_LAUNCH_BLOCKING=1 in its environment shows where, "
         "and `nvidia-smi -q` and the system's log say whether the hardware is at fault."
     )
@@ -46,11 +46,8 @@ def broken_engine(cause: BaseException) -> EngineBrokenError:
 
 
 def processing_error(request: Request, cause: Exception) -> ForetokenError:
-    """The error of a request when its own part of the work raised `cause`.
-
-    A grammar may turn out to be too complex on the way: that is said as it was raised.
-    """
-    if isinstance(cause, RequestError):
+    """The error of a request if `cause` was raised by the work for this request only."""
+    if isinstance(cause, RequestError):  # such as a grammar that turned out to be too complex
         return cause
     error = ProcessingError(
         f"request {request.group.request_id}, sample {request.index}: "
@@ -61,16 +58,17 @@ def processing_error(request: Request, cause: Exception) -> ForetokenError:
 
 
 def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
-    """The error of a request for which the queue has no room."""
+    """The error of a request that a full queue refuses."""
     rule = f"less than {bound} requests that wait for another to be queued"
     remedy = "Send it again when some have ended, or raise `max_num_waiting`."
     return OverloadedError("max_num_waiting", num_waiting, rule, remedy)
 
 
 def step_failure(cause: BaseException) -> ForetokenError:
-    """The error of every request of a batch when the work for all of it raised `cause`.
+    """The error of all requests of a batch if `cause` was raised by the work for the whole batch.
 
-    The frames that raised let go of their tensors: outputs keep the error, which keeps the frames.
+    Outputs keep this error, and the error keeps the frames of its traceback. These are cleared, so
+    that their tensors are freed.
     """
     traceback.clear_frames(cause.__traceback__)
     if is_out_of_memory(cause):
@@ -83,9 +81,11 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 
 def no_token(request: Request, bans_all: bool) -> ForetokenError:
-    """The error of a request when nothing can be drawn for its next position.
+    """The error of a request for which no token can be drawn.
 
-    Either its own parameters ban every token there, or the target's logits are not finite.
+    Args:
+        bans_all: True: the request's parameters ban every token. False: the target's logits are not
+            finite.
     """
     position, params = len(request.token_ids), request.params
     if bans_all:

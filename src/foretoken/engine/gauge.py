@@ -1,8 +1,8 @@
-"""What an engine takes of a GPU's memory, measured: by loading, and by steps as large as they get.
+"""Measures the memory of a GPU that loading takes, and that the largest steps take.
 
-Charter: the only place that asks PyTorch and the driver how much memory is taken. What PyTorch has
-taken of the device is counted (`memory_reserved`), not what its tensors need: the difference is
-lost to everybody else, too.
+Charter: the only place that asks PyTorch and the driver how much memory is taken. It counts the
+memory that PyTorch has reserved (`memory_reserved`), not the sizes of tensors: no other process can
+use reserved memory.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ from functools import partial
 
 import torch
 
-from foretoken.engine.memory_plan import Budget, Sizes, StepCost, StepPeak, is_out_of_memory, shown
+from foretoken.engine.memory_plan import (
+    Budget,
+    Sizes,
+    StepBytes,
+    StepPeak,
+    format_bytes,
+    is_out_of_memory,
+)
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
+from foretoken.slots.step import NONE, Admission, StepInput, StepPlan
 
-# What takes most: every request draws at random, from a nucleus, and asks for log-probabilities.
+# Parameters of the steps that take most memory: nucleus sampling and log-probabilities.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)
 
 
 class Gauge:
-    """Memory of one GPU, from the moment that this is made: before anything is loaded."""
+    """The memory of one GPU that was taken since this gauge was made, before anything is loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,23 +41,23 @@ class Gauge:
         self._reserved = torch.cuda.memory_reserved(device)
 
     def budget(self, fraction: float) -> Budget:
-        """What there is to be planned with."""
+        """The memory that the engine may plan with: at most `fraction` of the GPU's."""
         return Budget(self._total, self._free, fraction)
 
     def taken(self) -> int:
-        """Bytes that PyTorch has taken since, without what it merely keeps for later."""
+        """Bytes that PyTorch has taken since the start, without its cache of free memory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device) - self._reserved
 
     def libraries(self) -> int:
-        """Bytes taken since outside PyTorch's allocator; other processes' doings are in it, too."""
+        """Bytes taken since the start outside PyTorch's allocator; other processes count, too."""
         taken = self.taken()
         free, _ = torch.cuda.mem_get_info(self._device)
         return max(self._free - free - taken, 0)
 
     def peak(self, run: Callable[[], object], base: int) -> int | None:
-        """Most bytes taken while it runs, beyond `base` of `taken`; None if memory ran out."""
+        """The most bytes taken during `run()`, less `base`; None if memory ran out."""
         try:
             self.taken()
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -59,7 +66,7 @@ class Gauge:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # which hold the tensors that there were
+            traceback.clear_frames(error.__traceback__)  # frees the tensors in them
             return None
         most = torch.cuda.max_memory_reserved(self._device)
         return max(most - self._reserved - base, 0)
@@ -70,11 +77,11 @@ def gauge_of(device: torch.device) -> Gauge | None:
     return Gauge(device) if device.type == "cuda" else None
 
 
-def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
-    """Run the steps of `StepCost.of`; where memory runs out, smaller ones, from which it follows.
+def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
+    """Measure the three steps of `StepBytes.through`; if memory runs out, smaller ones.
 
     Args:
-        runner: over slots on a device, with a pool of any size; it may serve no request.
+        runner: a runner on a GPU that serves no request yet, with a cache of any size.
 
     Raises:
         EngineMemoryError: not even one request can decode.
@@ -83,10 +90,13 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
     longest = sizes.max_model_len - drafts - 1
     requests, width = sizes.max_num_seqs, 1 + drafts
-    more = sizes.tokens - requests * width
+    prompt_tokens = sizes.tokens - requests * width  # that fit into a step in which all decode
 
     def run(chunks: Sequence[int]) -> None:
-        """Each request decides; prompts, and the first, end where contexts do."""
+        """Run a step in which request b computes `chunks[b]` known tokens, and all decide.
+
+        The contexts of the first request and of all prompts are as long as allowed.
+        """
         for b, count in enumerate(chunks):
             length = longest if b == 0 or count > 1 else 1
             state.length_S[b] = length
@@ -95,18 +105,18 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
         runner.run(StepPlan(step=_step(chunks, drafts)))
 
     def run_all() -> None:
-        """Without filters and with them; what is too large for memory is left out."""
+        """Run steps without and with filters; steps that are too large for memory are skipped."""
         for params in (SamplingParams(), _PARAMS):
             _admit(runner, sizes, params)
-            for chunks in ([1], [1] * requests, _chunks(requests, max(more, 0), longest)):
+            for chunks in ([1], [1] * requests, _chunks(requests, max(prompt_tokens, 0), longest)):
                 gauge.peak(partial(run, chunks), 0)
 
     def peak(requests: int, prompt_tokens: int) -> StepPeak | None:
-        """Of requests that decode, with so many tokens of prompts shared among them."""
+        """The peak of a step in which so many requests share `prompt_tokens`; None: too large."""
         chunks = _chunks(requests, prompt_tokens, longest)
-        once = partial(run, chunks)
-        # The first run may choose among kernels.
-        if gauge.peak(once, base) is None or (num_bytes := gauge.peak(once, base)) is None:
+        run_step = partial(run, chunks)
+        # The second run counts: the first may try several kernels.
+        if gauge.peak(run_step, base) is None or (num_bytes := gauge.peak(run_step, base)) is None:
             return None
         return StepPeak(sum(chunks) + requests * drafts, requests * width, num_bytes)
 
@@ -116,27 +126,30 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     least = peak(1, 0)
     if least is None:
         raise EngineMemoryError(
-            f"Out of memory in a step of one request: {shown(gauge.taken())} are taken by weights "
-            "and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
+            f"Out of memory in a step of one request: {format_bytes(gauge.taken())} are taken by "
+            "weights and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
         )
     while (decode := peak(requests, 0)) is None:
         requests = max(requests // 2, 1)
     largest = None
-    while largest is None and more > 0:
-        largest = peak(requests, more)
-        more //= 2
-    return StepCost.of(least, decode, largest or decode)
+    while largest is None and prompt_tokens > 0:
+        largest = peak(requests, prompt_tokens)
+        prompt_tokens //= 2
+    return StepBytes.through(least, decode, largest or decode)
 
 
 def _admit(runner: Runner, sizes: Sizes, params: SamplingParams) -> None:
-    """Into every slot a request; all of its blocks are the spare one."""
+    """Admit a request to every slot, without blocks: block tables name only the spare block."""
     limit, slots = sizes.max_model_len, range(sizes.max_num_seqs)
     admissions = [Admission(s, s, params, Rule.STANDARD, [0], 1, limit) for s in slots]
     runner.run(StepPlan(admissions=admissions))
 
 
 def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:
-    """A last token each, and so many tokens of prompts shared among them."""
+    """How many known tokens each request computes: one, and its part of `prompt_tokens`.
+
+    The first requests get as many prompt tokens as fit `longest`, until none is left.
+    """
     chunks, left = list[int](), prompt_tokens
     for _ in range(requests):
         chunks.append(1 + min(left, longest - 1))
@@ -145,7 +158,8 @@ def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:
 
 
 def _step(chunks: Sequence[int], drafts: int) -> StepInput:
-    count, top = len(chunks), _PARAMS.logprobs or 0
-    prompts = [NONE if chunk == 1 else top for chunk in chunks]
-    drafts_B, all_B, top_B = [drafts] * count, [True] * count, [top] * count
-    return StepInput(range(count), chunks, drafts_B, all_B, top_B, prompts, traces_B=all_B)
+    """A step in which all requests decide and want log-probabilities and evidence."""
+    count, num_top = len(chunks), _PARAMS.logprobs or 0
+    prompt_top_B = [NONE if chunk == 1 else num_top for chunk in chunks]
+    drafts_B, all_B, top_B = [drafts] * count, [True] * count, [num_top] * count
+    return StepInput(range(count), chunks, drafts_B, all_B, top_B, prompt_top_B, traces_B=all_B)

@@ -1,13 +1,13 @@
 """Stages of a step that are captured once and replayed: CUDA graphs.
 
-Charter: which steps are replayed, at what padded size, and the capture itself. A step of decoding
-requests alone has a shape: how many requests (padded to the next size), how many drafts at most,
-and which kernels its slots' parameters ask for. Its stages, recorded once with the spare slot in
-the place of every request, read and write the same tensors whenever they are replayed. Other steps
-(prompts, log-probabilities of prompts, requests with edits in their last stage) run operator by
-operator, on the same lines of the runner.
+Charter: which steps are replayed, at what padded size, and the capture itself. A step in which all
+requests decode has a shape: the number of requests (padded to the next size), the most drafts, and
+the kernels that the parameters of its slots need. The stages of a shape are recorded once, with the
+spare slot in place of every request; each replay reads and writes the same tensors. Other steps
+(with prompts or their log-probabilities) run operator by operator, by the same code of the runner.
+So does the last stage of steps with edits.
 
-Without a GPU nothing is captured, and a stage is a call.
+Without a GPU nothing is captured, and running a stage is a plain call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from foretoken.ops import Rule, SlotParams
-from foretoken.slots.plan import NONE, StepInput
-from foretoken.slots.step import StepRequests, StepShape
+from foretoken.slots.step import NONE, StepInput, StepRequests, StepShape
 
 _SELDOM = frozenset({Rule.BLOCK, Rule.COUPLED})
 _LOSSLESS = frozenset({Rule.STANDARD, *_SELDOM})
@@ -37,8 +36,8 @@ class Graphs:
     """Captured stages by shape and name.
 
     Args:
-        sizes: numbers of requests that steps are padded to, rising; () captures nothing.
-        widths: numbers of drafts that steps are padded to, rising, 0 first.
+        sizes: numbers of requests to which steps are padded, rising; (): nothing is captured.
+        widths: numbers of drafts to which steps are padded, rising, 0 first.
     """
 
     def __init__(self, sizes: tuple[int, ...] = (), widths: tuple[int, ...] = (0,)) -> None:
@@ -46,7 +45,7 @@ class Graphs:
         self.widths = widths
         self._captured: dict[StepShape, dict[str, _Captured]] = {}
         self._left_out: set[StepShape] = set()
-        self._pool: Any = None  # one for all: no two stages run at the same time
+        self._pool: Any = None  # shared memory of all graphs: no two run at the same time
         self._recording: dict[str, _Captured] | None = None
         self._runs_once = False
 
@@ -55,7 +54,7 @@ class Graphs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that captured steps keep."""
+        """Bytes of the memory pool of captured steps."""
         if self._pool is None:
             return 0
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -65,11 +64,11 @@ class Graphs:
     def shape_of(
         self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, samples: bool
     ) -> StepShape | None:
-        """The shape under which this step is replayed; None if it is not.
+        """The shape under which this step can be captured; None: it runs operator by operator.
 
         Args:
-            drafters: of the slots in use.
-            samples: whether a request of the step draws at random, so that the q of drafts is kept.
+            drafters: numbers of the drafters of all slots in use.
+            samples: whether a request of the step draws at random, so that the drafts' q is kept.
         """
         count = len(step.slot_B)
         if not self.sizes or count > self.sizes[-1]:
@@ -78,17 +77,17 @@ class Graphs:
         if not decodes or max(step.num_prompt_logprobs_B) != NONE:
             return None
         size = next(size for size in self.sizes if size >= count)
-        asked = max(step.max_drafts_B)
-        most = next(width for width in self.widths if width >= asked)
-        shape = StepShape(size, most, params.has_filters, params.rules, samples, drafters)
+        most_drafts = max(step.max_drafts_B)
+        width = next(width for width in self.widths if width >= most_drafts)
+        shape = StepShape(size, width, params.has_filters, params.rules, samples, drafters)
         if len(params.rules) > 1 or params.rules & _SELDOM:
-            # Requests of several kinds share the kernels that serve all: a capture takes as long
-            # as a hundred steps, and there would be 30 kinds.
-            shape = StepShape(size, most, True, params.rules | _LOSSLESS, True, drafters)
+            # All rare mixtures of rules share one shape, with kernels for every rule. Otherwise
+            # there would be 30 kinds of steps, and a capture takes as long as a hundred steps.
+            shape = StepShape(size, width, True, params.rules | _LOSSLESS, True, drafters)
         return None if shape in self._left_out else shape
 
     def leave_out(self, shape: StepShape) -> None:
-        """Memory ran out while such a step was captured: from here on they run as others do."""
+        """Never capture this shape, because memory ran out: its steps run operator by operator."""
         self._left_out.add(shape)
         _log.warning(
             "Steps of %d requests run without a CUDA graph, which is slower: it would not fit into "
@@ -96,15 +95,15 @@ class Graphs:
             shape.size,
         )
 
-    def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *given: Any) -> Out:
-        """Run a stage of a step, or replay it; the next replay overwrites what it returns."""
+    def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *args: Any) -> Out:
+        """Run or replay a stage of a step; the next replay overwrites what it returns."""
         if requests.shape is None or self._runs_once:
-            return run(requests, *given)
+            return run(requests, *args)
         if self._recording is not None:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                out = run(requests, *given)
+                out = run(requests, *args)
             self._recording[name] = graph, out
             return out
         graph, out = self._captured[requests.shape][name]
@@ -112,14 +111,14 @@ class Graphs:
         return out
 
     def give_up(self, reason: Exception) -> None:
-        """Capture nothing any more, and say why."""
+        """Capture nothing any more, and log the reason."""
         self.sizes = ()
-        first = (str(reason).splitlines() or [type(reason).__name__])[0]
-        _log.warning("Steps run without CUDA graphs, slower: %s", first)
+        first_line = (str(reason).splitlines() or [type(reason).__name__])[0]
+        _log.warning("Steps run without CUDA graphs, slower: %s", first_line)
 
     @contextmanager
     def running_once(self) -> Iterator[None]:
-        """Run the stages of a shape operator by operator: kernels are compiled, memory is taken."""
+        """Inside, stages run operator by operator even for a shape; this compiles their kernels."""
         self._runs_once = True
         try:
             yield
@@ -128,7 +127,7 @@ class Graphs:
 
     @contextmanager
     def recording(self, shape: StepShape) -> Iterator[None]:
-        """Capture the stages that are run inside, each with what the ones before it return."""
+        """Inside, stages of this shape are captured; each reads the outputs of earlier stages."""
         self._recording = {}
         try:
             yield

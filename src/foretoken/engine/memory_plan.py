@@ -1,8 +1,8 @@
-"""How memory is divided, and what to change where it does not suffice. No torch.
+"""Plans how memory is divided, and which options to change if it does not suffice. No torch.
 
-Charter: arithmetic on numbers that `gauge.py` measured or that follow from shapes, and the errors
-of memory that ran out. A plan never exceeds what may be used; every remedy that it names was tried
-in the same arithmetic and suffices there.
+Charter: arithmetic on bytes that `gauge.py` measured or that follow from shapes, and the errors
+when memory runs out. A plan never exceeds the usable memory. Every remedy in an error was checked
+by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
-from foretoken.config.machine import machine_bytes
+from foretoken.config.checks import machine_bytes
 from foretoken.drafting.control import draft_widths
 from foretoken.errors import ConfigError, EngineMemoryError, ForetokenError
 
 LEAST_CONTEXT = 1024
-"""A context is not shortened below this, nor is it advised."""
+"""A context is never shortened below this; no remedy advises less."""
 
-# Sizes under their names as options, where K is fixed and where it is `auto`.
+# Fields of `Sizes` with other names than their options: under a fixed K, and under K = `auto`.
 _OPTIONS = {"num_drafts": ("num_speculative_tokens", "max_speculative_tokens")}
-_LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
-_RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that are loaded later
-# Steps are captured when they first occur, by the kernels that their parameters ask for: without
-# filters and with them, say. A draft step and a plain one are counted apart anyway.
+_LEAST_TOKENS = 256  # remedies keep `max_num_batched_tokens` above: smaller chunks are slow
+_RESERVE = 0.03  # share of free memory for the allocator's fragments and kernels loaded later
+# How often a step of one size and width is captured: for example with and without filters.
 _VARIANTS = 2
 
 _REMEDY = (
@@ -37,7 +36,7 @@ _GPU_REMEDY = (
     "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
     "`max_num_seqs`; and see that no other process takes the GPU's memory."
 )
-_SAID = (  # how PyTorch, its libraries and the C++ library say it, all as RuntimeError
+_MESSAGES = (  # in RuntimeErrors of PyTorch, its libraries and the C++ library
     "alloc_failed",
     "can't allocate memory",
     "not enough memory",
@@ -52,8 +51,9 @@ class Sizes:
     """Options that memory depends on.
 
     num_drafts: K; 0 without speculation.
-    num_blocks: of the cache; None: as many as fit, enough for one request of `max_model_len`.
-    adapts: whether K is `auto`, and `num_drafts` the most.
+    num_blocks: blocks of the cache; None: as many as fit, at least for one request of
+        `max_model_len`.
+    adapts: whether K is `auto`; then `num_drafts` is the largest K.
     """
 
     max_num_seqs: int
@@ -65,17 +65,22 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """Most rows of logits that decide in one step."""
+        """Most deciding rows of logits in one step."""
         return self.max_num_seqs * (1 + self.num_drafts)
 
     @property
     def tokens(self) -> int:
-        """Most tokens in one step; the last of a context is never computed."""
+        """Most tokens in one step; the last token of a full context is never computed."""
         return min(self.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
 
 
 class StepPeak(NamedTuple):
-    """Bytes that a step takes while it runs, and how many tokens and deciding rows it has."""
+    """The measured bytes that a step takes while it runs, and the step's size.
+
+    tokens: tokens that the step computes
+    rows: deciding rows of logits
+    num_bytes: bytes
+    """
 
     tokens: int
     rows: int
@@ -83,10 +88,10 @@ class StepPeak(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
-    """Bytes that steps take while they run: linear in tokens and deciding rows, or `least`.
+class StepBytes:
+    """Bytes that steps take while they run: linear in tokens and deciding rows, at least `least`.
 
-    A decode step's row, which is a token, too, takes `per_row`; another token `per_token`.
+    A deciding row, with its token, takes `per_row`; any other token takes `per_token`.
     """
 
     least: int = 0
@@ -95,47 +100,48 @@ class StepCost:
     per_token: float = 0.0
 
     @classmethod
-    def of(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepCost:
-        """Through three that were measured.
+    def through(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepBytes:
+        """The linear function through three measured steps.
 
         Args:
             least: one request decodes.
-            decode: as many as may run decode, as far as memory suffices.
-            largest: as many tokens as there may be next to them; `decode`, if there are no others.
+            decode: the most requests decode for which memory suffices.
+            largest: the same, with as many prompt tokens as memory allows; without any, `decode`.
         """
         rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
-        more = (max(decode.num_bytes - least.num_bytes, 0), largest.num_bytes - decode.num_bytes)
-        per_row = more[0] / rows if rows else least.num_bytes / least.rows
-        per_token = max(more[1], 0) / tokens if tokens else per_row
+        row_bytes = max(decode.num_bytes - least.num_bytes, 0)
+        token_bytes = max(largest.num_bytes - decode.num_bytes, 0)
+        per_row = row_bytes / rows if rows else least.num_bytes / least.rows
+        per_token = token_bytes / tokens if tokens else per_row
         linear = cls(per_row=per_row, per_token=per_token).at(largest.tokens, largest.rows)
         return cls(least.num_bytes, largest.num_bytes - linear, per_row, per_token)
 
     def at(self, tokens: int, rows: int) -> int:
-        """Bytes of a step of this size, larger or smaller than those that were measured."""
+        """Bytes of a step of this size."""
         more = self.per_token * tokens + max(self.per_row - self.per_token, 0) * rows
         return max(self.least, self.base + round(more))
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of requests that decode steps are padded to when they are captured."""
+    """Numbers of requests to which captured decode steps are padded, rising to `max_num_seqs`."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class MemoryCosts:
     """Bytes of everything that is allocated.
 
     block, draft_block: K/V of a cache block of `block_size` tokens
-    slot_block:  tokens and block id of a slot, by cache block
-    draft:       what the drafter keeps for a slot, the q of its drafts above all, by draft
-    draft_texts: what the drafter keeps of texts for all requests together
-    spare:       slots and blocks that no request is given
-    copied:      what attention copies of a block while it runs, as stock operators do
-    weights, draft_weights: as loading took them
-    libraries:   what kernels and libraries take outside PyTorch's allocator
-    steps:       what steps take while they run
-    graph:       of a captured step, without its tensors; 0: none are captured
+    slot_block:  tokens and block id of a slot, per cache block
+    draft:       the drafter's memory for one draft of a slot, mostly the draft's q
+    draft_texts: the drafter's memory for texts, shared by all requests
+    spare:       number of slots, and of blocks, that no request gets
+    copied:      copies that attention in stock operators makes of a block while it runs
+    weights, draft_weights: memory taken by loading target and drafter
+    libraries:   memory of kernels and libraries outside PyTorch's allocator
+    steps:       memory of steps while they run
+    graph:       memory of a captured step, without its tensors; 0: no step is captured
     """
 
     block_size: int
@@ -149,19 +155,19 @@ class Costs:
     weights: int = 0
     draft_weights: int = 0
     libraries: int = 0
-    steps: StepCost = StepCost()
+    steps: StepBytes = StepBytes()
     graph: int = 0
 
     def columns(self, sizes: Sizes) -> int:
-        """Blocks of a request of `max_model_len`."""
+        """How many blocks a request of `max_model_len` has."""
         return -(-sizes.max_model_len // self.block_size)
 
     def most_blocks(self, sizes: Sizes) -> int:
-        """Blocks of as many such requests as may run: more are never used at a time."""
+        """How many blocks `max_num_seqs` requests of `max_model_len` have: the most ever in use."""
         return sizes.max_num_seqs * self.columns(sizes)
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """Bytes by name, with a cache of so many blocks."""
+        """Bytes of each part, by the part's name, with a cache of `num_blocks`."""
         copied = (num_blocks + self.spare) * self.copied
         parts = {
             "weights": self.weights,
@@ -175,7 +181,7 @@ class Costs:
         return {name: size for name, size in parts.items() if size}
 
     def cache(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """Of the parts those that `kv_cache_gib` bounds."""
+        """Bytes of the parts that `kv_cache_gib` bounds."""
         slots, blocks = sizes.max_num_seqs + self.spare, num_blocks + self.spare
         return {
             "slots": slots * min(self.columns(sizes), num_blocks) * self.slot_block,
@@ -189,19 +195,19 @@ class Costs:
         return sum(self.parts(sizes, num_blocks).values())
 
     def _graphs(self, sizes: Sizes) -> int:
-        """Captured steps keep what they return; plain ones and those with drafts are apart."""
+        """Bytes of captured steps, which keep their outputs: of all sizes and widths of drafts."""
         if not self.graph:
             return 0
-        captured = graph_sizes(sizes.max_num_seqs)
-        kinds = [1 + width for width in draft_widths(sizes.num_drafts, adapts=sizes.adapts)]
-        rows, number = sum(captured) * sum(kinds), len(captured) * len(kinds)
-        return _VARIANTS * (number * self.graph + ceil(rows * self.steps.per_row))
+        batches = graph_sizes(sizes.max_num_seqs)
+        rows_each = [1 + width for width in draft_widths(sizes.num_drafts, adapts=sizes.adapts)]
+        rows, count = sum(batches) * sum(rows_each), len(batches) * len(rows_each)
+        return _VARIANTS * (count * self.graph + ceil(rows * self.steps.per_row))
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory of a device: of `total` bytes an engine takes `fraction` at most, and never all that
-    is `free` when it starts."""
+    """The memory of a device, in bytes. An engine takes at most `fraction` of `total`, and less
+    than is `free` at its start."""
 
     total: int
     free: int
@@ -213,9 +219,10 @@ class MemoryPlan:
     """What an engine allocates.
 
     Attributes:
-        parts: bytes by name, of everything that takes any.
+        parts: bytes by name of part; no part is 0.
         num_blocks: blocks of the cache.
-        max_model_len: longest request: maybe less than the checkpoint's, if no option asked for it.
+        max_model_len: tokens of the longest request; may be less than the checkpoint's limit if no
+            option set it.
         usable: bytes that the engine may take; None on a CPU, where nothing is measured.
     """
 
@@ -230,11 +237,12 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def measured(self, name: str, num_bytes: int) -> MemoryPlan:
-        """The same with what a part really takes in place of what was planned; 0: not known yet."""
+        """The plan with a part's measured bytes instead of planned ones; unchanged if they are 0,
+        which means not known yet."""
         return replace(self, parts={**self.parts, name: num_bytes}) if num_bytes else self
 
     def table(self) -> str:
-        """One line per part."""
+        """The plan as a text, one line per part."""
         rows = {**self.parts, "together": self.total}
         if self.usable is not None:
             rows["left of what may be used"] = self.usable - self.total
@@ -243,93 +251,95 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of a device, and what it has."""
+    """The memory that an engine needs on a device, and the memory there is."""
 
-    costs: Costs
+    costs: MemoryCosts
     sizes: Sizes
     budget: Budget
 
     def resized(self, **sizes: Any) -> Demand:
-        """The same with other sizes."""
+        """The demand with these fields of `sizes` changed."""
         return replace(self, sizes=replace(self.sizes, **sizes))
 
     @property
     def least_blocks(self) -> int:
-        """Blocks of the smallest cache that serves: one request of `max_model_len`."""
-        asked = self.sizes.num_blocks
-        return self.costs.columns(self.sizes) if asked is None else asked
+        """Blocks of the smallest cache that will do: the configured number, or enough for one
+        request of `max_model_len`."""
+        num_blocks = self.sizes.num_blocks
+        return self.costs.columns(self.sizes) if num_blocks is None else num_blocks
 
     @property
     def least(self) -> int:
-        """Bytes with that cache."""
+        """Bytes of everything with the smallest cache."""
         return self.costs.total(self.sizes, self.least_blocks)
 
     @property
     def usable(self) -> int:
-        """Bytes that may be used; if the size of the cache was asked for, whatever the fraction."""
+        """Bytes that may be used. The fraction plays no part if the number of blocks is set."""
         fraction = self.budget.fraction if self.sizes.num_blocks is None else 1
         free = int(self.budget.free * (1 - _RESERVE))
         return min(int(fraction * self.budget.total), free)
 
     @property
     def missing(self) -> int:
-        """Bytes that the device has too few, if more than 0."""
+        """How many bytes are lacking; 0 or negative if memory suffices."""
         return self.least - self.usable
 
     def largest(self, name: str, low: int, high: int) -> int | None:
-        """The largest value in [low, high] of a size with which nothing is missing, if any."""
+        """The largest value in [low, high] of the field `name` of `sizes` with which memory
+        suffices; None if it never does."""
         return most_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
 
 
 def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number in [low, high] that fits, as all smaller ones do; None: not even `low`."""
+    """The largest number in [low, high] that fits, by bisection; None: not even `low` fits."""
     if low > high or not fits(low):
         return None
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda n: not fits(n))
 
 
-def blocks_within(gib: float, costs: Costs, sizes: Sizes) -> int:
-    """Blocks of a cache that takes so many GiB together with the slots and their drafts.
+def blocks_within(gib: float, costs: MemoryCosts, sizes: Sizes) -> int:
+    """How many blocks fit into `gib` GiB together with the slots and their drafts.
 
     Raises:
-        ConfigError: there is not one.
+        ConfigError: not even one block fits.
     """
 
-    def taken(num_blocks: int) -> float:
+    def size(num_blocks: int) -> float:
         return sum(costs.cache(sizes, num_blocks).values()) / 2**30
 
-    num_blocks = most_fitting(1, costs.most_blocks(sizes), lambda n: taken(n) <= gib)
+    num_blocks = most_fitting(1, costs.most_blocks(sizes), lambda n: size(n) <= gib)
     if num_blocks is None:
-        bound = f"at least {taken(1):.3g}: one block of this model, and what every slot keeps"
+        bound = f"at least {size(1):.3g}: one block of this model, and what every slot keeps"
         remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
         raise ConfigError("kv_cache_gib", gib, bound, remedy)
     return num_blocks
 
 
 class Remedy(NamedTuple):
-    """Options to change together, by name: from, to; and the demand that results."""
+    """Options to change together, as {name: (old, new)}, and the demand that results."""
 
     changes: dict[str, tuple[object, object]]
     result: Demand
 
     def described(self, before: Demand) -> str:
-        """For a message."""
-        listed = (f"`{name}` {old} -> {new}" for name, (old, new) in self.changes.items())
+        """The text for a message; `before`: the demand without the changes."""
+        changes = (f"`{name}` {old} -> {new}" for name, (old, new) in self.changes.items())
         freed = before.least - self.result.least
-        return " with ".join(listed) + (f" (frees {shown(freed)})" if freed > 0 else "")
+        return " with ".join(changes) + (f" (frees {format_bytes(freed)})" if freed > 0 else "")
 
 
-def shown(num_bytes: float) -> str:
-    """A number of bytes as users read it."""
+def format_bytes(num_bytes: float) -> str:
+    """A number of bytes as a text, in GiB or MiB."""
     gib = num_bytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
-    """The plan with the largest cache of use, if there is one.
+    """The plan with the largest cache that fits and that requests can use.
 
     Args:
-        may_shorten: lower `max_model_len`, which no option asked for, where the cache is too small.
+        may_shorten: whether to lower `max_model_len` if the cache is too small for it.
 
     Raises:
         EngineMemoryError: memory does not suffice.
@@ -348,37 +358,43 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
 
 
 def shortage(demand: Demand) -> str:
-    """How much is missing, for what, and what would do instead."""
+    """The message of the error that memory does not suffice: how much is missing, the remedies, and
+    the bytes of all parts."""
     budget, num_blocks, usable = demand.budget, demand.sizes.num_blocks, demand.usable
-    source = f"{shown(budget.free)} of {shown(budget.total)} are free"
+    source = f"{format_bytes(budget.free)} of {format_bytes(budget.total)} are free"
     if num_blocks is None and usable == int(budget.fraction * budget.total):
-        source = f"`memory_fraction` is {budget.fraction:g} of {shown(budget.total)}"
+        source = f"`memory_fraction` is {budget.fraction:g} of {format_bytes(budget.total)}"
     parts = demand.costs.parts(demand.sizes, demand.least_blocks)
-    listed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     held = f"{num_blocks} blocks" if num_blocks else "one request of `max_model_len`"
-    found = [remedy.described(demand) for remedy in remedies(demand)]
+    changes = [remedy.described(demand) for remedy in remedies(demand)]
     advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
-    if found:
-        advice = f"Enough would be: {'; or '.join(found)}."
+    if changes:
+        advice = f"Enough would be: {'; or '.join(changes)}."
     return (
-        f"The GPU's memory does not suffice: {shown(demand.least)} are needed and {shown(usable)} "
-        f"may be used ({source}), so {shown(demand.missing)} are missing. {advice} Needed are "
-        f"{listed}, with a cache for {held}."
+        f"The GPU's memory does not suffice: {format_bytes(demand.least)} are needed and "
+        f"{format_bytes(usable)} may be used ({source}), so {format_bytes(demand.missing)} are "
+        f"missing. {advice} Needed are {listed}, with a cache for {held}."
     )
 
 
 def remedies(demand: Demand) -> list[Remedy]:
-    """Each option that would do alone; else the sizes, halved together; [] if nothing does."""
-    alone = [remedy for remedy in _single(demand) if remedy.result.missing <= 0]
+    """The remedies that suffice.
+
+    They are all changes of a single option. If no such change suffices, they are one change of all
+    sizes, halved as often as needed. If that does not suffice either, there are none.
+    """
+    single = [remedy for remedy in _single_changes(demand) if remedy.result.missing <= 0]
     halved = (_halved(demand, times) for times in range(1, 32))
-    return alone or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
+    return single or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
 
 
-def _single(demand: Demand) -> Iterator[Remedy]:
-    """Each option by itself; of those that are as they were already none suffices either."""
+def _single_changes(demand: Demand) -> Iterator[Remedy]:
+    """Changes of a single option: of sizes, the smallest that suffices; of other options, one that
+    may not suffice."""
     sizes, budget = demand.sizes, demand.budget
-    left_out = demand.resized(num_blocks=None)
-    yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
+    any_blocks = demand.resized(num_blocks=None)
+    yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, any_blocks)
     for name, low in {**_least(sizes), "num_drafts": 1}.items():
         new = demand.largest(name, low, getattr(sizes, name) - 1)
         if new is not None:
@@ -392,7 +408,7 @@ def _single(demand: Demand) -> Iterator[Remedy]:
 
 
 def _halved(demand: Demand, times: int) -> Remedy:
-    """All sizes halved so many times, as far as each may be lowered."""
+    """The remedy that halves all sizes `times` times, but no size below its least value."""
     before = demand.sizes
     least = _least(replace(before, max_num_seqs=max(1, before.max_num_seqs >> times)))
     halves = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
@@ -400,16 +416,17 @@ def _halved(demand: Demand, times: int) -> Remedy:
 
 
 def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
-    """Other sizes, those that are as they were left out of what is said."""
+    """The remedy that sets these sizes; sizes that do not change are not named in it."""
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
-            changes[_OPTIONS.get(name, (name, name))[demand.sizes.adapts]] = old, new
+            option = _OPTIONS.get(name, (name, name))[demand.sizes.adapts]
+            changes[option] = old, new
     return Remedy(changes, demand.resized(**sizes))
 
 
 def _least(sizes: Sizes) -> dict[str, int]:
-    """The least that each size may be, the others being as they are."""
+    """The least value that a remedy may give each size while the other sizes stay."""
     return {
         "max_num_seqs": 1,
         "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.max_num_batched_tokens)),
@@ -418,36 +435,41 @@ def _least(sizes: Sizes) -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory could not be had."""
-    says_so = any(said in str(error).lower() for said in _SAID)
+    """Whether an exception says that memory ran out."""
+    says_so = any(text in str(error).lower() for text in _MESSAGES)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
 
 
 @contextmanager
 def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
-    """What runs out of memory inside says so by an `EngineMemoryError`."""
+    """Inside, running out of memory raises `EngineMemoryError`.
+
+    Args:
+        doing: completes the message "Out of memory while ...".
+        remedy: the last sentence of the message, or a function that returns it; "": a default.
+    """
     try:
         yield
     except Exception as error:
         if isinstance(error, ForetokenError) or not is_out_of_memory(error):
             raise
-        said = remedy if isinstance(remedy, str) else remedy()
-        raise memory_error(doing, error, said) from error
+        advice = remedy if isinstance(remedy, str) else remedy()
+        raise memory_error(doing, error, advice) from error
 
 
 def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:
-    """The typed form of an allocation that failed while `doing` something."""
-    said = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
-    remedy = remedy or (_GPU_REMEDY if "cuda" in said.lower() else _REMEDY)
-    error = EngineMemoryError(f"Out of memory while {doing}: {said}. {remedy}")
+    """The typed error of an allocation that failed with `cause`; arguments as in `reserving`."""
+    reason = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
+    remedy = remedy or (_GPU_REMEDY if "cuda" in reason.lower() else _REMEDY)
+    error = EngineMemoryError(f"Out of memory while {doing}: {reason}. {remedy}")
     error.__cause__ = cause
     return error
 
 
 def check_fits(num_bytes: int) -> None:
-    """Raise `EngineMemoryError` for a cache that this machine can never hold.
+    """Raise `EngineMemoryError` for a cache larger than this machine's memory.
 
-    Linux grants memory that it does not have, and kills the process once it is used.
+    Linux would grant the memory, and kill the process when it writes to it.
     """
     limit = machine_bytes()
     if limit is not None and num_bytes > limit:

@@ -19,7 +19,7 @@ from foretoken.sampling.params import SamplingParams
 
 
 class Status(Enum):
-    """Where a request is; FINISHED is final."""
+    """The state of a request; FINISHED is final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,12 +30,13 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     """One request's share of a step.
 
     Attributes:
-        slot: the request's.
-        start: known tokens that are computed before it, accepted drafts of a launched step aside.
+        slot: the request's slot.
+        start: number of the request's tokens that were computed before this step. Accepted drafts
+            of a step that is not committed yet are not counted.
         num_tokens: known tokens to compute.
-        max_drafts: most drafts to verify after them, in a decode step.
+        max_drafts: in a decode step, most drafts to verify after the known tokens.
         decides: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        num_preemptions: of the request, when it was made.
+        num_preemptions: `Request.num_preemptions` when the step was scheduled.
     """
 
     request: Request
@@ -47,8 +48,8 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     num_preemptions: int
 
 
-class Given(NamedTuple):
-    """What the deltas of a sample have held so far: tokens, pieces of text, its end."""
+class Delivered(NamedTuple):
+    """How much of a sample was delivered as deltas: tokens, pieces of text, and whether its end."""
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -60,32 +61,34 @@ class Request:
     """State of one sample.
 
     Attributes:
-        group: the user's request this is sample `index` of.
-        params, num_prompt: parameters and length of the prompt, which all its samples share.
-        key: the 64-bit noise key of the sample, which is also the seed that reproduces it.
+        group: the user's request, of which this is sample `index`.
+        params, num_prompt: parameters and length of the prompt, the same for all samples.
+        key: the 64-bit noise key of the sample, which is also the seed that reproduces the sample.
         token_ids: prompt and generated ids.
-        stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
+        stop_ids: token ids that end the request: end-of-text unless ignored, and `stop_token_ids`.
         bad_word_ids: tokenised `bad_words`.
-        rule: name of the verification rule that decides it.
-        num_speculative_tokens: its K; if it `adapts`, that of its next step.
-        drafter: the number of its drafter in `Limits.drafters`.
-        waits_for_tokens: whether no step may be launched for it before the last one's tokens are
-            known here.
-        launched_share: its share of a step whose result is not known yet.
-        num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
-        slot: permanent index into per-request device state while it runs.
+        rule: name of the verification rule.
+        num_speculative_tokens: the request's K; if it `adapts`, the K of its next step.
+        drafter: the index of its drafter in `Limits.names`.
+        waits_for_tokens: whether its next step is launched only after the tokens of its last step
+            are known on the host.
+        launched_share: its share of a step that is launched but not committed; else None.
+        num_computed: leading tokens of `token_ids` with K/V in the target's cache.
+        slot: index into per-request state while the request runs; -1 while it has no slot.
         block_ids: cache blocks in order of position.
-        block_serials: for its leading blocks that were entered into, or found in, the prefix index:
-            the serials of their contents.
-        arrival: its priority, and its place in the order in which requests came; lower is first.
-        num_preemptions: how often it lost its blocks and had to compute them again.
-        trace: how its tokens came about, if that was asked for.
-        detokenizer: makes its text while it runs; None without a tokenizer.
-        pieces: the text that no later token can take back, as it was read.
-        given: how much of it was given out as deltas.
-        history: what its edits depend on, made when it gets a slot; None: it has none.
-        matcher: how far it has come in its grammar, if it has one; made with its first token.
-        limit: most tokens that it may have, prompt included; read six times in a step.
+        block_serials: serials (see `BlockPool`) of those leading blocks that are in the prefix
+            index.
+        arrival: (priority, number in order of arrival); the lowest is served first.
+        num_preemptions: how often the request lost its blocks and had to compute them again.
+        trace: how its tokens came about, if requested.
+        detokenizer: makes the text while the request runs; None without a tokenizer.
+        pieces: the text that no later token can change, in the pieces in which it was read.
+        delivered: how much was delivered as deltas.
+        history: the state that edits of logits depend on, made when the request gets a slot; None:
+            it has no edits.
+        matcher: the request's place in its grammar, made with the first token; None: no grammar.
+        limit: most tokens that the request may have, prompt included; a field because a step reads
+            it six times.
     """
 
     group: RequestGroup
@@ -112,7 +115,7 @@ class Request:
     trace: list[TokenTrace] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
-    given: Given = field(default_factory=Given)
+    delivered: Delivered = field(default_factory=Delivered)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     history: EditHistory | None = None
@@ -132,45 +135,47 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens it may still generate."""
+        """How many tokens the request may still generate."""
         return self.limit - len(self.token_ids)
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts of its next decode step: its K, and no more than it can still emit."""
+        """Most drafts of the next decode step: K, or fewer if fewer tokens may be emitted."""
         return min(self.num_speculative_tokens, self.most_remaining - 1)
 
     @property
     def num_prefill(self) -> int:
-        """Known tokens to compute before it can decode; 0 when it decodes.
+        """Known tokens to compute before the request can decode; 0 when it decodes.
 
-        A request's first token is drawn when the last token of its prompt is computed; every later
-        one by a decode step, which computes the last known token and verifies the drafts after it.
-        So a request that lost its K/V computes them again up to its last token, and draws nothing
-        until it has been drafted for: where its drafts stand, and with them the noise that decides
-        each token, does not depend on preemption.
+        A request's first token is drawn when the last token of its prompt is computed. Every later
+        token is drawn by a decode step, which computes the last known token and verifies the drafts
+        after it. A preempted request therefore computes its K/V again except for the last token,
+        and draws nothing before its next decode step. So the positions of its drafts, and the noise
+        that decides each token, do not depend on preemption.
         """
         if self.launched_share is not None and self.launched_share.decides:
             return 0
-        known = len(self.token_ids)
-        return known - self.num_scheduled - (known > self.num_prompt)
+        num_known = len(self.token_ids)
+        return num_known - self.num_scheduled - (num_known > self.num_prompt)
 
     @property
     def num_scheduled(self) -> int:
-        """Leading tokens whose K/V are computed once the launched step is; drafts not counted."""
+        """Leading tokens with K/V after the launched step, not counting accepted drafts."""
         share = self.launched_share
         return self.num_computed + (share.num_tokens if share else 0)
 
     @property
     def most_known(self) -> int:
-        """Known tokens once the launched step is done, if all its drafts are accepted."""
+        """Known tokens after the launched step, if all of its drafts are accepted."""
         share = self.launched_share
         return len(self.token_ids) + (share.max_drafts + 1 if share and share.decides else 0)
 
     @property
     def most_remaining(self) -> int:
-        """Tokens that it may still emit after the launched step; 0 if it has surely ended then, or
-        has to wait for what that one emits."""
+        """Most tokens that the request may emit in its next step.
+
+        0 if the launched step surely ends it, or if it must wait for that step's tokens.
+        """
         share = self.launched_share
         if self.waits_for_tokens and share and share.decides:
             return 0
@@ -178,14 +183,14 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next step is a decode step."""
+        """Whether the request's next step is a decode step."""
         return self.num_prefill == 0
 
     def append(self, token: int) -> str | None:
-        """Take and show a token; why it ends the request, if it does: stops before length."""
+        """Append a token and its text; returns the finish reason if the token ends the request."""
         self.token_ids.append(token)
         params, detokenizer = self.params, self.detokenizer
-        is_finished = self._finishes_grammar(token)
+        ends_grammar = self._advance_grammar(token)
         may_stop = not params.min_tokens or self.num_output >= params.min_tokens
         ends = may_stop and token in self.stop_ids
         if detokenizer is not None and (not ends or params.include_stop_str_in_output):
@@ -197,12 +202,16 @@ class Request:
             self.stop_reason = detokenizer.find_stop()
             if self.stop_reason is not None:
                 return "stop"
-        if may_stop and is_finished:
+        if may_stop and ends_grammar:
             return "stop"
         return None if self.num_remaining else "length"
 
-    def _finishes_grammar(self, token: int) -> bool:
-        """Whether nothing but the end of text may follow, which then need not be drawn."""
+    def _advance_grammar(self, token: int) -> bool:
+        """Read a token into the grammar, if the request has one.
+
+        Returns:
+            Whether only the end of text may follow, which then need not be drawn.
+        """
         grammar = self.params.grammar
         if grammar is None:
             return False
@@ -212,9 +221,9 @@ class Request:
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether its prompt must be computed, cached or not: the logits of every row are wanted.
+        """Whether this request has to compute logits of all rows of the prompt, even cached ones.
 
-        The first sample serves all; entries it has survive preemption.
+        The first sample does so for all samples. A preemption does not lose the results.
         """
         rows = self.group.prompt_logprobs
         return self.index == 0 and rows is not None and len(rows) < self.num_prompt
@@ -222,11 +231,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt as the user sent it, its samples, and what they have done together.
-
-    Attributes:
-        gave_prompt, gave_prompt_logprobs: whether a delta has held them.
-    """
+    """One prompt as the user sent it, its samples, and the metrics of all of them."""
 
     request_id: str
     prompt: str | None
@@ -237,8 +242,8 @@ class RequestGroup:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: ForetokenError | None = None
-    gave_prompt: bool = False
-    gave_prompt_logprobs: bool = False
+    delivered_prompt: bool = False  # whether a delta has contained the prompt
+    delivered_prompt_logprobs: bool = False  # whether a delta has contained them
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,7 @@
-"""What users read of a step: log-probabilities, and how each token came about.
+"""The records of a step that users read: log-probabilities, and how each token came about.
 
-Charter: from numbers of a result to records; for traces, the rules' arithmetic on a few numbers of
-one request. What took a pass over the vocabulary is in the result already.
+Charter: turns the numbers of a result into records; for traces, it repeats the arithmetic of the
+verification rules on a few numbers. All passes over the vocabulary were made on the device before.
 """
 
 from __future__ import annotations
@@ -9,101 +9,108 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from foretoken.engine.request import Request
 from foretoken.ops import Logprobs
 from foretoken.outputs import REASONS, Logprob, TokenTrace
 from foretoken.slots.step import Outcome
 
-Decode = Callable[[int], str | None]
-"""A token's text, or None where there is none."""
+TokenText = Callable[[int], str | None]
+"""Returns the text of a token; None if texts are not wanted or there is no tokenizer."""
 
 
 def no_text(token: int) -> None:
-    """No token has a text here."""
+    """A `TokenText` that returns no text."""
 
 
 def describe(
-    found: Logprobs, token_ids: Sequence[int], num_top: int, decode: Decode
+    logprobs: Logprobs, token_ids: Sequence[int], num_top: int, text_of: TokenText
 ) -> list[dict[int, Logprob]]:
-    """Rows for users: token id -> Logprob, the given token first, then the likeliest by rank.
+    """One dict per token, {token id: Logprob}: the token itself, then the likeliest by rank.
 
     Args:
-        found: a row for each of the tokens.
-        num_top: how many of the likeliest were asked for here; there may be more.
+        logprobs: one row per token.
+        num_top: how many of the likeliest to report; `logprobs` may have more.
     """
     rows = zip(
-        token_ids, found.logprob_N.tolist(), found.rank_N.tolist(),
-        found.top_token_NT[:, :num_top].tolist(), found.top_logprob_NT[:, :num_top].tolist(),
+        token_ids, logprobs.logprob_N.tolist(), logprobs.rank_N.tolist(),
+        logprobs.top_token_NT[:, :num_top].tolist(), logprobs.top_logprob_NT[:, :num_top].tolist(),
         strict=True,
     )  # fmt: skip
     described = []
     for token, logprob, rank, top_ids, top_logprobs in rows:
-        row = {token: Logprob(logprob, rank, decode(token))}
+        row = {token: Logprob(logprob, rank, text_of(token))}
         for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-            row.setdefault(top_id, Logprob(value, k + 1, decode(top_id)))
+            row.setdefault(top_id, Logprob(value, k + 1, text_of(top_id)))
         described.append(row)
     return described
 
 
 def trace_round(
-    request: Request, outcome: Outcome, drafter: str | None, rates: Sequence[float], decode: Decode
+    request: Request,
+    outcome: Outcome,
+    drafter: str | None,
+    rates: Sequence[float],
+    text_of: TokenText,
 ) -> list[TokenTrace]:
-    """One record for each token of an outcome that the request does not have yet.
+    """One record per token of an outcome; [] if the outcome has no evidence.
+
+    The records of drafts that were not emitted are in `dropped` of the last record.
 
     Args:
-        outcome: with evidence.
-        drafter: the name of the one that drafted; None: none did.
-        rates: of the rule `synthetic`, one per draft.
+        request: the request, before the outcome's tokens are appended.
+        drafter: the name of the drafter; None: nothing was drafted.
+        rates: the conditional rates of the rule `synthetic`, one per draft.
     """
     if outcome.evidence is None:
         return []
     token_K, p_K1, q_K1, u_K, mass_K, is_real = (column.tolist() for column in outcome.evidence)
-    num, accepted, last = outcome.num_drafts, outcome.num_accepted, len(outcome.token_ids) - 1
-    first, number = len(request.token_ids), 1 + request.trace[-1].round if request.trace else 0
+    num_drafts, num_accepted = outcome.num_drafts, outcome.num_accepted
+    position = len(request.token_ids)  # of the outcome's first token
+    round_number = 1 + request.trace[-1].round if request.trace else 0
     greedy = request.params.temperature == 0 and request.rule != "synthetic"
     rule = "greedy" if greedy else request.rule
-    q_K, mass_K = q_K1[:num], mass_K[:num]
-    threshold_K = _thresholds(rule, p_K1[:num], q_K, mass_K, rates)
-    # The block rule looks at every draft up to the first that is none.
-    looked_at = next((i for i, q in enumerate(q_K) if not q > 0), num) if rule == "block" else 0
+    q_K, mass_K = q_K1[:num_drafts], mass_K[:num_drafts]
+    threshold_K = _thresholds(rule, p_K1[:num_drafts], q_K, mass_K, rates)
+    # The block rule tests all drafts before the first that counts as no draft (its q is not > 0).
+    first_void = next((i for i, q in enumerate(q_K) if not q > 0), num_drafts)
+    num_tested = first_void if rule == "block" else 0
 
-    def record(i: int, token: int, origin: str, p: float, q: float | None) -> TokenTrace:
+    def record(
+        i: int, token: int, origin: str, p: float, q: float | None, **draft_fields: Any
+    ) -> TokenTrace:
+        """The record of a token or draft, i tokens after the outcome's first token."""
         return TokenTrace(
-            token, decode(token) if token >= 0 else None, first + i, number, request.rule,
-            origin, p, q if is_real else None, drafter if num else None,
+            token, text_of(token) if token >= 0 else None, position + i, round_number, request.rule,
+            origin, p, q if is_real else None, drafter if num_drafts else None, **draft_fields,
         )  # fmt: skip
 
     drafts = []
-    for i in range(num):
-        origin, reason = "accepted" if i < accepted else "unread", None
-        if accepted <= i < max(accepted + 1, looked_at) and outcome.is_finite:
+    for i in range(num_drafts):
+        origin, reason = "accepted" if i < num_accepted else "unread", None
+        if num_accepted <= i < max(num_accepted + 1, num_tested) and outcome.is_finite:
             kind = rule if q_K[i] > 0 else "placeholder" if q_K[i] == 0 else "not finite"
             origin, reason = "rejected", REASONS[kind]
-        draft = record(i, token_K[i], origin, p_K1[i], q_K[i] if q_K[i] > 0 else None)
         threshold, mass = threshold_K[i], mass_K[i]
-        drafts.append(
-            replace(
-                draft,
-                draft_index=i,
-                u=None if threshold is None else u_K[i],
-                threshold=threshold,
-                residual_mass=None if math.isnan(mass) else mass,
-                reason=reason,
-            )
-        )
-    records = drafts[:accepted]
-    if last == accepted:
-        replaced = accepted < num and q_K[accepted] > 0
-        token, q = outcome.token_ids[last], q_K1[-1] if replaced else None
-        records.append(record(last, token, outcome.origins[last], p_K1[-1], q))
+        drafts.append(record(
+            i, token_K[i], origin, p_K1[i], q_K[i] if q_K[i] > 0 else None, draft_index=i,
+            u=None if threshold is None else u_K[i], threshold=threshold,
+            residual_mass=None if math.isnan(mass) else mass, reason=reason,
+        ))  # fmt: skip
+    records = drafts[:num_accepted]
+    if len(outcome.token_ids) > num_accepted:  # the token after the accepted drafts
+        replaces_draft = num_accepted < num_drafts and q_K[num_accepted] > 0
+        token, origin = outcome.token_ids[num_accepted], outcome.origins[num_accepted]
+        q = q_K1[-1] if replaces_draft else None
+        records.append(record(num_accepted, token, origin, p_K1[-1], q))
     if records:
-        records[-1] = replace(records[-1], dropped=tuple(drafts[accepted:]))
+        records[-1] = replace(records[-1], dropped=tuple(drafts[num_accepted:]))
     return records
 
 
-def ended_at(records: Sequence[TokenTrace], i: int) -> TokenTrace:
-    """Record i of a round that ends with it; the drafts after it become its dropped ones."""
+def last_record(records: Sequence[TokenTrace], i: int) -> TokenTrace:
+    """Record i of a round, if token i ended the request: it gets all later drafts as dropped."""
     later = [record for record in records[i + 1 :] if record.draft_index is not None]
     drafts = (replace(record, dropped=()) for record in later)
     return replace(records[i], dropped=(*drafts, *records[-1].dropped))
@@ -112,20 +119,23 @@ def ended_at(records: Sequence[TokenTrace], i: int) -> TokenTrace:
 def _thresholds(
     rule: str, p_K: list[float], q_K: list[float], mass_K: list[float], rates: Sequence[float]
 ) -> list[float | None]:
-    """What each u has to be below; None where there is no draft, or draws are compared."""
-    found: list[float | None] = []
-    weight = 1.0  # p_i of the block rule
+    """For each draft, the threshold below which its uniform number u accepts it.
+
+    None if the draft counts as no draft, or if the rule compares tokens and no numbers.
+    """
+    thresholds: list[float | None] = []
+    weight = 1.0  # of the block rule: p_i in docs/verification.md
     for i, (p, q, mass) in enumerate(zip(p_K, q_K, mass_K, strict=True)):
         if rule in ("greedy", "coupled") or not q > 0:
-            found.append(None)
+            thresholds.append(None)
         elif rule == "synthetic":
-            found.append(rates[i])
+            thresholds.append(rates[i])
         elif rule == "standard":
-            found.append(min(1.0, p / q))
+            thresholds.append(min(1.0, p / q))
         elif rule != "block":
             raise NotImplementedError(f"`engine/rounds.py` lacks the verification rule {rule}")
         else:
             weight = min(1.0, weight * p / q)
-            rest = mass + 1 - weight  # NaN: no draft follows
-            found.append(weight if math.isnan(rest) else mass / rest if rest > 0 else 1.0)
-    return found
+            rest = mass + 1 - weight  # NaN if no draft follows
+            thresholds.append(weight if math.isnan(rest) else mass / rest if rest > 0 else 1.0)
+    return thresholds

@@ -1,26 +1,27 @@
-"""Who computes which tokens in the next step. No torch, no sampling, no models.
+"""Which request computes which tokens in the next step. No torch, no sampling, no models.
 
-Charter: admission, the token budget of a step, blocks and slots, and who gives way when blocks run
-out. A running request prefills (known tokens whose K/V are missing) or decodes (its last token and
-the drafts to verify after it). Age decides who runs: requests are admitted in order of arrival,
-and the youngest running one is preempted when an older one needs a block. The oldest is never
-preempted for another, and alone it fits the pool, so every request comes to its end. One of lower
-`priority` is taken to be older than all of higher ones, and may let those wait for ever.
+Charter: admission, the token budget of a step, blocks and slots, and preemption when blocks run
+out. A running request prefills (computes known tokens without K/V) or decodes (computes its last
+token and verifies the drafts after it). Requests are admitted in order of arrival, and the youngest
+running request is preempted when an older request needs a block. The oldest request is never
+preempted for another, and the pool is large enough for any single request. So every request comes
+to its end. A request with a lower `priority` counts as older than all requests with a higher one;
+these may have to wait without end.
 
-A step may be scheduled while the result of the one before is not known. Then every draft of that
-one is taken to be accepted, for blocks; its tokens count as computed, for what comes next; and the
-prefix index gets blocks of committed tokens only.
+A step may be scheduled before the result of the last one is known. Then blocks are reserved as if
+all drafts of the last step were accepted, its known tokens count as computed, and the prefix index
+gets only blocks of committed tokens.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from operator import attrgetter
 
-from foretoken.cache.block_pool import ROOT, Before, BlockPool
+from foretoken.cache.block_pool import ROOT, BlockPool, Parent
 from foretoken.engine.control import DraftControl
 from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, Share, Status
@@ -31,14 +32,14 @@ _BY_ARRIVAL = attrgetter("arrival")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A step: who computes what, and what changed hands for it.
+    """A step: shares of requests, and the changes of slots and blocks before it.
 
     Attributes:
-        shares: of the running requests, in order of arrival.
-        admitted: requests that have a slot anew.
-        new_blocks: (slot, first column, block ids): what block tables have become longer by, in
-            the order in which it is to be written.
-        fresh_blocks: blocks handed out, which hold what their last owner left there.
+        shares: shares of the running requests, in order of arrival.
+        admitted: requests that got a slot.
+        new_blocks: (slot, first column, block ids): entries to append to block tables, in the order
+            in which to write them.
+        fresh_blocks: blocks handed out, which still hold the data of their last owner.
         left_slots: slots of requests that were preempted.
     """
 
@@ -70,9 +71,9 @@ class Scheduler:
 
         Args:
             num_behind: see `Drafter`.
-            control: chooses K where that is `auto`.
-            pace: how much of a prompt a step computes next to requests that decode; None: as much
-                as `max_num_batched_tokens` allows, as always where no request decodes.
+            control: chooses K of requests if the engine's K is `auto`.
+            pace: bounds the prompt tokens of steps in which requests decode; None: only
+                `max_num_batched_tokens` bounds them, as in steps without decoding requests.
         """
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -85,7 +86,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._plan = Schedule()  # the next one, as far as it is made
+        self._next = Schedule()  # collects the changes for the next step
 
     @property
     def has_work(self) -> bool:
@@ -93,17 +94,17 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; it was checked that the whole pool can hold it."""
+        """Queue a request; the caller has checked that the whole pool can hold it."""
         self._num_arrived += 1
         request.arrival = request.params.priority, self._num_arrived
         insort(self.waiting, request, key=_BY_ARRIVAL)
 
     def schedule(self) -> Schedule:
-        """Shares of the next step, in order of arrival; admits waiting requests that fit.
+        """Admit waiting requests that fit, and return the next step.
 
-        A decoding request always gets its token and all its drafts: none is ever dropped for what
-        else is in the batch, which would make sampled tokens depend on it. Prompts get what is left
-        of `max_num_batched_tokens`, and with a pace no more than there is time for.
+        A decoding request always gets its token and all its drafts. If drafts were dropped to make
+        room for other requests, its sampled tokens would depend on them. Prompts get the rest of
+        `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:
             self._enter_blocks(request)
@@ -111,19 +112,18 @@ class Scheduler:
         if self.control is not None:
             self.control.choose(decoding)
         for request in decoding:
-            # Not all drafts of both steps can be accepted where that passes the request's limit.
+            # Tokens past the request's limit need no blocks.
             self._grow(request, min(request.most_known + request.max_drafts, request.limit - 1))
         self._admit()
         self._share()
-        plan, self._plan = self._plan, Schedule()
-        return plan
+        schedule, self._next = self._next, Schedule()
+        return schedule
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
-        """Take back the slot and blocks of a request that ended; also ends a waiting one.
+        """End a running or waiting request.
 
         Args:
-            keep_blocks: whether later requests may reuse what it computed; False if its K/V are
-                not to be trusted.
+            keep_blocks: whether later requests may reuse its K/V.
         """
         if request.status is Status.RUNNING:
             if keep_blocks:
@@ -136,10 +136,9 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def _grow(self, request: Request, num_tokens: int) -> None:
-        """Give a running request the blocks for its first `num_tokens` tokens.
+        """Give a running request the blocks that it lacks for its first `num_tokens` tokens.
 
-        Younger requests are preempted while too few blocks are left; if there is none younger, the
-        request itself is.
+        While too few blocks are free, the youngest request is preempted, maybe this one.
         """
         while request.status is Status.RUNNING:
             first = len(request.block_ids)
@@ -147,7 +146,7 @@ class Scheduler:
             if missing <= self.pool.num_free:
                 if missing > 0:
                     self._hand_out(request, missing)
-                    self._plan.new_blocks.append((request.slot, first, request.block_ids[first:]))
+                    self._next.new_blocks.append((request.slot, first, request.block_ids[first:]))
                 return
             self.preempt(self.running[-1])
 
@@ -156,18 +155,18 @@ class Scheduler:
         for request in [*self.waiting]:
             if self._waits_for_leader(request):
                 continue
-            # One that was preempted waits until the tokens of its last step are known.
+            # A preempted request waits until the tokens of its last step are known.
             if request.launched_share or not self._free_slots or not self._take_blocks(request):
                 break
             self.waiting.remove(request)
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
             insort(self.running, request, key=_BY_ARRIVAL)
-            self._plan.admitted.append(request)
-            self._plan.new_blocks.append((request.slot, 0, request.block_ids[:]))
+            self._next.admitted.append(request)
+            self._next.new_blocks.append((request.slot, 0, request.block_ids[:]))
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Whether it is a sample whose prompt's blocks the first sample is about to compute."""
+        """Whether to wait until the first sample of the group has computed the prompt's blocks."""
         leader = request.group.samples[0]
         if not self.enable_prefix_caching or request is leader:
             return False
@@ -175,21 +174,24 @@ class Scheduler:
         return leader.status is Status.RUNNING and leader.num_computed < shared
 
     def _take_blocks(self, request: Request) -> bool:
-        """Blocks for all known tokens, cached ones as far as they go; False if too few are left.
+        """Take blocks for all known tokens of a request that is to be admitted.
 
-        One block is left free for every running request: without it, an admission would be undone
-        by the next request that grows.
+        Cached blocks are reused. One block stays free for each running request: otherwise the next
+        request that grows might undo the admission.
+
+        Returns:
+            False if too few blocks are free; then none are taken.
         """
         cached = []
         if self.enable_prefix_caching and not request.needs_prompt_logits:
-            # One token at least is left to prefill: the request goes on from its logits, or from
-            # the step in which it is computed.
-            known = len(request.token_ids) - (request.num_output > 0)
-            most = (known - 1) // self.pool.block_size
-            cached = self.pool.match(request.token_ids, most, _root(request))
+            # At least one token is left to prefill: the last token of a prompt is always computed,
+            # because its logits draw the next token.
+            num_known = len(request.token_ids) - (request.num_output > 0)
+            most_cached = (num_known - 1) // self.pool.block_size
+            cached = self.pool.match(request.token_ids, most_cached, _root(request))
         missing = self.pool.blocks_for(len(request.token_ids)) - len(cached)
-        unheld = self.pool.num_unheld(block for block, _ in cached)
-        if missing + unheld + len(self.running) > self.pool.num_free:
+        num_unheld = self.pool.num_unheld(block for block, _ in cached)
+        if missing + num_unheld + len(self.running) > self.pool.num_free:
             return False
         request.block_ids = [block for block, _ in cached]
         request.block_serials = [serial for _, serial in cached]
@@ -199,66 +201,77 @@ class Scheduler:
         return True
 
     def _hand_out(self, request: Request, count: int) -> None:
+        """Append `count` newly allocated blocks to a request's blocks."""
         fresh = self.pool.allocate(count)
         request.block_ids += fresh
-        self._plan.fresh_blocks.extend(fresh)
+        self._next.fresh_blocks.extend(fresh)
 
     def _enter_blocks(self, request: Request) -> None:
-        """Let others find the blocks that the request has filled since it was last asked."""
+        """Enter a request's blocks that have become full into the prefix index."""
         if not self.enable_prefix_caching:
             return
         pool, serials = self.pool, request.block_serials
-        # Behind a stop, accepted drafts are computed that are no tokens of the request.
-        known = len(request.token_ids) - pool.lookahead
-        num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
+        # `num_computed` may count accepted drafts after a stop, which are no tokens of the request.
+        num_known = len(request.token_ids) - pool.lookahead
+        num_full = min(request.num_computed - self.num_behind, num_known) // pool.block_size
         for i in range(len(serials), num_full):
-            before = serials[-1] if serials else _root(request)
+            parent = serials[-1] if serials else _root(request)
             tokens = pool.key(request.token_ids, i)
-            serials.append(pool.enter(before, tokens, request.block_ids[i]))
+            serials.append(pool.enter(parent, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
-        """Decode steps whole, and of prompts what there is room for."""
+        """Schedule all decoding requests, and chunks of prompts as far as there is room."""
+        # Known tokens to compute, of each request that prefills.
         missing = {r: count for r in self.running if (count := r.num_prefill)}
         drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
         chunks = self._chunks(missing, drafts) if missing else {}
-        shares = self._plan.shares
+        shares = self._next.shares
         for request in self.running:
-            slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
+            slot, start, preemptions = request.slot, request.num_scheduled, request.num_preemptions
             if request in drafts:
-                shares.append(Share(request, slot, start, 1, drafts[request], True, times))
+                shares.append(Share(request, slot, start, 1, drafts[request], True, preemptions))
             elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == missing[request] and not request.num_output
-                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
+                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, preemptions))
 
     def _chunks(
         self, missing: Mapping[Request, int], drafts: Mapping[Request, int]
     ) -> dict[Request, int]:
-        """Of what decode steps leave, a quarter to the oldest prompts, and all that is left then to
-        those that end soonest, priority by priority.
+        """The number of prompt tokens in the step, by request.
 
-        So a short prompt does not wait for a long one, nor a long one for ever, and of prompts that
-        came together the first has its token when it is computed, not when all of them are.
+        The decoding requests leave a number of tokens for prompts. A quarter of them goes to the
+        oldest prompts, the rest to the prompts with the fewest missing tokens, priority by
+        priority. So a short prompt does not wait for a long one, and no long prompt waits for ever.
+        Of prompts that arrive together, the first gets its token before the others are computed.
+
+        Args:
+            missing: prompt tokens still to compute, by request in order of arrival.
+            drafts: drafts of each decoding request.
         """
         most = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
         room = None
         if self.pace is not None and drafts:
             room = self.pace.room([*drafts.values()], sum(r.num_scheduled + 1 for r in drafts))
-        soonest = sorted(missing, key=lambda r: (r.params.priority, missing[r]))
-        chunks, left = dict.fromkeys(missing, 0), most
-        for order, part in ((missing, 0.25), (soonest, 1.0)):
-            kept = most - ceil(part * most)  # for the second round
-            for request in order:
-                chunk = min(missing[request] - chunks[request], left - kept)
+        chunks = dict.fromkeys(missing, 0)
+
+        def deal(requests: Iterable[Request], part: float) -> None:
+            """Give tokens to requests in this order, up to `part` of all tokens and of the time."""
+            left = ceil(part * most) - sum(chunks.values())
+            for request in requests:
+                chunk = min(missing[request] - chunks[request], left)
                 if chunk and room is not None:
                     chunk = room.take(request.num_scheduled + chunks[request], chunk, part)
                 chunks[request] += chunk
                 left -= chunk
+
+        deal(missing, part=0.25)
+        deal(sorted(missing, key=lambda r: (r.params.priority, missing[r])), part=1.0)
         return chunks
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to its place in the queue; its tokens stay known."""
+        """Take slot and blocks from a running request and queue it again; it keeps its tokens."""
         self._enter_blocks(request)
-        self._plan.left_slots.append(request.slot)
+        self._next.left_slots.append(request.slot)
         self._leave(request)
         request.num_computed = 0
         request.num_preemptions += 1
@@ -267,6 +280,7 @@ class Scheduler:
         insort(self.waiting, request, key=_BY_ARRIVAL)
 
     def _leave(self, request: Request) -> None:
+        """Take slot and blocks from a running request."""
         self.running.remove(request)
         self.pool.free(request.block_ids)
         self._free_slots.append(request.slot)
@@ -275,7 +289,7 @@ class Scheduler:
         request.block_serials = []
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if a block or slot is leaked or doubly owned, or order is lost."""
+        """Raise `IntegrityError` for a leaked or shared block or slot, or a queue not in order."""
         self.pool.check_integrity(r.block_ids for r in self.running)
         slots = sorted([*self._free_slots, *(r.slot for r in self.running)])
         if slots != list(range(self.max_num_seqs)):
@@ -287,16 +301,17 @@ class Scheduler:
                 _check_request(request, status)
 
 
-def _root(request: Request) -> Before:
-    """What stands before its first block in the prefix index."""
+def _root(request: Request) -> Parent:
+    """The parent of the request's first block in the prefix index."""
     return request.params.cache_salt or ROOT
 
 
 def _check_request(request: Request, status: Status) -> None:
-    name, known = request.group.request_id, len(request.token_ids)
+    """Raise `IntegrityError` for a request that contradicts the queue that it is in."""
+    name, num_known = request.group.request_id, len(request.token_ids)
     if request.status is not status:
         raise IntegrityError(f"{name} is queued as {status} but is {request.status}")
-    if not 0 <= request.num_computed < known:
-        raise IntegrityError(f"{name}: {request.num_computed} tokens computed of {known} known")
+    if not 0 <= request.num_computed < num_known:
+        raise IntegrityError(f"{name}: {request.num_computed} tokens computed of {num_known} known")
     if status is Status.WAITING and (request.num_computed or request.block_ids):
         raise IntegrityError(f"{name} waits but holds blocks")

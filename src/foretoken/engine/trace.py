@@ -1,4 +1,4 @@
-"""The trace of a step: what it computed, and how long its phases took. See `Engine.on_step`."""
+"""The trace of a step: its sizes, and the times of its phases. See `Engine.on_step`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class StepTrace:
 
     Attributes:
         seconds: by phase. On a host, in this order: schedule, admit, batch, draft, forward, verify,
-            advance, observe (if there is a drafter), read, commit. On a GPU the device's own: gap
-            (nothing to do since the step before), draft, forward, verify, observe, read.
-        total: their sum.
-        num_requests: requests in it; num_decoding: those that computed one known token and drafts.
+            advance, observe (if there is a drafter), read, commit. On a GPU, by the device's clock:
+            gap (idle since the step before), draft, forward, verify, observe, read.
+        total: sum of `seconds`.
+        num_requests: requests in the step.
+        num_decoding: how many of them decoded: computed one known token and verified drafts.
         num_tokens: tokens that the target computed.
-        num_context: tokens of the requests whose keys and values it read besides these; drafts of a
-            step that was under way when it was launched are left out.
-        num_drafts, num_accepted: summed over its requests.
-        asked_drafts: how many requests were to have 0, 1, .. drafts, of those that decide.
+        num_context: earlier tokens of the requests, of which the target read keys and values. Not
+            counted are accepted drafts of a step that was under way when this step was launched.
+        num_drafts, num_accepted: verified and accepted drafts of all requests.
+        asked_drafts: item k: how many deciding requests were scheduled with k as the most drafts.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -43,12 +44,9 @@ class StepTrace:
     asked_drafts: list[int] = field(default_factory=list)
 
     def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
-        """Take over what was asked for and what came of it.
-
-        A request that had ended before, of which the host knew too late, is left out.
-        """
-        asked = Counter(share.max_drafts for share in shares if share.decides)
-        self.asked_drafts = [asked[k] for k in range(max(asked, default=-1) + 1)]
+        """Add up shares and outcomes, except of requests that had ended before the commit."""
+        counts = Counter(share.max_drafts for share in shares if share.decides)
+        self.asked_drafts = [counts[k] for k in range(max(counts, default=-1) + 1)]
         for share in shares:
             if share.request.status is Status.FINISHED:
                 continue
@@ -60,26 +58,29 @@ class StepTrace:
             self.num_accepted += outcome.num_accepted
             self.num_decoding += share.decides and share.num_tokens == 1
 
-    def time(self, schedule: float, launch: float, commit: float, result: StepResult) -> None:
-        """Take over seconds of a host: of the call that launched the step, by the runner's phases.
+    def time(self, seconds: Sequence[float], result: StepResult) -> None:
+        """Set the host's seconds by phase.
 
-        What `launch` took besides them counts as `admit`.
+        Args:
+            seconds: the times to schedule, to launch and to commit, in the `Engine.step` that
+                launched this step.
+            result: has the runner's phases. The rest of the launch counts as `admit`.
         """
-        phases = dict(result.phases)
+        (schedule, launch, commit), phases = seconds, dict(result.phases)
         admit = phases.pop("admit", 0.0)
         admit += launch - admit - sum(phases.values())
         self.seconds = {"schedule": schedule, "admit": admit, **phases, "commit": commit}
         self.total = schedule + launch + commit
 
     def read_events(self, result: StepResult) -> None:
-        """Let the device's own times take the place of the host's, if there are any."""
+        """Replace the host's times by those of the device's clock, if events were recorded."""
         if len(result.events) > 1:
             self.seconds = device_phases(result)
             self.total = sum(self.seconds.values())
 
 
 def device_phases(result: StepResult) -> dict[str, float]:
-    """Seconds between the marks that a step left on a GPU, by phase; waits for the last of them."""
+    """Seconds of a step's phases by the clock of the GPU; waits for the step's last event."""
     result.events[-1][1].synchronize()
     return {
         "gap" if phase == "begin" else phase: before.elapsed_time(event) / 1e3
@@ -91,10 +92,10 @@ OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase; costs nothing where nothing is timed.
+    """Adds up the seconds between marks, by phase; costs nothing in steps that are not timed.
 
-    On a GPU the marks that a step leaves between its stages are events, and their distances are
-    known once its result is: see `device_phases`.
+    On a GPU, events are recorded between the stages of a step. The times between the events are
+    known once the step has ended: see `device_phases`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -102,28 +103,28 @@ class PhaseClock:
         self._is_gpu = device is not None and device.type == "cuda"
         self._last = 0.0
         self._events: list[tuple[str, Any]] = []
-        self._latest: Any = None  # the event after the step before
+        self._latest: Any = None  # the latest event, maybe of an earlier step
 
     def start(self, *, timed: bool) -> None:
-        """Time the phases that follow, if so."""
+        """Begin a step; `timed`: whether to time its phases."""
         self._seconds = {} if timed else None
         self._last = time.perf_counter()
 
     def begin(self) -> None:
-        """A step's first stage begins."""
+        """Record the begin of a step's first stage on a GPU."""
         if self._seconds is not None and self._is_gpu:
             self._events = [("gap", self._latest)] if self._latest is not None else []
             self._record("begin")
 
     def mark(self, phase: str) -> None:
-        """The phase of this name, which began at the mark before, ends now."""
+        """End the phase of this name, which began at the mark before."""
         if self._seconds is not None:
             now = time.perf_counter()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
             self._last = now
 
     def mark_stage(self, stage: str, phase: str) -> None:
-        """A stage ends on the device, and the phase of its name or of another on the host."""
+        """End a stage on the device, and a phase on the host."""
         if self._seconds is not None and self._is_gpu:
             self._record(stage)
         self.mark(phase)
@@ -134,7 +135,7 @@ class PhaseClock:
         self._events.append((phase, self._latest))
 
     def take(self) -> tuple[dict[str, float], list[tuple[str, Any]]]:
-        """The phases of a step and its events; nothing is timed any more."""
+        """End the timing of a step; returns its seconds by phase, and its (phase, event) pairs."""
         seconds, events = self._seconds or {}, self._events
         self._seconds, self._events = None, []
         return seconds, events

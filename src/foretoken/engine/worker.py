@@ -1,15 +1,15 @@
-"""Who may touch an engine: its own process, one thread at a time.
+"""Access to an engine: from its own process only, by one thread at a time.
 
 Charter: an engine is not safe for two threads, and its native decoder keeps scratch memory between
-calls. The threads that share an `LLM` take turns of a step each, first come, first served, so that
-every step serves the requests of all of them. (A plain lock goes to whoever asks while it is free,
-which is the thread that just released it.)
+calls. Threads that share an `LLM` take turns, first come, first served: each turn is one step, and
+every step serves the requests of all threads. (A plain lock would go to the thread that just
+released it.)
 
-The engine of an `AsyncEngine` belongs to a thread of its own. Commands of event loops cross to it
-by a queue under one condition, on which the thread sleeps when there is nothing to do; news cross
-back to mailboxes by `call_soon_threadsafe`, on a host when the next pass begins (see
-`ops/passes.py`). Prompts that take long to encode are encoded in another thread, so that neither an
-event loop nor a step waits for them; others between two steps.
+The engine of an `AsyncEngine` belongs to a thread of its own. Event loops send it commands through
+a queue under one condition; without work the thread sleeps on that condition. Outputs go into
+mailboxes, and their readers are woken by `call_soon_threadsafe`, on a host when the next pass
+begins (see `ops/passes.py`). Prompts that take long to encode are encoded in another thread, so
+that neither an event loop nor a step waits for them; short prompts are encoded between two steps.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from foretoken.sampling.params import SamplingParams
 
 _Answer = TypeVar("_Answer")
 _LONG = 2**12
-"""Characters or ids, from which on a prompt is encoded aside: 4 ms; a thread costs 0.1 ms."""
+"""Characters or ids. Longer prompts go to the encoder's thread: they take 4 ms and more to encode;
+the other thread costs 0.1 ms."""
 _ENCODER = "foretoken-encoder"
-_COMMANDS = 0.02
-"""Seconds after which a step comes before further commands."""
+_COMMANDS_S = 0.02
+"""After so many seconds of commands, a step is computed before further commands."""
 
 
 class HomeProcess:
-    """The process that made an engine. A fork of it has the engine's memory but not its threads."""
+    """The process that made an engine. A forked child has the engine's memory, not its threads."""
 
     def __init__(self, owner: str) -> None:
         self._owner, self._pid = owner, os.getpid()
 
     @property
-    def is_left(self) -> bool:
-        """Whether this is another process: a forked child."""
+    def is_forked(self) -> bool:
+        """Whether the present process is a forked child."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise `UsageError` in a forked child, where computing would wait for ever."""
-        if self.is_left:
+        """Raise `UsageError` in a forked child: there a computation would wait for ever."""
+        if self.is_forked:
             raise UsageError(
                 f"this {self._owner} belongs to process {self._pid}, and this is a fork of it "
                 f"(process {os.getpid()}): make the {self._owner} after the fork, or start "
@@ -67,26 +68,29 @@ class HomeProcess:
 class Turns:
     """A lock that threads get in the order in which they ask: `with turns:`.
 
-    What raises while a thread waits (Ctrl-C) costs it its place in the line and nothing else.
+    An exception in a waiting thread (Ctrl-C) takes the thread out of the line and has no other
+    effect.
 
     Raises, on entering:
-        UsageError: in a forked child, or in a thread that has or awaits its turn: a signal handler
-            or a finalizer that runs in the midst of a call.
+        UsageError: in a forked child, or in a thread that has or awaits its turn already. The call
+            then came from a signal handler or a finalizer that runs during another call.
     """
 
     def __init__(self, owner: str) -> None:
         self.home = HomeProcess(owner)
-        # One locked lock per thread; the first thread has the turn, the others wait for theirs.
+        # One lock per thread, in line; the first thread has the turn. A waiting thread blocks on
+        # its own lock, which the thread before it releases when it leaves.
         self._line: deque[threading.Lock] = deque()
         self._threads: set[int] = set()
         self._work: deque[Callable[[], None]] = deque()
 
     @property
     def inside(self) -> bool:
-        """Whether this thread has or awaits its turn."""
+        """Whether the calling thread has or awaits its turn."""
         return threading.get_ident() in self._threads
 
     def __enter__(self) -> None:
+        """Wait for the thread's turn."""
         self.home.check()
         if self.inside:
             raise UsageError(
@@ -105,6 +109,7 @@ class Turns:
             raise
 
     def __exit__(self, *raised: object) -> None:
+        """Do the work of `later`, and end the turn."""
         try:
             while self._work:
                 self._work.popleft()()
@@ -112,13 +117,13 @@ class Turns:
             self._leave(self._line[0])
 
     def later(self, work: Callable[[], None]) -> None:
-        """Have `work` done at the end of a turn: this thread's present one, or one taken for it.
+        """Do `work` at the end of this thread's present turn; without one, take a turn for it.
 
-        It is for whatever may run in the midst of a call, like finalizers, and for what must not be
-        lost if waiting is interrupted: the next turn of any thread does it then. Does nothing in a
-        forked child.
+        This serves finalizers, which may run during another call. It also serves work that must not
+        be lost: if waiting for the turn is interrupted, the next turn of any thread does the work.
+        Does nothing in a forked child.
         """
-        if self.home.is_left:
+        if self.home.is_forked:
             return
         self._work.append(work)
         if not self.inside:
@@ -126,7 +131,7 @@ class Turns:
                 pass
 
     def _leave(self, place: threading.Lock) -> None:
-        """Give up a place in the line and wake whoever is first, also when Ctrl-C comes between."""
+        """Give up a place in the line and wake the first thread, even if Ctrl-C comes between."""
         try:
             self._give_up(place)
         except BaseException:
@@ -134,26 +139,27 @@ class Turns:
             raise
 
     def _give_up(self, place: threading.Lock) -> None:
-        """`_leave`, in steps that may be done twice.
+        """Leave the line, in steps that may be repeated.
 
-        To wake a thread that is awake does no harm, so that no step here needs a lock. The thread
-        counts as inside to the last: a finalizer that ran before would wait for itself.
+        Waking a thread that is awake does no harm, so no step here needs a lock. The thread counts
+        as inside until the last step: otherwise a finalizer that runs in between would take a turn
+        and wait for its own thread.
         """
-        with suppress(ValueError):  # interrupted before it stood in the line
+        with suppress(ValueError):  # interrupted before it was in the line
             self._line.remove(place)
-        with suppress(IndexError, RuntimeError):  # no thread waits; or it is awake already
+        with suppress(IndexError, RuntimeError):  # no thread waits, or it is awake already
             self._line[0].release()
         self._threads.discard(threading.get_ident())
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """How busy an engine is. Its thread goes on meanwhile: numbers may be one step apart.
+    """How busy an engine is. Its thread keeps working, so the numbers may be one step apart.
 
     Attributes:
         num_open: requests with an iterator that has not ended.
         num_running: samples that have a slot.
-        num_waiting: samples that wait for one.
+        num_waiting: samples that wait for a slot.
         kv_cache_usage: share of the cache's blocks that running samples hold, 0..1.
         failure: why nothing is served any more, or None.
     """
@@ -166,11 +172,11 @@ class EngineStatus:
 
 
 class Mailbox:
-    """What one request's reader, on one event loop, has not read yet.
+    """Unread outputs of one request, for its reader on one event loop.
 
     Args:
-        deltas: all of it, as deltas, which are merged when they are read; else the newest output,
-            which holds what came before it.
+        deltas: True: keep all unread deltas, and merge them when they are read. False: keep only
+            the newest output, which contains all earlier ones.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
@@ -179,29 +185,30 @@ class Mailbox:
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
-        self._reader: asyncio.Future[None] | None = None  # the loop's own
+        self._reader: asyncio.Future[None] | None = None  # used only on the loop
 
     def put(self, engine: Engine, group: RequestGroup) -> bool:
-        """From the engine's thread: put in what a request has; True: the reader must be told."""
+        """From the engine's thread: add what is new in a request; returns whether the reader must
+        be woken."""
         news = take_delta(engine, group) if self._deltas else build_output(engine, group)
         if news is None:
             return False
         with self._lock:
-            is_told = bool(self._unread)
+            was_empty = not self._unread
             if self._deltas:
                 self._unread.append(news)
             else:  # never empty in between: the reader looks without the lock
                 self._unread = [news]
-        return not is_told
+        return was_empty
 
     def fail(self, error: ForetokenError) -> None:
-        """From the engine's thread: there will be no more news; what is unread is read first."""
+        """From the engine's thread: let the reader raise this error after all unread outputs."""
         with self._lock:
             self._error = self._error or error
-        tell([self])
+        wake_readers([self])
 
     async def read(self) -> Any:
-        """On the loop: wait for news, a `RequestOutput` or a `RequestDelta`; raises an error."""
+        """On the loop: wait for a `RequestOutput` or `RequestDelta`; raises the error of `fail`."""
         while not (self._unread or self._error):
             self._reader = self.loop.create_future()
             await self._reader
@@ -212,26 +219,27 @@ class Mailbox:
         raise self._error or StepError("an empty mailbox was read")
 
     def wake(self) -> None:
-        """On the loop: what is unread may have been read meanwhile, without waiting."""
+        """On the loop: wake the reader, if it waits."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
 
-def tell(mailboxes: Iterable[Mailbox]) -> list[Mailbox]:
-    """Wake their readers; returns the mailboxes with a loop that is gone.
+def wake_readers(mailboxes: Iterable[Mailbox]) -> list[Mailbox]:
+    """Wake the readers; returns the mailboxes of closed event loops.
 
-    One call for each loop: it writes to a socket, which for each of 512 readers took 8 ms a step.
+    Each loop gets one call for all of its readers. The call writes to a socket: a call for each of
+    512 readers took 8 ms a step.
     """
-    of_loops: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
     for mailbox in mailboxes:
-        of_loops.setdefault(mailbox.loop, []).append(mailbox)
-    gone = []
-    for loop, its in of_loops.items():
+        by_loop.setdefault(mailbox.loop, []).append(mailbox)
+    closed = []
+    for loop, its_mailboxes in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_wake_all, its)
+            loop.call_soon_threadsafe(_wake_all, its_mailboxes)
         except RuntimeError:
-            gone += its
-    return gone
+            closed += its_mailboxes
+    return closed
 
 
 def _wake_all(mailboxes: Sequence[Mailbox]) -> None:
@@ -240,10 +248,12 @@ def _wake_all(mailboxes: Sequence[Mailbox]) -> None:
 
 
 class Worker:
-    """The thread that owns the engine. Public methods are for any thread, others for its own.
+    """The thread that owns the engine. Any thread may call public methods; private methods run in
+    the worker's own thread unless they say otherwise.
 
-    A forked child has no such thread, and its copy of the condition may stay locked for ever:
-    there `enter` and `abort` raise `UsageError`, and what ends something does nothing.
+    A forked child has no such thread, and its copy of the condition may stay locked for ever. So in
+    a forked child `enter` and `abort` raise `UsageError`, and `leave`, `ask_to_stop` and `stop` do
+    nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -258,11 +268,12 @@ class Worker:
         self._is_closing = False
         self._failure: BaseException | None = None
         self._groups: dict[Mailbox, RequestGroup] = {}
-        self._untold: list[Mailbox] = []
-        self._aborted: set[Mailbox] = set()  # before they had a group
+        self._with_news: list[Mailbox] = []  # mailboxes with readers to wake
+        self._aborted: set[Mailbox] = set()  # of requests that were aborted before they were queued
         self._encoder = ThreadPoolExecutor(1, _ENCODER)
         if engine.tokenizer is not None:
-            # A fast tokenizer takes several callers, once it has no truncation to be rid of.
+            # The first call resets a fast tokenizer's truncation. After it threads may share the
+            # tokenizer.
             with suppress(Exception):
                 engine.tokenizer.encode("a")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
@@ -270,11 +281,11 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """The engine, while there is one."""
+        """The engine; `UsageError` once its thread has ended."""
         try:
             return self._engine
         except AttributeError:
-            raise _closed() from None
+            raise _closed_error() from None
 
     def enter(
         self,
@@ -283,7 +294,12 @@ class Worker:
         prompt: Prompt | ChatPrompt,
         params: SamplingParams,
     ) -> str:
-        """Have a request added; returns its name, the next free number if it is given none."""
+        """Add a request; returns its name: `request_id`, or the next free number if that is None.
+
+        Raises:
+            RequestError: another open request has this name.
+            UsageError, StepError: the thread serves no request any more.
+        """
         with self._wake_to_serve():
             name = request_id
             while name is None or (request_id is None and name in self._open):
@@ -299,17 +315,17 @@ class Worker:
                 self._post(add)
         return name
 
-    def call(self, work: Callable[[Engine], _Answer], given: Any = None) -> Future[_Answer]:
-        """Have something done between two steps; what it raises is raised to who waits for it.
+    def call(self, work: Callable[[Engine], _Answer], text: Any = None) -> Future[_Answer]:
+        """Do `work` between two steps; the future gets the answer or the exception.
 
         Args:
-            given: what `work` gives to the tokenizer, if it needs nothing else: if that is long,
-                the work is done in the thread that encodes.
+            text: the input of `work`, if `work` uses nothing but the tokenizer. If the input is
+                long, the encoder's thread does the work.
         """
         future: Future[_Answer] = Future()
         with self._wake_to_serve():
             self._calls.add(future)
-            post = self._encoder.submit if takes_long(given) else self._post
+            post = self._encoder.submit if takes_long(text) else self._post
             post(partial(self._answer, future, work))
         return future
 
@@ -321,23 +337,24 @@ class Worker:
             engine = self._engine
             engine.check_works()
         except AttributeError:
-            return EngineStatus(num_open, failure=_dead(failure) if failure else _closed())
-        except ForetokenError as error:
+            error: ForetokenError = _died_error(failure) if failure else _closed_error()
             return EngineStatus(num_open, failure=error)
+        except ForetokenError as broken:
+            return EngineStatus(num_open, failure=broken)
         scheduler, pool = engine.scheduler, engine.scheduler.pool
         usage = 1 - pool.num_free / pool.num_blocks
         return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
     def leave(self, name: str, mailbox: Mailbox) -> None:
-        """The reader of this mailbox left: its name is free, its request ends."""
-        if self.home.is_left:
+        """Free the name of a request and end it, because the reader of its mailbox has left."""
+        if self.home.is_forked:
             return
         with self._wake:
             del self._open[name]
             self._post(lambda: self._abandon(mailbox))
 
     def abort(self, name: str) -> bool:
-        """Have a request end where it is; False if there is none of that name."""
+        """End a request now; False if no open request has that name."""
         self.home.check()
         with self._wake:
             mailbox = self._open.get(name)
@@ -346,100 +363,102 @@ class Worker:
         return mailbox is not None
 
     def ask_to_stop(self) -> None:
-        """Let the thread end after the present step; nothing is added from here on."""
-        if self.home.is_left:
+        """Let the thread end after the present step; `enter` takes no more requests."""
+        if self.home.is_forked:
             return
         with self._wake:
             self._is_closing = True
             self._wake.notify()
 
     def stop(self) -> None:
-        """Wait until the thread has ended what runs, and itself."""
+        """End all requests and the thread, and wait until the thread has ended."""
         self.ask_to_stop()
-        # The collector runs in any thread; a fork's bookkeeping of threads is not relied upon.
-        here = threading.current_thread()
-        is_ours = here is self._thread or here.name.startswith(_ENCODER)
-        if not is_ours and not self.home.is_left:
+        # A finalizer may call this in any thread. The worker's own threads must not wait.
+        caller = threading.current_thread()
+        is_own = caller is self._thread or caller.name.startswith(_ENCODER)
+        if not is_own and not self.home.is_forked:
             self._thread.join()
 
     @contextmanager
     def _wake_to_serve(self) -> Iterator[None]:
-        """Hold the condition of a thread that will serve what is posted; raises if it will not."""
+        """Inside, any thread holds the condition; raises if no further command will be served."""
         self.home.check()
         with self._wake:
             if self._failure is not None:
-                raise _dead(self._failure)
+                raise _died_error(self._failure)
             if self._is_closing:
-                raise _closed()
+                raise _closed_error()
             yield
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Queue a command; the caller holds the condition."""
+        """From any thread that holds the condition: queue a command."""
         self._commands.append(command)
         self._wake.notify()
 
     def _run(self) -> None:
-        before_passes(self._tell)
+        """Run commands and steps until the thread is asked to stop; then end all requests."""
+        before_passes(self._wake_readers)
         try:
-            while self._obey():
+            while self._run_commands():
                 if self._engine.has_work:
                     self._step()
-            self._encoder.shutdown()  # what it has begun ends as what waits for a slot does
+            self._encoder.shutdown()  # waits: prompts that are being encoded post their commands
             while self._commands:
-                self._obey()
+                self._run_commands()
             for mailbox in [*self._groups]:
                 self._abort(mailbox)
-            self._tell()
-        except BaseException as error:  # whatever ends this thread, readers must learn of it
+            self._wake_readers()
+        except BaseException as error:  # readers and callers must not wait for ever
             with self._wake:
                 self._failure = error
                 readers, callers = [*self._open.values()], [*self._calls]
             for mailbox in readers:
-                mailbox.fail(_dead(error))
+                mailbox.fail(_died_error(error))
             for future in callers:
                 with suppress(InvalidStateError):  # its caller has left
-                    future.set_exception(_dead(error))
+                    future.set_exception(_died_error(error))
         finally:
             self._encoder.shutdown(wait=False)
             del self._engine
 
-    def _obey(self) -> bool:
-        """Sleep until there is something to do; carry out commands; False when it is over."""
+    def _run_commands(self) -> bool:
+        """Sleep until there is something to do, and run commands; False: the thread shall end."""
         with self._wake:
             while not (self._commands or self._is_closing or self._engine.has_work):
                 self._wake.wait()
             has_commands, is_over = bool(self._commands), self._is_closing
         if has_commands:
-            self._tell()  # a prompt may take long to encode
-        until = perf_counter() + _COMMANDS
-        while self._commands and (perf_counter() < until or not self._engine.has_work):
+            self._wake_readers()  # before commands, because a prompt may take long to encode
+        end = perf_counter() + _COMMANDS_S
+        while self._commands and (perf_counter() < end or not self._engine.has_work):
             self._commands.popleft()()
         return not is_over
 
     def _step(self) -> None:
+        """Run one step, and deliver what is new in its requests."""
         changed = {*self._engine.step()}
-        self._tell()  # where there was nothing to compute
+        self._wake_readers()  # if the step had no pass
         self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
-            if group in changed or group.finished:  # in a step that failed, before it ever ran
-                self._show(mailbox, group)
+            if group in changed or group.finished:  # a failed step may end waiting requests
+                self._deliver(mailbox, group)
         if not (self._engine.has_work and self._engine.runner.on_host):
-            self._tell()  # no pass comes, or one that another device computes
+            self._wake_readers()  # no pass follows, or a device computes it
 
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
     ) -> None:
-        """In either thread: encode a prompt, unless its reader has left; then queue it."""
+        """In this thread or the encoder's: encode a prompt and queue it, unless its reader left."""
         if self._open.get(name) is not mailbox:
             return
         try:
             engine = self.engine
-            engine.check_room()  # before it is encoded, which takes as long as a step
+            engine.check_room()  # before encoding, which may take as long as a step
             submission = prepare(engine, name, prompt, params)
         except ForetokenError as error:
             mailbox.fail(error)
             return
-        except Exception as error:  # a bug: the engine's thread says so to all who wait
+        except Exception as error:  # a bug: the engine's thread tells all readers
             command = partial(_raise, error)
         else:
             command = partial(self._submit, mailbox, submission)
@@ -450,6 +469,7 @@ class Worker:
                 self._post(command)
 
     def _submit(self, mailbox: Mailbox, submission: Submission) -> None:
+        """Queue an encoded prompt in the engine, unless its reader has left."""
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:
@@ -461,7 +481,10 @@ class Worker:
             self._abort(mailbox)
 
     def _answer(self, future: Future[_Answer], work: Callable[[Engine], _Answer]) -> None:
-        """In either thread; its caller may have left, or been told that the engine's ended."""
+        """In this thread or the encoder's: do `work` and set the future.
+
+        The future may be cancelled already, or have the error of a thread that died.
+        """
         with suppress(InvalidStateError):
             if not future.done() and future.set_running_or_notify_cancel():
                 try:
@@ -474,38 +497,43 @@ class Worker:
             self._calls.discard(future)
 
     def _abort(self, mailbox: Mailbox) -> None:
-        """End a request, unless it has ended, and show what it has."""
+        """End a request and deliver its output so far.
+
+        A request that is not queued yet ends when `_submit` has queued it.
+        """
         group = self._groups.get(mailbox)
         if group is None:
             self._aborted.add(mailbox)
         else:
             self._engine.abort(group)
-            self._show(mailbox, group)
-            self._tell()
+            self._deliver(mailbox, group)
+            self._wake_readers()
 
     def _abandon(self, mailbox: Mailbox) -> None:
+        """End a request that has no reader any more."""
         self._aborted.discard(mailbox)
         group = self._groups.pop(mailbox, None)
         if group is not None:
             self._engine.abort(group)
 
-    def _show(self, mailbox: Mailbox, group: RequestGroup) -> None:
+    def _deliver(self, mailbox: Mailbox, group: RequestGroup) -> None:
+        """Put what is new in a request into its mailbox; forget the request if it has ended."""
         if mailbox.put(self._engine, group):
-            self._untold.append(mailbox)
+            self._with_news.append(mailbox)
         if group.finished:
             del self._groups[mailbox]
 
-    def _tell(self) -> None:
-        """Wake readers with news; where the loop is gone, the request ends, as no step runs."""
-        untold, self._untold = self._untold, []
-        if gone := tell(untold):
+    def _wake_readers(self) -> None:
+        """Wake the readers of new outputs. Requests of closed loops end before the next step."""
+        mailboxes, self._with_news = self._with_news, []
+        if closed := wake_readers(mailboxes):
             with self._wake:
-                for mailbox in gone:
+                for mailbox in closed:
                     self._post(partial(self._abandon, mailbox))
 
 
 def takes_long(prompt: Any) -> bool:
-    """Whether what is given takes as long to encode, or to read, as a step may."""
+    """Whether encoding or checking this input may take as long as a step."""
     if isinstance(prompt, Mapping):
         return any(map(takes_long, prompt.values()))
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], str):
@@ -517,11 +545,12 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _closed() -> UsageError:
+def _closed_error() -> UsageError:
     return UsageError("this AsyncEngine was closed: make a new one")
 
 
-def _dead(cause: BaseException) -> StepError:
+def _died_error(cause: BaseException) -> StepError:
+    """The error of readers and callers when the engine's thread has died of `cause`."""
     error = StepError(
         f"the engine's thread ended by {type(cause).__name__}: {cause}. This is a bug in Foretoken."
     )

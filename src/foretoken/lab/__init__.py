@@ -1,1 +1,1 @@
-"""The laboratory: measuring and explaining, with the engine and beside it."""
+"""The laboratory: commands that measure, audit, predict and train, built on the engine."""

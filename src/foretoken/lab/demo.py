@@ -1,4 +1,4 @@
-"""The guided first minute behind `foretoken demo`.
+"""`foretoken demo`: a guided first minute.
 
 Every figure on the screen is measured in the run that shows it.
 """
@@ -31,7 +31,7 @@ from foretoken.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
-# Underline and bold tell the kinds apart where there is no colour.
+# Underline and bold distinguish the kinds where there is no colour.
 STYLES = {"accepted": "green", "resampled": "yellow underline", "bonus": "cyan bold", "plain": ""}
 MEANING = {
     "accepted": "drafted, and accepted by the target",
@@ -45,54 +45,46 @@ _DRAFTERS = {
     "ngram": "A look-up in the text so far",
 }
 TEMPERATURES = (0.0, 0.8)
-# These read well; the others follow in their order.
-SHOWN = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
+# Prompts that are easy to read are shown first; the others follow in file order.
+FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
 ROUNDS = 5
 BAR = 32
 PROMPT_LINES = 6
 
 
-class Shown(NamedTuple):
-    """A prompt of the demo.
-
-    prompt: what the engine is given
-    text:   what is shown of it
-    """
+class DemoPrompt(NamedTuple):
+    """A prompt of the demo: its title, the engine's input, and the text to show."""
 
     title: str
     prompt: Any
     text: str
 
 
-def _code() -> list[Shown]:
-    """Beginnings of files, those that read well first."""
-    items = sorted(heldout(), key=lambda item: item.id not in SHOWN)
-    return [Shown(f"{i.package}, {i.file}", i.prompt, i.prompt) for i in items]
+def _code_prompts() -> list[DemoPrompt]:
+    items = sorted(heldout(), key=lambda item: item.id not in FIRST)
+    return [DemoPrompt(f"{i.package}, {i.file}", i.prompt, i.prompt) for i in items]
 
 
-def _questions(template: ChatTemplate) -> list[Shown]:
-    """Questions and tasks."""
-    return [
-        Shown(
-            item.id,
-            {"prompt_token_ids": template.render(item.messages)[1]},
-            f"{item.messages[-1]['content']}\n\n",
-        )
-        for item in heldout_chats()
-    ]
+def _chat_prompts(template: ChatTemplate) -> list[DemoPrompt]:
+    """The held-out conversations, rendered with the chat template."""
+    prompts = []
+    for chat in heldout_chats():
+        prompt = {"prompt_token_ids": template.render(chat.messages)[1]}
+        prompts.append(DemoPrompt(chat.id, prompt, f"{chat.messages[-1]['content']}\n\n"))
+    return prompts
 
 
 class Demo:
-    """Runs the parts in order on one loaded engine.
+    """Runs the parts of the demo in order, on one loaded engine.
 
     Args:
         llm: an engine with a drafter.
-        console: where to write; colour and width are its business.
-        note: called after each part with what has been done, which Ctrl-C reports.
+        console: for the output; it decides on colour and width.
+        note: gets a line about the work done so far, which Ctrl-C reports.
 
-    Attributes, of which a subclass may have others:
+    Attributes, which a subclass may set:
         rounds: timed rounds of each kind of decoding.
-        audit: what checks the losslessness.
+        audit: the class that checks the losslessness.
     """
 
     rounds: int = ROUNDS
@@ -102,10 +94,10 @@ class Demo:
         self.llm, self.console, self.note = llm, console, note
         has_template = getattr(llm.tokenizer, "chat_template", None) is not None
         self.is_chat = has_template and llm.config.model not in BUILT_IN
-        self.items = _questions(ChatTemplate(llm.tokenizer)) if self.is_chat else _code()
+        self.items = _chat_prompts(ChatTemplate(llm.tokenizer)) if self.is_chat else _code_prompts()
 
     def run(self, prompts: int, max_tokens: int, samples: int) -> None:
-        """Completions, acceptance, speed, losslessness: about a minute in all."""
+        """Show completions, acceptance, speed and losslessness, in about a minute."""
         check_int("prompts", prompts, 1, len(self.items))
         chosen = self.items[:prompts]
         self.introduce()
@@ -121,7 +113,7 @@ class Demo:
         self.check_losslessness(samples)
 
     def introduce(self) -> None:
-        """What runs here, and what the colours mean."""
+        """Print what the demo does, and the meaning of its styles."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
         done = "answers questions by" if self.is_chat else "completes Python files by"
@@ -137,7 +129,7 @@ class Demo:
             self.console.print(line.append(meaning))
 
     def complete(
-        self, number: int, count: int, item: Shown, temperature: float, max_tokens: int
+        self, number: int, count: int, item: DemoPrompt, temperature: float, max_tokens: int
     ) -> RequestOutput:
         """Stream one completion, each token in the style of its origin."""
         self._title(f"{number + 1} of {count}: {item.title}, temperature {temperature:g}")
@@ -165,7 +157,7 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
-        """A bar per draft position, with the counts behind it."""
+        """Print a bar for each draft position: the share of its drafts that were accepted."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
@@ -180,8 +172,8 @@ class Demo:
             f"(accepted + 1 per pass): {metrics.mean_acceptance_length:.2f}"
         )
 
-    def show_speed(self, chosen: list[Shown], max_tokens: int) -> None:
-        """Plain and speculative decoding of the same prompts in turn, medians."""
+    def show_speed(self, chosen: list[DemoPrompt], max_tokens: int) -> None:
+        """Show median speeds of plain and speculative decoding of the same prompts, in turn."""
         self._title("Speed, batch 1, plain and speculative in turn")
         ratios = []
         for temperature in TEMPERATURES:
@@ -189,17 +181,17 @@ class Demo:
                 temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0
             )
             plain = replace(speculative, num_speculative_tokens=0)
-            slow: list[float] = []
-            fast: list[float] = []
+            plain_speeds, speculative_speeds = list[float](), list[float]()
             with self._progress("measuring", self.rounds) as advance:
                 for done in range(self.rounds):
                     advance(done)
-                    slow.append(self._speed(chosen, plain))
-                    fast.append(self._speed(chosen, speculative))
-            ratios.append(statistics.median(fast) / statistics.median(slow))
+                    plain_speeds.append(self._speed(chosen, plain))
+                    speculative_speeds.append(self._speed(chosen, speculative))
+            medians = statistics.median(plain_speeds), statistics.median(speculative_speeds)
+            ratios.append(medians[1] / medians[0])
             self.console.print(
-                f"  temperature {temperature:<4g} plain {_span(slow)}   speculative {_span(fast)}"
-                f"   {ratios[-1]:.2f}x"
+                f"  temperature {temperature:<4g} plain {_median_and_range(plain_speeds)}"
+                f"   speculative {_median_and_range(speculative_speeds)}   {ratios[-1]:.2f}x"
             )
         self._say(f"Tokens per second: median of {self.rounds} rounds (least to most).")
         if min(ratios) < 1.0:
@@ -208,23 +200,22 @@ class Demo:
                 "and checking cost more than the passes they save."
             )
 
-    def _speed(self, chosen: list[Shown], params: SamplingParams) -> float:
+    def _speed(self, chosen: list[DemoPrompt], params: SamplingParams) -> float:
         """Tokens per second over all prompts, one after another."""
         start = time.perf_counter()
         outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
         return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, draws: int) -> None:
-        """The likeliest tokens at T=0, the target's distribution at T>0, and what is excluded."""
+        """Audit tokens at T=0, and the tokens' ranks at T=1."""
         self._title("Is it lossless?")
-        config = self.llm.config
         reference = reference_of(self.llm)
-        asked = self.audit(self.llm, SamplingParams(temperature=1.0), reference)
-        self._say(asked.greedy()[1])
-        subject = asked.subject(config.model)._replace(exact=None)
+        engine = self.audit(self.llm, SamplingParams(temperature=1.0), reference)
+        self._say(engine.greedy()[1])
+        subject = engine.subject(self.llm.config.model)._replace(exact=None)
         with self._progress("drawing", draws) as advance:
-            found = audit(subject, draws, advance)
-        self._say(f"Temperature 1, each token's rank among the target's: {found.verdict}")
+            outcome = audit(subject, draws, advance)
+        self._say(f"Temperature 1, each token's rank among the target's: {outcome.verdict}")
         self._say("More: `foretoken audit`.")
 
     def _title(self, text: str) -> None:
@@ -232,7 +223,6 @@ class Demo:
         self.console.print(text, style="bold", markup=False)
 
     def _say(self, text: str) -> None:
-        """A paragraph, indented, wrapped at words."""
         width = max(self.console.width - 2, 20)
         self._write(indent(fill(text, width, break_on_hyphens=False), "  ") + "\n", "")
 
@@ -241,9 +231,9 @@ class Demo:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar that vanishes when done; on anything but a terminal nothing is written.
+        """A bar that vanishes when done; without a terminal nothing is written.
 
-        Yields a function that takes how many of `total` are done.
+        Yields a function to call with the number that is done, out of `total`.
         """
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
         shown = self.console.is_terminal
@@ -252,5 +242,5 @@ class Demo:
             yield lambda done: bar.update(task, completed=done)
 
 
-def _span(speeds: list[float]) -> str:
+def _median_and_range(speeds: list[float]) -> str:
     return f"{statistics.median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"

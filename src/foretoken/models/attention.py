@@ -1,10 +1,10 @@
 """The bridge between Transformers' modules and our attention.
 
-Belongs here: one function registered with `AttentionInterface`, and the context it reads. Does
-not: attention arithmetic (ops backends), what a batch is (`ops/steps.py`).
+Belongs here: one function registered with `AttentionInterface`, and the context that it reads. Does
+not: attention arithmetic (ops backends), the definition of a batch (`ops/steps.py`).
 
-Modules call `paged_attention` once per layer. What it needs beyond query, key and value arrives
-through a context variable, because some families drop unknown keyword arguments.
+Modules call `paged_attention` once per layer. Everything except query, key and value comes from a
+context variable, because some families drop unknown keyword arguments.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from foretoken.ops.steps import ForwardBatch
 
 ATTENTION_NAME = "foretoken_paged"
 
-# Keyword arguments that do not change the result of our attention: dropout is 0 in eval mode,
-# positions and causality come from the batch, the rows to keep are the head's.
+# Keyword arguments that do not change our attention. Dropout is 0 in eval mode. Positions and
+# causality come from the batch. Which rows to keep concerns only the output layer.
 _HARMLESS = frozenset(
     {"dropout", "is_causal", "position_ids", "use_cache", "cache_position", "logits_to_keep"}
 )
 
 
 class AttentionCall(NamedTuple):
-    """What one layer of a module asked of attention: heads of K/V, sizes of a key, of a value."""
+    """One layer's call of attention. `shape` is (K/V heads, size of a key, size of a value)."""
 
     layer: int
     shape: tuple[int, int, int]
@@ -40,12 +40,12 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionPass:
-    """One forward pass: its batch, where K/V lives, and who computes.
+    """One forward pass: its batch, its K/V, and the backend that computes attention.
 
     Args:
-        kv, backend: None probes shapes: nothing is attended to.
-        calls: gets what each layer asks for, in call order, if not None. Recording also refuses
-            keyword arguments that would change attention in a way we do not implement.
+        kv, backend: None: attention is not computed; the pass only shows the calls and shapes.
+        calls: a list to which each layer's call is appended in order. If it is not None, calls with
+            keyword arguments that we do not implement raise `UnsupportedModelError`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", d
 
 @contextmanager
 def attention_context(run: AttentionPass) -> Iterator[None]:
-    """Let modules called inside attend with this batch."""
+    """Make attention calls in the body of the `with` belong to this pass."""
     token = _current.set(run)
     try:
         yield
@@ -85,10 +85,11 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the current pass: [1, H, T, D] queries to [1, T, H, D_v].
+    """Attention of the current pass: queries [1, H, T, D] to outputs [1, T, H, D_v].
 
-    Bottom-right causality by each request's positions; `attention_mask` is always None because no
-    mask function is registered for our name.
+    The keys and values are written to the pass's cache first. Each token attends to the tokens of
+    its own request up to its own position. `attention_mask` is always None, because no mask
+    function is registered for `ATTENTION_NAME`.
     """
     run = _current.get()
     if run is None:
@@ -111,10 +112,15 @@ def paged_attention(
 
 
 def _check_call(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]
+    layer: int, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
 ) -> None:
-    # None and False switch nothing on, whatever their name (`output_router_logits=False`).
-    unknown = sorted(k for k, v in asked.items() if not (v is None or v is False or k in _HARMLESS))
+    """Raise `UnsupportedModelError` for shapes or arguments that we do not implement."""
+    # None and False switch nothing on, whatever the argument (`output_router_logits=False`).
+    unknown = sorted(
+        name
+        for name, value in arguments.items()
+        if not (value is None or value is False or name in _HARMLESS)
+    )
     if unknown:
         raise UnsupportedModelError(
             f"Attention of layer {layer} asks for {', '.join(f'`{k}`' for k in unknown)}, which "

@@ -1,7 +1,7 @@
 """Weights of compressed-tensors: small integers with scales, in safetensors.
 
-Belongs here: their tensors as weights. Does not: which schemes these are (`compressed_scheme.py`),
-products (`ops/`).
+Belongs here: making weights of the stored tensors. Does not: which schemes are read
+(`compressed_scheme.py`), matrix products (`ops/`).
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from foretoken.models.stored import StoredWeights
 from foretoken.ops.stack import Blocks, Dense, Grouped
 
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
-_BITS = 32  # of what codes are packed into
+_WORD_BITS = 32  # codes are packed into words of this size
 
 
 class CompressedWeights(StoredWeights):
-    """See `StoredWeights`.
+    """The weights of a checkpoint of compressed-tensors; see `StoredWeights`.
 
     Args:
         headers: of the safetensors files.
-        module: the twin, whose parameters say what there must be.
+        module: Transformers' module of the model; the files must have exactly its parameters.
 
     Raises:
-        CheckpointError: tensors are missing, too many, or of other shapes than the module's.
+        CheckpointError: tensors are missing, left over, or of other shapes than the module's.
     """
 
     def __init__(
         self, folder: Path, headers: Mapping[Path, Mapping[str, Any]], module: Any
     ) -> None:
-        self._stored = Stored(headers)
+        self._stored = CompressedTensors(headers)
         names = self._stored.parameters()
         known = {name for name, _ in module.named_parameters()}
-        is_tied = "lm_head.weight" not in known
-        others = names - known - ({"lm_head.weight"} if is_tied else set())  # a copy
-        check_leftovers(module, others, folder)
+        # If the head is tied, the files may hold a copy of the embedding as `lm_head`.
+        check_leftovers(module, names - known - {"lm_head.weight"}, folder)
         super().__init__(folder, names & known)
         shapes = {name: tuple(self._stored.shape(name)) for name in self.names}
         self.check_shapes(module, shapes)
-        self._groups = group_sizes(module.config.quantization_config)
+        self._group_sizes = group_sizes(module.config.quantization_config)
 
     def weight(self, name: str) -> Dense | Blocks | Grouped:
         """See `StoredWeights`."""
         weight = self._stored.weight(name)
         if isinstance(weight, Grouped):
             bits, groups = 4 if weight.codes.dtype is torch.uint8 else 8, weight.scale_NG.shape[1]
-            found = bits, weight.shape[1] // groups if groups > 1 else 0
-            if found not in self._groups and (bits, weight.shape[1]) not in self._groups:
+            row_size = weight.shape[1]
+            scheme = bits, row_size // groups if groups > 1 else 0
+            # A single scale per row may also be described as a group of the whole row.
+            if scheme not in self._group_sizes and (bits, row_size) not in self._group_sizes:
                 raise CheckpointError(
                     f"`{name}` is stored in {bits} bits with {groups} scales a row, which is not "
                     "what `config_groups` of `config.json` says: the weights are damaged."
@@ -67,11 +68,11 @@ class CompressedWeights(StoredWeights):
         return self._stored.tensor(name)
 
     def release(self) -> None:
-        """See `StoredWeights`: each tensor's map ends with it."""
+        """See `StoredWeights`. Nothing to do: each tensor's memory map is freed with the tensor."""
 
 
-class Stored:
-    """The tensors of safetensors files, some of them in parts."""
+class CompressedTensors:
+    """The tensors of safetensors files. A compressed parameter is stored as several tensors."""
 
     def __init__(self, headers: Mapping[Path, Mapping[str, Any]]) -> None:
         names = {name: path for path, header in headers.items() for name in header}
@@ -79,12 +80,12 @@ class Stored:
         self._shapes = {name: headers[path][name]["shape"] for name, path in self._paths.items()}
 
     def parameters(self) -> set[str]:
-        """The names of what the tensors are parts of."""
-        found = {name.removesuffix(_PACKED) for name in self._paths}
-        return {name for name in found if not self._is_part(name)}
+        """The names of all parameters, compressed or not."""
+        names = {name.removesuffix(_PACKED) for name in self._paths}
+        return {name for name in names if not self._is_part(name)}
 
     def shape(self, name: str) -> list[int]:
-        """Of a parameter."""
+        """The shape of a parameter."""
         if name in self._shapes:
             return list(self._shapes[name])
         sizes = self.tensor(name + _SHAPE)
@@ -93,7 +94,7 @@ class Stored:
         return [int(size) for size in sizes.flatten().tolist()]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
+        """A tensor as stored."""
         from safetensors import safe_open
 
         if name not in self._paths:
@@ -103,10 +104,10 @@ class Stored:
             return tensor
 
     def weight(self, name: str) -> Dense | Grouped:
-        """A matrix, or a vector.
+        """A parameter as stored: a matrix or vector of plain numbers, or a compressed matrix.
 
         Raises:
-            CheckpointError: its parts do not fit each other, or a scale is not finite.
+            CheckpointError: its tensors do not fit each other, or a scale is not finite.
         """
         if name in self._paths and name + _SCALE not in self._paths:
             values = self.tensor(name)
@@ -122,38 +123,47 @@ class Stored:
             if codes.dtype is not torch.int8:
                 raise CheckpointError(f"`{name}` is stored as {codes.dtype}: must be int8.")
         else:
-            codes = _unpacked(name, self.tensor(name + _PACKED), out, inputs)
-        return Grouped(codes, _scales(name, scale, out, inputs))
+            codes = _unpack(name, self.tensor(name + _PACKED), out, inputs)
+        return Grouped(codes, _expand_scales(name, scale, out, inputs))
 
     def _is_part(self, name: str) -> bool:
+        """Whether a tensor is the scale or the shape of a compressed parameter."""
         for suffix in (_SCALE, _SHAPE):
-            whole = name.removesuffix(suffix)
-            if whole != name and (whole in self._paths or whole + _PACKED in self._paths):
+            parameter = name.removesuffix(suffix)
+            stored_names = (parameter, parameter + _PACKED)
+            if parameter != name and any(stored in self._paths for stored in stored_names):
                 return True
         return False
 
 
-def _scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
-    """Of each row's groups, float32 [out, groups]: stored for a tensor, for rows, or for groups."""
-    wide = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
-    if wide.dim() == 1:
-        wide = wide[:, None]
-    fits = wide.dim() == 2 and len(wide) in (1, out) and wide.shape[1] >= 1
-    if not fits or inputs % wide.shape[1] or not bool(wide.isfinite().all()):
+def _expand_scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
+    """The scales of each row's groups, float32 [out, groups].
+
+    Args:
+        name: of the matrix [out, inputs], for messages.
+        scale: the stored scales: a single one, one per row, or one per group of a row.
+    """
+    scale_NG = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
+    if scale_NG.dim() == 1:
+        scale_NG = scale_NG[:, None]
+    fits = scale_NG.dim() == 2 and len(scale_NG) in (1, out) and scale_NG.shape[1] >= 1
+    if not fits or inputs % scale_NG.shape[1] or not bool(scale_NG.isfinite().all()):
         raise CheckpointError(
             f"`{name}{_SCALE}` is {[*scale.shape]} for a matrix of {[out, inputs]}, or not all "
             "finite: must be a number for all, for each row, or for equal groups of each row."
         )
-    return wide.expand(out, -1).contiguous()
+    return scale_NG.expand(out, -1).contiguous()
 
 
-def _unpacked(name: str, packed: Tensor, out: int, inputs: int) -> Tensor:
-    """Codes as `Grouped` has them: of eight bits one a byte, of four bits two.
+def _unpack(name: str, packed: Tensor, out: int, inputs: int) -> Tensor:
+    """The codes of a packed matrix [out, inputs] in the layout of `Grouped`: a byte holds one code
+    of eight bits, or two of four bits.
 
-    A word of 32 bits holds them lowest bits first, each with half of its range added.
+    In the file a word of 32 bits holds several codes, the first one in its lowest bits. Half of the
+    range was added to each code, so that none is negative.
     """
-    bits = _BITS * packed.shape[-1] // inputs if packed.dim() == 2 else 0
-    fits = packed.shape == (out, -(-inputs * bits // _BITS)) and inputs * bits % 8 == 0
+    bits = _WORD_BITS * packed.shape[-1] // inputs if packed.dim() == 2 else 0
+    fits = packed.shape == (out, -(-inputs * bits // _WORD_BITS)) and inputs * bits % 8 == 0
     if packed.dtype is not torch.int32 or bits not in (4, 8) or not fits:
         raise CheckpointError(
             f"`{name}{_PACKED}` is {packed.dtype} {[*packed.shape]}, which is not a matrix of "

@@ -1,10 +1,10 @@
-"""Which schemes of compressed-tensors are read as they are stored.
+"""Which schemes of compressed-tensors are read in their stored format.
 
-Belongs here: what a `quantization_config` says. Does not: tensors (`compressed.py`); all other
-quantised checkpoints, which Transformers' quantisers load.
+Belongs here: reading a `quantization_config`. Does not: tensors (`compressed.py`); other quantised
+checkpoints, which Transformers' quantisers load.
 
-Read are integers of four or eight bits, symmetric, with one scale per tensor, channel or group,
-packed (`pack-quantized`) or not (`int-quantized`).
+These schemes are symmetric integers of four or eight bits, packed (`pack-quantized`) or not
+(`int-quantized`), with one scale per tensor, channel or group.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ _FORMATS = ("pack-quantized", "int-quantized")
 _STRATEGIES = ("tensor", "channel", "group")
 
 
-def is_compressed(given: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a `quantization_config` is of this kind."""
-    return isinstance(given, Mapping) and given.get("quant_method") == "compressed-tensors"
+def is_compressed(config: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a `quantization_config` is one of compressed-tensors."""
+    return isinstance(config, Mapping) and config.get("quant_method") == "compressed-tensors"
 
 
-def why_not(given: Mapping[str, Any]) -> str | None:
-    """What of a `quantization_config` is not read here; None: nothing."""
-    if (name := given.get("format")) not in _FORMATS:
+def unsupported_reason(config: Mapping[str, Any]) -> str | None:
+    """Why weights with this `quantization_config` of compressed-tensors are not read in their
+    stored format; None if they are."""
+    if (name := config.get("format")) not in _FORMATS:
         return f"its format is `{name}`, not one of {', '.join(_FORMATS)}"
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if given.get(key):
+        if config.get(key):
             return f"it has a `{key}`"
-    groups = given.get("config_groups")
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return "its `config_groups` are not given one by one"
     for group in groups.values():
@@ -36,47 +37,56 @@ def why_not(given: Mapping[str, Any]) -> str | None:
             return "its `config_groups` are names of presets"
         if group.get("output_activations"):
             return "outputs are quantised, too"
-        found = _why_not_weights(group.get("weights")) or _why_not_inputs(
-            group.get("input_activations")
-        )
-        if found is not None:
-            return found
+        if reason := _unsupported_weights(group.get("weights")):
+            return reason
+        if reason := _unsupported_inputs(group.get("input_activations")):
+            return reason
     return None
 
 
-def _why_not_weights(weights: Any) -> str | None:
-    told = weights if isinstance(weights, Mapping) else {}
-    if told.get("type", "int") != "int" or told.get("num_bits") not in (4, 8):
-        return f"weights are `{told.get('type')}` of {told.get('num_bits')} bits, not int of 4 or 8"
-    if not told.get("symmetric", True):
+def _unsupported_weights(weights: Any) -> str | None:
+    """Why a group's scheme of weights is not supported; None if it is."""
+    values = weights if isinstance(weights, Mapping) else {}
+    kind, bits = values.get("type"), values.get("num_bits")
+    if values.get("type", "int") != "int" or bits not in (4, 8):
+        return f"weights are `{kind}` of {bits} bits, not int of 4 or 8"
+    if not values.get("symmetric", True):
         return "weights have zero points (`symmetric` is false)"
-    if (strategy := told.get("strategy")) not in _STRATEGIES:
+    if (strategy := values.get("strategy")) not in _STRATEGIES:
         return f"scales are by `{strategy}`, not by one of {', '.join(_STRATEGIES)}"
-    if told.get("actorder") not in (None, False, "static", "weight"):
+    if values.get("actorder") not in (None, False, "static", "weight"):
         return "groups are of inputs in another order (`actorder`)"
     return None
 
 
-def _why_not_inputs(inputs: Any) -> str | None:
-    """Products round what they read to eight bits: so may a checkpoint, but in no other way."""
+def _unsupported_inputs(inputs: Any) -> str | None:
+    """Why a group's scheme of input activations is not supported; None if it is.
+
+    Our matrix products round their inputs to eight bits. So a checkpoint may ask for that, or not
+    mention inputs.
+    """
     if not inputs:
         return None
-    told = inputs if isinstance(inputs, Mapping) else {}
-    is_eight = told.get("num_bits") == 8 and told.get("type", "int") == "int"
-    if not (is_eight and told.get("dynamic") and told.get("symmetric", True)):
+    values = inputs if isinstance(inputs, Mapping) else {}
+    is_eight = values.get("num_bits") == 8 and values.get("type", "int") == "int"
+    if not (is_eight and values.get("dynamic") and values.get("symmetric", True)):
         return "inputs are not rounded to eight bits as they come (`input_activations`)"
     return None
 
 
-def group_sizes(given: Any) -> set[tuple[int, int]]:
-    """What weights may be stored in: bits, and numbers of a group, 0 where a row has one scale.
+def group_sizes(config: Any) -> set[tuple[int, int]]:
+    """The pairs (bits, numbers per group) in which weights may be stored; 0 numbers per group: one
+    scale per row or tensor.
 
     Args:
-        given: a `quantization_config` of which `why_not` finds nothing.
+        config: a `quantization_config` for which `unsupported_reason` returns None.
     """
-    told = given if isinstance(given, Mapping) else given.to_dict()
-    schemes = [group["weights"] for group in told["config_groups"].values()]
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    schemes = [group["weights"] for group in values["config_groups"].values()]
     return {
-        (int(w["num_bits"]), int(w.get("group_size") or 0) if w["strategy"] == "group" else 0)
-        for w in schemes
+        (
+            int(scheme["num_bits"]),
+            int(scheme.get("group_size") or 0) if scheme["strategy"] == "group" else 0,
+        )
+        for scheme in schemes
     }

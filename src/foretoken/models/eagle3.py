@@ -1,14 +1,15 @@
 """An EAGLE-3 head: its weights, in three layouts, as a stack with a feature rule.
 
-Belongs here: the layouts of tensors, which ids a head drafts, and whether a backend's own layout
-may be taken: it is compared with stock operators on random rows. (Wrong drafts would cost no more
-than speed: the target verifies them.) Does not: `config.json` (`eagle3_config.py`), when a head
-runs and what is kept between passes (`drafting/stacks.py`).
+Belongs here: the layouts of tensors, which ids a head drafts, and whether a backend's kernels may
+run it. For that, kernels are compared with stock operators on random rows. (Wrong drafts would only
+cost speed, since the target verifies them.) Does not: `config.json` (`eagle3_config.py`), when a
+head runs and what is kept between passes (`drafting/stacks.py`).
 
-Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
-and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
-not been yet, its own output of the row before stands in for the feature (Li et al. 2025, "EAGLE-3:
-Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
+Row i reads two things: the *feature* of position i, which `fc` makes from several hidden states of
+the target, and the token at position i + 1. Its output predicts the token at i + 2. Where the
+target has not computed hidden states yet, the head's output for the row before replaces the feature
+(Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test").
 """
 
 from __future__ import annotations
@@ -24,58 +25,46 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import check_weights, read_json
-from foretoken.models.compressed import Stored
+from foretoken.models.compressed import CompressedTensors
 from foretoken.models.compressed_scheme import is_compressed
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.guards import TOLERANCE, check_finite
 from foretoken.models.sizes import check_fit, check_room, check_sizes, stored_sizes
 from foretoken.models.stored import numbers_of
 from foretoken.ops import AttentionBatch, AttentionOptions, Backend
-from foretoken.ops.stack import (
-    Attention,
-    Dense,
-    FeatureRule,
-    Gated,
-    Grouped,
-    Joined,
-    Layer,
-    Linear,
-    LoadedStack,
-    Rope,
-    Stack,
-    UnfitError,
-    Weight,
-    device_of,
-    dtype_of,
-    plain,
-    rounds_rows,
-)
 from foretoken.ops.steps import ForwardBatch
+
+from foretoken.ops.stack import (  # isort: skip
+    Attention, Dense, FeatureRule, Gated, Grouped, Joined, Layer, Linear, LoadedStack, Rope, Stack,
+    UnfitError, Weight, device_of, dtype_of, plain, rounds_rows,
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
 _BLOCK = 4  # tokens per cache block of the check
 _PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
-"""New rows of each request in turn: a prompt, drafts of three, what the target verified, of one."""
+"""The check's passes, each with its number of new rows per request: prompts of three requests, a
+draft for each, rows to verify, a draft for only the first request."""
 _LONGEST = sum(map(max, _PASSES))
 
-# What names of tensors begin with in one layout or another, and here: as in `speculators`.
+# Prefixes of tensor names in other layouts, with the prefixes of `speculators`' layout. The names
+# of that layout are used here.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0."}
 _LAYER = "layers.0."
-OUTPUT_LAYER, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
+OUTPUT_LAYER, _EMBEDDING, _ID_OFFSETS = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
-# Where rows are rounded to eight bits, the last bit of a number may decide between two codes.
+# For rows that are rounded to eight bits, where a last bit may decide between two codes.
 _ROUNDED_TOLERANCE = 0.1
 
 
 def lacks_head(folder: Path, config: Eagle3Config) -> bool:
-    """Whether the weights leave the output layer to the target; reads names alone.
+    """Whether the head has no output layer and uses the target's. It reads only the files' headers.
 
     Raises:
         CheckpointError: the weights cannot be read.
     """
-    names = {_our_name(name) for name in Stored(_headers(folder)).parameters()}
+    names = {_canonical_name(name) for name in CompressedTensors(_headers(folder)).parameters()}
     return OUTPUT_LAYER not in names and config.draft_vocab_size == config.vocab_size
 
 
@@ -90,11 +79,12 @@ def load_head(
     head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
-    """Load a head in the backend's own layout, or in stock operators if that does not agree.
+    """Load a head into the backend's kernels, or into stock operators if the kernels lack something
+    or give other results.
 
     Args:
         positions: longest context, in tokens.
-        most_rows: requests that draft at once.
+        most_rows: the most requests that draft in one pass.
         config, embedding, head, dummy_seed: see `read_head`.
 
     Raises:
@@ -103,23 +93,26 @@ def load_head(
     """
     stack = read_head(folder, config, embedding, head=head, dummy_seed=dummy_seed)
     stock = backend.stock_stack(stack)
-    tried = [stock]
+    kernels: LoadedStack | None = None
     try:
-        own = backend.load_stack(stack, max(positions, _LONGEST), most_rows)
-        if type(own) is not type(stock):
-            tried.append(own)
+        kernels = backend.load_stack(stack, max(positions, _LONGEST), most_rows)
     except UnfitError as reason:
         _log.info("The EAGLE-3 head runs in stock operators: %s", reason)
-    backend.compile_ahead(lambda: [_outputs(one, config) for one in tried])
-    expected, *others = (_outputs(one, config) for one in tried)
-    if not all(bool((output < torch.inf).all()) for output in expected):  # -inf: never drafted
+    if type(kernels) is type(stock):  # the backend's own stack is in stock operators, too
+        kernels = None
+    heads = [stock] if kernels is None else [stock, kernels]
+    backend.compile_ahead(lambda: [_run_passes(head, config) for head in heads])
+    expected = _run_passes(stock, config)
+    outputs = None if kernels is None else _run_passes(kernels, config)
+    # Logits are -inf for ids that the head never drafts.
+    if not all(bool((output < torch.inf).all()) for output in expected):
         raise UnsupportedModelError(
             f"The EAGLE-3 head gives numbers that are not finite in {stack.dtype}: its weights are "
             "damaged, or too large for this dtype (float16 ends at 65504). Try another `dtype`."
         )
-    if not others:
+    if kernels is None or outputs is None:
         return stock
-    error = _difference(expected, *others)
+    error = _difference(expected, outputs)
     tolerance = _ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
     if not error <= tolerance:  # NaN too
         _log.warning(
@@ -130,7 +123,7 @@ def load_head(
             tolerance,
         )
         return stock
-    return tried[1]
+    return kernels
 
 
 def read_head(
@@ -141,29 +134,29 @@ def read_head(
     head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> Stack:
-    """The weights of a head, in any of the layouts.
+    """Read the weights of a head, in any of the layouts, as a stack.
 
     Args:
-        config: of this folder.
-        embedding: the target's, [V, hidden]; the head takes its dtype (float32 of blocks) and its
-            device, too. One of the head's own is used in its stead, and has to be there if its
-            vectors have another size.
+        config: what `read_eagle3_config` returns for this folder.
+        embedding: the target's, [V, hidden]. The head takes its device and dtype (float32 for
+            blocks). If the head has an embedding of its own, that is used; it must have one if the
+            target's vectors have another size.
         head: the target's output layer, if the head has none; see `lacks_head`.
-        dummy_seed: if given, weights are random numbers of this seed, the ids that it drafts are
-            spread evenly over the target's, and `config.json` is all that the folder must have.
+        dummy_seed: if not None, weights are random numbers of this seed, the ids that the head
+            drafts are spread evenly over the target's, and the folder needs only a `config.json`.
 
     Raises:
-        CheckpointError: the weights cannot be read, are not those of `config.json`, or not finite.
-        EngineMemoryError: random weights of its sizes are beyond the device.
+        CheckpointError: the weights cannot be read, do not fit `config.json`, or are not finite.
+        EngineMemoryError: random weights are larger than the device's memory.
     """
     shapes, optional = tensor_shapes(config), _optional_shapes(config)
     dtype, device, output = dtype_of(embedding), device_of(embedding), None
     if embedding.shape[1] != config.hidden_size:
         shapes[_EMBEDDING] = optional[_EMBEDDING]
-    drafted, known = config.draft_vocab_size, config.vocab_size
+    num_ids, num_target_ids = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
         stored = _read_weights(folder, config)
-        offset = stored.pop(_MAP, None)
+        offset = stored.pop(_ID_OFFSETS, None)
         target_ids = _target_ids(folder, offset if isinstance(offset, Tensor) else None, config)
         if _EMBEDDING in shapes and _EMBEDDING not in stored:
             raise CheckpointError(
@@ -172,60 +165,61 @@ def read_head(
             )
         if head is not None and OUTPUT_LAYER not in stored:
             output = head
-        _check_names(folder, stored, shapes, optional, output)
+        _check_tensors(folder, stored, shapes, optional, output)
     else:
         check_room(folder, config.layer, shapes, dtype, device)
         stored = {**_random_weights(shapes, dummy_seed, dtype, device)}
-        target_ids = torch.arange(drafted) * known // drafted
-    tensors = {name: _placed(w, dtype, device) for name, w in stored.items()}
-    check_finite(folder, ((n, w) for n, w in tensors.items() if isinstance(w, Tensor)))
-    own = tensors.pop(_EMBEDDING, None)
-    if isinstance(own, Grouped):
-        own = numbers_of(own)
-    is_copy = (
-        isinstance(embedding, Dense) and own is not None and torch.equal(own, embedding.values)
-    )
-    vectors = embedding if own is None or is_copy else Dense(own)
-    is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
-    to_target = None if is_identity else target_ids.to(device)
-    return stack_of(tensors, config, vectors, to_target, output)
+        target_ids = torch.arange(num_ids) * num_target_ids // num_ids
+    tensors = {name: _to_device(weight, dtype, device) for name, weight in stored.items()}
+    plain_tensors = {name: w for name, w in tensors.items() if isinstance(w, Tensor)}
+    check_finite(folder, plain_tensors.items())
+    vectors, own = embedding, tensors.pop(_EMBEDDING, None)
+    if own is not None:
+        own_vectors = numbers_of(own) if isinstance(own, Grouped) else own
+        is_copy = isinstance(embedding, Dense) and torch.equal(own_vectors, embedding.values)
+        vectors = embedding if is_copy else Dense(own_vectors)
+    all_ids = torch.arange(num_target_ids)
+    is_identity = num_ids == num_target_ids and bool((target_ids == all_ids).all())
+    id_map = None if is_identity else target_ids.to(device)
+    return stack_of(tensors, config, vectors, id_map, output)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a head must have, by our names, except the map of ids."""
-    layer, width = config.layer, config.hidden_size
-    queries = layer.num_attention_heads * layer.head_dim
-    keys, inner = layer.num_key_value_heads * layer.head_dim, layer.intermediate_size
-    states = config.num_aux * config.target_hidden_size
+    """The shapes of all tensors that a head must have, by the names used here; without the map of
+    ids."""
+    layer, hidden_size = config.layer, config.hidden_size
+    q_size = layer.num_attention_heads * layer.head_dim
+    kv_size, feed_size = layer.num_key_value_heads * layer.head_dim, layer.intermediate_size
+    states_size = config.num_aux * config.target_hidden_size
     in_layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (width,),
-        "hidden_norm.weight": (width,),
-        "self_attn.q_proj.weight": (queries, 2 * width),
-        "self_attn.k_proj.weight": (keys, 2 * width),
-        "self_attn.v_proj.weight": (keys, 2 * width),
-        "self_attn.o_proj.weight": (width, queries),
-        "post_attention_layernorm.weight": (width,),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
+        "input_layernorm.weight": (hidden_size,),
+        "hidden_norm.weight": (hidden_size,),
+        "self_attn.q_proj.weight": (q_size, 2 * hidden_size),
+        "self_attn.k_proj.weight": (kv_size, 2 * hidden_size),
+        "self_attn.v_proj.weight": (kv_size, 2 * hidden_size),
+        "self_attn.o_proj.weight": (hidden_size, q_size),
+        "post_attention_layernorm.weight": (hidden_size,),
+        "mlp.gate_proj.weight": (feed_size, hidden_size),
+        "mlp.up_proj.weight": (feed_size, hidden_size),
+        "mlp.down_proj.weight": (hidden_size, feed_size),
     }
     if config.attention_bias:
-        sizes = {"q": queries, "k": keys, "v": keys}
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
         in_layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
     if config.qk_norm:
         in_layer |= {f"self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
     norms = _fc_norms(config)
     return {
-        **{name: (states // len(norms),) for name in norms},
-        "fc.weight": (width, states),
+        **{name: (states_size // len(norms),) for name in norms},
+        "fc.weight": (hidden_size, states_size),
         **{_LAYER + name: shape for name, shape in in_layer.items()},
-        "norm.weight": (width,),
-        OUTPUT_LAYER: (config.draft_vocab_size, width),
+        "norm.weight": (hidden_size,),
+        OUTPUT_LAYER: (config.draft_vocab_size, hidden_size),
     }
 
 
 def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """What a head may have beside `tensor_shapes`; not every output layer has its bias."""
+    """The shapes of tensors that a head may have in addition to `tensor_shapes`."""
     bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
     return {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
@@ -234,7 +228,7 @@ def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def _fc_norms(config: Eagle3Config) -> list[str]:
-    """The norms in front of `fc`, each of an equal part of what it reads."""
+    """The names of the norms before `fc`. Each norms an equal part of the input of `fc`."""
     if config.norm_before_fc:
         return ["input_norm.weight"]
     return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
@@ -247,21 +241,24 @@ def stack_of(
     target_ids: Tensor | None,
     output: Weight | None = None,
 ) -> Stack:
-    """Tensors by our names as a stack. Without `target_ids` logits are by the head's own ids.
+    """The stack of a head.
 
     Args:
-        output: the output layer, if the tensors have none.
+        tensors: by the names used here; see `tensor_shapes`.
+        target_ids: the target's id for each id of the head; None: columns of the logits are the
+            head's ids.
+        output: the output layer, if `tensors` has none.
     """
     sizes, device = config.layer, device_of(embedding)
 
     def linear(*names: str) -> Linear:
         weights = [tensors[f"{_LAYER}{name}.weight"] for name in names]
-        biases = [vector(f"{n}.bias") for n in names if f"{_LAYER}{n}.bias" in tensors]
+        biases = [vector(f"{name}.bias") for name in names if f"{_LAYER}{name}.bias" in tensors]
         split = tuple(weight.shape[0] for weight in weights)
-        return Linear(_joined(weights), torch.cat(biases) if biases else None, split)
+        return Linear(_join(weights), torch.cat(biases) if biases else None, split)
 
-    def vector(name: str, at: str = _LAYER) -> Tensor:
-        return plain(_joined([tensors[at + name]]))
+    def vector(name: str, prefix: str = _LAYER) -> Tensor:
+        return plain(_join([tensors[prefix + name]]))
 
     norms = [f"self_attn.{name}_norm.weight" for name in "qk" if config.qk_norm]
     mixer = Attention(
@@ -283,112 +280,131 @@ def stack_of(
     )
     fc_norms = [vector(name, "") for name in _fc_norms(config)]
     rule = FeatureRule(
-        Linear(_joined([tensors["fc.weight"]])),
+        Linear(_join([tensors["fc.weight"]])),
         torch.stack(fc_norms) if fc_norms else None,
         vector("hidden_norm.weight"),
         config.norm_before_residual,
         config.norm_output,
     )
-    head = Linear(_joined([tensors[OUTPUT_LAYER]]) if output is None else output)
-    own_ids = config.draft_vocab_size if target_ids is None else config.vocab_size
+    head = Linear(_join([tensors[OUTPUT_LAYER]]) if output is None else output)
+    num_logits = config.draft_vocab_size if target_ids is None else config.vocab_size
     return Stack(
-        embedding, (layer,), vector("norm.weight", ""), head, sizes.rms_norm_eps, own_ids,
+        embedding, (layer,), vector("norm.weight", ""), head, sizes.rms_norm_eps, num_logits,
         target_ids, rule,
     )  # fmt: skip
 
 
-def _joined(weights: Sequence[Tensor | Grouped]) -> Weight:
-    """Weights that read the same numbers, as one."""
-    plains = [weight for weight in weights if isinstance(weight, Tensor)]
-    if len(plains) == len(weights):
-        return Dense(torch.cat(plains) if len(plains) > 1 else plains[0])
+def _join(weights: Sequence[Tensor | Grouped]) -> Weight:
+    """Join weights of layers that read the same input to one weight."""
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(tensors) == len(weights):
+        return Dense(torch.cat(tensors) if len(tensors) > 1 else tensors[0])
     parts = tuple(Dense(w) if isinstance(w, Tensor) else w for w in weights)
     return Joined(parts) if len(parts) > 1 else parts[0]
 
 
-def _our_name(name: str) -> str:
-    """That of `speculators`, whatever the layout."""
-    for prefix, ours in _PREFIXES.items():
+def _canonical_name(name: str) -> str:
+    """The name of a tensor in the layout of `speculators`, which is used here for all layouts."""
+    for prefix, canonical_prefix in _PREFIXES.items():
         if name.startswith(prefix):
-            name = ours + name.removeprefix(prefix)
+            name = canonical_prefix + name.removeprefix(prefix)
     return name
 
 
 def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grouped]:
-    """By our names; matrices of compressed-tensors as they are stored."""
+    """All weights of a head's folder by the names used here.
+
+    Matrices of compressed-tensors keep their stored format.
+    """
     headers = _headers(folder)
-    stored = Stored(headers)
+    stored = CompressedTensors(headers)
     check_sizes(folder, config.layer.to_dict(), stored_sizes(headers.values()))
-    found: dict[str, Tensor | Grouped] = {}
-    for name in sorted(stored.parameters()):
-        if (ours := _our_name(name)) not in _UNUSED:
-            weight = stored.weight(name)
-            found[ours] = weight.values if isinstance(weight, Dense) else weight
-    return found
+    weights: dict[str, Tensor | Grouped] = {}
+    for stored_name in sorted(stored.parameters()):
+        if (name := _canonical_name(stored_name)) not in _UNUSED:
+            weight = stored.weight(stored_name)
+            weights[name] = weight.values if isinstance(weight, Dense) else weight
+    return weights
 
 
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Of the weights, which are plain numbers or stored as compressed-tensors."""
-    told = read_json(folder / "config.json")
-    return check_weights(folder, plain=not is_compressed(told.get("quantization_config")))
+    """The headers of the weight files, by path.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `check_weights`. Weights that are not plain
+            numbers are allowed only as compressed-tensors.
+    """
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    return check_weights(folder, plain=not is_compressed(quantization))
 
 
-def _placed(weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device) -> Tensor | Grouped:
-    """A weight where it is computed with; on a GPU as plain numbers, which is what kernels read."""
+def _to_device(
+    weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device
+) -> Tensor | Grouped:
+    """A weight on its device. On a GPU it is decoded, because kernels there read only plain
+    numbers."""
     if isinstance(weight, Grouped) and device.type == "cpu":
         return weight
     return (numbers_of(weight) if isinstance(weight, Grouped) else weight).to(device, dtype)
 
 
-def _check_names(
+def _check_tensors(
     folder: Path,
     stored: Mapping[str, Tensor | Grouped],
     shapes: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
     output: Weight | None,
 ) -> None:
-    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so.
+    """Raise `CheckpointError` for missing or unknown tensors and for wrong shapes.
 
     Args:
-        output: the output layer, if it is not stored.
+        shapes, optional: the tensors that must and that may be there.
+        output: the output layer of the target, if it is used.
     """
-    known = {**optional, **shapes}
-    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    allowed = {**optional, **shapes}
+    stored_shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if output is not None:
-        found[OUTPUT_LAYER] = output.shape
+        stored_shapes[OUTPUT_LAYER] = output.shape
     problems = {
-        "missing": [name for name in shapes if name not in found],
-        "unexpected": [name for name in found if name not in known],
+        "missing": [name for name in shapes if name not in stored_shapes],
+        "unexpected": [name for name in stored_shapes if name not in allowed],
         "mismatched": [
-            f"{name} {[*shape]} in place of {[*known[name]]}"
-            for name, shape in found.items()
-            if name in known and shape != known[name]
+            f"{name} {[*shape]} in place of {[*allowed[name]]}"
+            for name, shape in stored_shapes.items()
+            if name in allowed and shape != allowed[name]
         ],
     }
     check_fit(folder, problems)
 
 
 def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Tensor:
-    """The target's id of each id of the head's: stored as what is to be added."""
-    drafted, known = config.draft_vocab_size, config.vocab_size
+    """The target's id for each id of the head, int64.
+
+    Args:
+        offset: the stored differences: the target's id minus the head's; None: no such tensor.
+
+    Raises:
+        CheckpointError: `offset` is missing or not valid.
+    """
+    num_ids, num_target_ids = config.draft_vocab_size, config.vocab_size
     if offset is None:
-        if drafted != known:
+        if num_ids != num_target_ids:
             raise CheckpointError(
-                f"The weights in `{folder}` lack `{_MAP}`, which says what the {drafted} ids of "
-                f"the head are among the {known} of the target."
+                f"The weights in `{folder}` lack `{_ID_OFFSETS}`, which says what the {num_ids} "
+                f"ids of the head are among the {num_target_ids} of the target."
             )
-        return torch.arange(known)
-    if offset.shape != (drafted,) or offset.is_floating_point():
+        return torch.arange(num_target_ids)
+    if offset.shape != (num_ids,) or offset.is_floating_point():
         raise CheckpointError(
-            f"`{_MAP}` in `{folder}` is {offset.dtype} {[*offset.shape]}: must be one integer for "
-            f"each of {drafted} ids."
+            f"`{_ID_OFFSETS}` in `{folder}` is {offset.dtype} {[*offset.shape]}: must be one "
+            f"integer for each of {num_ids} ids."
         )
-    target_ids = torch.arange(drafted) + offset.long()
+    target_ids = torch.arange(num_ids) + offset.long()
     low, high, different = int(target_ids.min()), int(target_ids.max()), {*target_ids.tolist()}
-    if low < 0 or high >= known or len(different) < drafted:
+    if low < 0 or high >= num_target_ids or len(different) < num_ids:
         raise CheckpointError(
-            f"`{_MAP}` in `{folder}` maps {drafted} ids to {len(different)} in {low}..{high}: must "
-            f"be as many, in 0..{known - 1}."
+            f"`{_ID_OFFSETS}` in `{folder}` maps {num_ids} ids to {len(different)} in "
+            f"{low}..{high}: must be as many, in 0..{num_target_ids - 1}."
         )
     return target_ids
 
@@ -396,7 +412,8 @@ def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Te
 def _random_weights(
     shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Norms of one, products that keep the size of what they read, logits that are no near-ties."""
+    """Random weights by name. Norms have gains of 1. Matrix products keep the size of their input,
+    and logits are spread so far that near-ties are rare."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -408,8 +425,11 @@ def _random_weights(
 
 
 @torch.no_grad()
-def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
-    """Hidden states and logits of `_PASSES`, each from random hidden states of a target."""
+def _run_passes(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
+    """Run the check's passes on random tokens and random hidden states of a target.
+
+    Returns two tensors per pass: the hidden states and the logits of each request's last row.
+    """
     stack, device = head.stack, head.stack.device
     generator = torch.Generator().manual_seed(0)
     columns = -(-_LONGEST // _BLOCK)
@@ -421,9 +441,8 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         new_B = torch.tensor(rows)
         length_B = length_B[: len(rows)] + new_B
         start_B1 = torch.nn.functional.pad(new_B.cumsum(0), (1, 0))
-        position_T = torch.cat(
-            [torch.arange(end - n, end) for end, n in zip(length_B.tolist(), rows, strict=True)]
-        )
+        ends = zip(length_B.tolist(), rows, strict=True)
+        position_T = torch.cat([torch.arange(end - count, end) for end, count in ends])
         attention = AttentionBatch(
             start_B1.to(device), length_B.to(device), blocks_BL[: len(rows)], _BLOCK,
             most_queries=max(rows), values_fit=True,
@@ -434,22 +453,26 @@ def _outputs(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
         states = aux.to(device, head.dtype).unbind()
-        # A prompt's rows begin with a target's states, drafts with the output of the row before.
+        # Prompt rows read the target's states, rows of drafts the head's output of the row before.
         features = hidden_NC[: len(rows)] if is_draft else states
-        found = head.run(batch, kv, features=features, logits=is_draft)
-        hidden_NC = found.hidden_NC
-        logits_NV = found.logits_NV if is_draft else head.logits(hidden_NC)
+        output = head.run(batch, kv, features=features, logits=is_draft)
+        hidden_NC = output.hidden_NC
+        logits_NV = output.logits_NV if is_draft else head.logits(hidden_NC)
         outputs += [hidden_NC, logits_NV.clone()]
     return outputs
 
 
-def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    """The worst, relative to the largest finite number of each; NaN if other logits are -inf."""
-    worst = 0.0
-    for want, have in zip(expected, found, strict=True):
-        is_finite = want.isfinite()
-        if not torch.equal(is_finite, have.isfinite()):
+def _difference(expected: list[Tensor], outputs: list[Tensor]) -> float:
+    """The largest difference, relative to each expected tensor's largest finite number.
+
+    NaN if the tensors are not finite in the same places.
+    """
+    largest = 0.0
+    for expected_tensor, tensor in zip(expected, outputs, strict=True):
+        is_finite = expected_tensor.isfinite()
+        if not torch.equal(is_finite, tensor.isfinite()):
             return float("nan")
-        error = (have.float() - want.float())[is_finite].abs().max()
-        worst = max(worst, (error / want[is_finite].abs().max()).item())
-    return worst
+        error = (tensor.float() - expected_tensor.float())[is_finite].abs().max()
+        scale = expected_tensor[is_finite].abs().max()
+        largest = max(largest, (error / scale).item())
+    return largest

@@ -1,7 +1,7 @@
-"""What `config.json` of an EAGLE-3 head says.
+"""The `config.json` of an EAGLE-3 head.
 
-Belongs here: both formats of it, its switches, and which of them are refused. Does not: weights
-(`eagle3.py`).
+Belongs here: the two formats of this file, its switches, and which switches are refused. Does not:
+weights (`eagle3.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import first_line, parse_config, quiet_transformers, read_json
-from foretoken.models.compressed_scheme import is_compressed, why_not
+from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 
-# In EAGLE's own format as EAGLE and SpecForge, vLLM and NeMo write it; then `speculators`.
+# EAGLE's own format, as written by EAGLE, SpecForge, vLLM and NeMo; then `speculators`.
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -29,7 +29,7 @@ _ARCHITECTURES = (
 _LAYER_TYPES = ("llama", "qwen3")
 _PARTS = ("eagle_config", "transformer_layer_config", "speculators_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# Switches that change what a head computes, with the values that leave it as it is here.
+# Switches that change what a head computes. Each has the values that this implementation allows.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": (None, False),
     "hidden_act": (None, "silu"),
@@ -44,34 +44,39 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_last_layernorm": (None, True),
     "use_mtp_layernorm": (None, False),
 }
-# Settings of `speculators` with which its verifier accepts what its target would not have said.
+# Settings of `speculators` that can make its verification lossy. Each has its lossless values.
 _LOSSLESS: dict[str, tuple[Any, ...]] = {
     "verifier_accept_k": (None, 1),
     "accept_tolerance": (None, 0),
 }
-_MAX_HEAD_DIM = 2**16  # whose frequencies are computed before the weights are looked at
-# Of these types the frequencies are constants; others look at the longest request of a batch.
+# RoPE frequencies are computed before the weights show whether `head_dim` is right, so it needs a
+# bound.
+_MAX_HEAD_DIM = 2**16
+# RoPE types with constant frequencies. Other types depend on a batch's longest request.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """What `config.json` of a head says.
+    """The content of a head's `config.json`.
 
-    target_hidden_size, vocab_size: the target's
-    draft_vocab_size: ids that the head can draft
-    aux_layers: the target's hidden states that it reads, numbered as in `ForwardOutput.aux`; None
-        leaves the choice to `default_aux_layers`
-    layer: Transformers' configuration of the layer
-    frequency_R: float32, by which the first 2R numbers of each head are turned, per position
-    rotary_scale: factor of their cosines and sines
+    hidden_size: of the head
+    target_hidden_size, vocab_size: of the target
+    draft_vocab_size: number of ids that the head can draft
+    aux_layers: the target's hidden states that the head reads, numbered as in `ForwardOutput.aux`;
+        None: `default_aux_layers`
+    layer: Transformers' configuration of the head's only layer
+    frequency_R: float32, radians per position; RoPE rotates the first 2R numbers of each attention
+        head
+    rotary_scale: factor of RoPE's cosines and sines
     sliding_window: as in `AttentionOptions`
-    norm_before_residual: the residual starts at the normed feature, not at the feature
-    norm_output: what a row puts out is normed for the next row, too, not for its logits alone
-    fc_norm, norm_before_fc: each hidden state is normed before `fc`; all of them as one vector
-    attention_bias: projections of queries, keys and values have biases
-    qk_norm: each head's query and key is normed before it is turned, as in Qwen3
+    norm_before_residual: the residual stream starts with the normed feature, instead of the feature
+    norm_output: the output of a row is normed also for the next row, not only for the logits
+    fc_norm: each hidden state of the target is normed separately before `fc`
+    norm_before_fc: all hidden states of the target are normed before `fc` as one vector
+    attention_bias: the projections of queries, keys and values have biases
+    qk_norm: each query and key is normed before RoPE, as in Qwen3
     """
 
     hidden_size: int
@@ -92,16 +97,17 @@ class Eagle3Config:
 
     @property
     def num_aux(self) -> int:
-        """Hidden states of the target that make a feature."""
+        """Number of the target's hidden states in a feature."""
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
 
 def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """Read `config.json` of a head, of EAGLE's own format or of `speculators`.
+    """Read `config.json` of a head, in EAGLE's own format or in the format of `speculators`.
 
     Raises:
-        CheckpointError: it is none, lacks a size, or has one that cannot be.
-        UnsupportedModelError: another architecture, or a switch that would change the result.
+        CheckpointError: the file does not describe a head, or a size is missing or not valid.
+        UnsupportedModelError: the architecture is not supported, or a switch has a value that this
+            implementation does not allow.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -110,19 +116,19 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
         if not isinstance(part, dict):
             raise CheckpointError(f"`{path}` gives `{name}` as {part!r}: must be an object.")
     eagle, inner, _ = parts.values()
-    values = {"model_type": "llama", **inner} if inner else raw  # of the layer
-    told = {**eagle, **raw, **values}
-    _check_supported(path, raw, told)
+    layer_values = {"model_type": "llama", **inner} if inner else raw
+    merged = {**eagle, **raw, **layer_values}
+    _check_supported(path, raw, merged)
     for name in _REQUIRED:
-        if name not in told:
+        if name not in merged:
             raise CheckpointError(f"`{path}` has no `{name}`: it does not describe a head.")
-    model_type = values["model_type"]
+    model_type = layer_values["model_type"]
     with quiet_transformers():
-        layer = parse_config(folder, model_type, {**values, "num_hidden_layers": 1})
-    _size(path, {"head_dim": layer.head_dim}, "head_dim", most=_MAX_HEAD_DIM)
-    _size(path, told, "intermediate_size")
+        layer = parse_config(folder, model_type, {**layer_values, "num_hidden_layers": 1})
+    _size(path, {"head_dim": layer.head_dim}, "head_dim", high=_MAX_HEAD_DIM)
+    _size(path, merged, "intermediate_size")
     frequency_R, rotary_scale = _rotary(path, layer)
-    draft_vocab_size = _size(path, told, "draft_vocab_size", layer.vocab_size)
+    draft_vocab_size = _size(path, merged, "draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:
         raise CheckpointError(
             f"`{path}` has a `draft_vocab_size` of {draft_vocab_size}, more than its "
@@ -130,67 +136,87 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
         )
     return Eagle3Config(
         hidden_size=layer.hidden_size,
-        target_hidden_size=_size(path, told, "target_hidden_size", layer.hidden_size),
+        target_hidden_size=_size(path, merged, "target_hidden_size", layer.hidden_size),
         vocab_size=layer.vocab_size,
         draft_vocab_size=draft_vocab_size,
         aux_layers=_aux_layers(path, raw, eagle),
         layer=layer,
         frequency_R=frequency_R,
         rotary_scale=rotary_scale,
-        sliding_window=_sliding_window(path, told, layer),
-        norm_before_residual=_flag(path, told, "norm_before_residual"),
-        norm_output=_flag(path, told, "norm_output"),
-        fc_norm=_flag(path, told, "fc_norm"),
-        norm_before_fc=_flag(path, told, "norm_before_fc"),
-        attention_bias=_flag(path, told, "attention_bias"),
+        sliding_window=_sliding_window(path, merged, layer),
+        norm_before_residual=_flag(path, merged, "norm_before_residual"),
+        norm_output=_flag(path, merged, "norm_output"),
+        fc_norm=_flag(path, merged, "fc_norm"),
+        norm_before_fc=_flag(path, merged, "norm_before_fc"),
+        attention_bias=_flag(path, merged, "attention_bias"),
         qk_norm=model_type == "qwen3",
     )
 
 
-def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> None:
-    """Refuse by name what would draft wrongly, or what asks for drafts to be accepted wrongly."""
-    speculators, names = "speculators_model_type" in raw, raw.get("architectures")
+def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) -> None:
+    """Refuse heads that would draft wrongly, and settings that ask for lossy verification.
+
+    Args:
+        raw: the content of `config.json`.
+        merged: `raw` together with its nested parts.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: see `read_eagle3_config`.
+    """
+    is_speculators, names = "speculators_model_type" in raw, raw.get("architectures")
     [name] = names if isinstance(names, list) and len(names) == 1 else [names]
-    kinds = (told.get("model_type"), raw.get("speculators_model_type", "eagle3"))
-    if name not in _ARCHITECTURES or kinds[0] not in _LAYER_TYPES or kinds[1] != "eagle3":
+    layer_type = merged.get("model_type")
+    head_kind = raw.get("speculators_model_type", "eagle3")
+    if name not in _ARCHITECTURES or layer_type not in _LAYER_TYPES or head_kind != "eagle3":
         known = ", ".join(f"`{known}`" for known in _ARCHITECTURES)
         hint = " Heads with MLA are not among them." if "Deepseek" in str(name) else ""
         raise UnsupportedModelError(
-            f"`{path}` is of architecture {name}, type `{kinds[0]}`, kind `{kinds[1]}`: method "
+            f"`{path}` is of architecture {name}, type `{layer_type}`, kind `{head_kind}`: method "
             f"`eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"
         )
+    _check_switches(path, merged, _NEUTRAL, "heads do not have here: its drafts would be wrong")
     rules = raw.get("speculators_config") or {}
-    for values, neutral, why in (
-        (told, _NEUTRAL, "heads do not have here: its drafts would be wrong"),
-        *((rule, _LOSSLESS, "is lossy: here drafts are accepted by lossless rules alone")
-          for rule in rules.get("proposal_methods") or () if isinstance(rule, dict)),
-    ):  # fmt: skip
-        for switch, allowed in neutral.items():
-            if values.get(switch) not in allowed:
-                raise UnsupportedModelError(
-                    f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
-                )
-    given = raw.get("quantization_config") or told.get("quantization_config")
-    reason = why_not(given) if is_compressed(given) else "it is of another kind"
-    if given and reason is not None:
+    for rule in rules.get("proposal_methods") or ():
+        if isinstance(rule, dict):
+            why = "is lossy: here drafts are accepted by lossless rules alone"
+            _check_switches(path, rule, _LOSSLESS, why)
+    quantization = raw.get("quantization_config") or merged.get("quantization_config")
+    reason: str | None = "it is of another kind"
+    if is_compressed(quantization):
+        reason = unsupported_reason(quantization)
+    if quantization and reason is not None:
         raise UnsupportedModelError(
-            f"`{path}` sets `quantization_config` to {given!r}: must be compressed-tensors of int4 "
-            f"or int8, and {reason}."
+            f"`{path}` sets `quantization_config` to {quantization!r}: must be compressed-tensors "
+            f"of int4 or int8, and {reason}."
         )
-    if told.get("fc_norm") and told.get("norm_before_fc"):
+    if merged.get("fc_norm") and merged.get("norm_before_fc"):
         raise UnsupportedModelError(f"`{path}` sets both `fc_norm` and `norm_before_fc`.")
-    if speculators and "norm_before_residual" not in told:
-        # False in `speculators`, True in vLLM.
+    if is_speculators and "norm_before_residual" not in merged:
+        # There is no safe default: it is False in `speculators`, True in vLLM.
         raise CheckpointError(
             f"`{path}` does not say `norm_before_residual`: must be true or false."
         )
 
 
-def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
-    """`frequency_R` and `rotary_scale` as Transformers' Llama has them.
+def _check_switches(
+    path: Path, values: dict[str, Any], allowed: dict[str, tuple[Any, ...]], why: str
+) -> None:
+    """Raise `UnsupportedModelError` for a switch that has none of its allowed values."""
+    for switch, allowed_values in allowed.items():
+        if values.get(switch) not in allowed_values:
+            raise UnsupportedModelError(
+                f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
+            )
 
-    `mrope` turns parts of a head by time, height and width, which are all a token's position in a
-    text: it is `default` then, however the parts are laid out.
+
+def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
+    """`frequency_R` and `rotary_scale` of `Eagle3Config`, as Transformers' Llama computes them.
+
+    RoPE of type `mrope` rotates parts of a head by time, height and width. In a text all three are
+    the token's position, so the type equals `default`, however the parts are arranged.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the parameters are not valid, or not supported.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -207,12 +233,15 @@ def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
     if kind not in ROPE_TYPES:
         known = ", ".join(f"`{name}`" for name in (*ROPE_TYPES, "mrope"))
         raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
-    # Transformers leaves a part of each head unturned for some types of RoPE only.
-    turned, part = copy(layer), rope.pop("partial_rotary_factor", None)
-    turned.rope_parameters = rope
+    # Transformers' class ignores `partial_rotary_factor` for some types of RoPE. So it gets the
+    # rotated part as `head_dim`.
+    rotary_config, part = copy(layer), rope.pop("partial_rotary_factor", None)
+    rotary_config.rope_parameters = rope
     try:
-        count = turned.head_dim = int(layer.head_dim * (1.0 if part is None else float(part)))
-        rotary = LlamaRotaryEmbedding(turned) if count > 0 else None  # 0 would be its default
+        count = int(layer.head_dim * (1.0 if part is None else float(part)))
+        rotary_config.head_dim = count
+        # A `head_dim` of 0 would make Transformers use a default.
+        rotary = LlamaRotaryEmbedding(rotary_config) if count > 0 else None
     except Exception as error:
         raise CheckpointError(f"`{path}`: no RoPE of {rope}: {first_line(error)}") from error
     if rotary is None or count % 2 or count > layer.head_dim:
@@ -227,42 +256,49 @@ def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The hidden states that heads read unless they say otherwise, by the target's layers."""
+    """The hidden states that a head reads by default from a target with `num_layers` layers."""
     return 2, num_layers // 2, num_layers - 3
 
 
 def _size(
-    path: Path, told: dict[str, Any], name: str, default: int | None = None, most: int | None = None
+    path: Path, data: dict[str, Any], name: str, default: int | None = None, high: int | None = None
 ) -> int:
-    value = default if told.get(name) is None else told[name]
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        bound = ">= 1" if most is None else f"in 1..{most}"
+    """The value of `name`, or the default; `CheckpointError` unless it is an integer in 1..high."""
+    value = default if data.get(name) is None else data[name]
+    if type(value) is not int or value < 1 or (high is not None and value > high):
+        bound = ">= 1" if high is None else f"in 1..{high}"
         raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer {bound}.")
     return value
 
 
-def _flag(path: Path, told: dict[str, Any], name: str) -> bool:
-    if told.get(name) not in (None, False, True):
-        raise CheckpointError(f"`{path}` gives `{name}` as {told[name]!r}: must be true or false.")
-    return bool(told.get(name))
+def _flag(path: Path, data: dict[str, Any], name: str) -> bool:
+    """The value of `name`; False if it is missing. `CheckpointError` if it is not a bool."""
+    if data.get(name) not in (None, False, True):
+        raise CheckpointError(f"`{path}` gives `{name}` as {data[name]!r}: must be true or false.")
+    return bool(data.get(name))
 
 
-def _sliding_window(path: Path, told: dict[str, Any], layer: Any) -> int | None:
-    """Of the only layer; `layer_types` comes before `use_sliding_window`."""
-    window, is_used = told.get("sliding_window"), told.get("use_sliding_window") is not False
+def _sliding_window(path: Path, merged: dict[str, Any], layer: Any) -> int | None:
+    """The sliding window of the head's only layer; None: it has none.
+
+    `layer_types` takes precedence over `use_sliding_window`.
+    """
+    window, is_used = merged.get("sliding_window"), merged.get("use_sliding_window") is not False
     default = "sliding_attention" if window is not None and is_used else "full_attention"
-    kind = (told.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
+    kind = (merged.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
     if kind == "full_attention":
         return None
     if kind != "sliding_attention":
         raise UnsupportedModelError(f"`{path}` has a layer of type `{kind}`, unknown here.")
-    return _size(path, told, "sliding_window")
+    return _size(path, merged, "sliding_window")
 
 
 def _aux_layers(path: Path, raw: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
-    """Those that `config.json` names, by our numbers; docs/drafters.md has who reads them how.
+    """The hidden states that `config.json` names, numbered as in `ForwardOutput.aux`; None if it
+    names none.
 
-    In `eagle_config`, a list that begins with 1 numbers layers by their output: state i + 1.
+    Some lists number states by the layer that outputs them (see docs/drafters.md). A list in
+    `eagle_config` that begins with 1 is such a list: its i stands for state i + 1.
     """
     ids = raw.get(_AUX_LAYERS) or eagle.get(_AUX_LAYERS)
     if not ids:

@@ -1,8 +1,8 @@
-"""Whether a backend's kernels compute what stock operators do, on pieces of a model's own weights.
+"""Whether a backend's kernels agree with stock operators, on pieces of a model's own weights.
 
-Belongs here: the check of stacks that are read without Transformers' module beside them, since its
-weights would take several times the memory of theirs. Does not: the self-check against a module
-(`guards.py`).
+Belongs here: the check of stacks that are read without Transformers' module, because the module's
+weights would take several times the memory of the stack's. Does not: the self-check against a
+module (`guards.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
-from foretoken.models.guards import BLOCK, MOST_POSITIONS, NUM_BLOCKS, TOLERANCE, scheduled
+from foretoken.models.guards import BLOCK, MOST_POSITIONS, NUM_BLOCKS, TOLERANCE, run_schedule
 from foretoken.ops import Backend
 from foretoken.ops.formats import SUPER
 
@@ -25,37 +25,38 @@ from foretoken.ops.stack import (  # isort: skip
     parts_of, rounds_rows,
 )  # fmt: skip
 
-# Of a row's logits, the root of the mean squared difference, relative to their spread, in the 85th
-# percentile of the worst pass. Both sides round rows to eight bits; where a number lies between two
-# codes, the last bit of the sum before it decides, which comes to 0.01 to 0.05. Codes or scales in
-# a wrong place give 0.3 and more.
+# A bound on the root mean squared difference of a row's logits, relative to their standard
+# deviation, in the 85th percentile of the worst pass. Both sides round rows to eight bits. If a
+# number lies between two codes, the last bit of the sum before it decides, and that causes
+# differences of 0.01 to 0.05. Misplaced codes or scales cause 0.3 and more.
 ROUNDED_TOLERANCE = 0.1
-_TOKENS = 512
+_TOKENS = 512  # of the small stack's vocabulary
 
 
 def check_kernels(stack: Stack, backend: Backend) -> float:
-    """Run the self-check's passes in the backend's kernels and in stock operators.
+    """Run the self-check's passes in the backend's kernels and in stock operators, and compare.
 
-    The stack that runs is cut from the given one: the first rows and columns of a layer of each
-    combination of formats, of the embedding and of the output layer. So it takes some milliseconds
-    whatever the model's size. What reads the configuration is checked by a miniature instead.
+    Both run a small stack that is cut from `stack`: the first rows and columns of the embedding, of
+    the output layer, and of one layer for each combination of formats. So the check takes some
+    milliseconds whatever the model's size. It does not check how the configuration was read; a
+    miniature does that (`loader.py`).
 
     Returns:
-        The difference that was compared with the bound.
+        The difference of the logits that was compared with the bound.
 
     Raises:
         UnfitError: the kernels lack something that the stack has.
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: the logits differ by more than rounding.
     """
-    small = _piece(stack)
+    small = _small_stack(stack)
     logits = []
     for network in (backend.load_stack(small, MOST_POSITIONS, 0), backend.stock_stack(small)):
         kv = KVPool(small.layer_shapes, NUM_BLOCKS, BLOCK, dtype=network.dtype, device=small.device)
-        logits.append(scheduled(partial(network.run, kv=kv), small.vocab_size, small.device))
+        logits.append(run_schedule(partial(network.run, kv=kv), small.vocab_size, small.device))
     rounds = rounds_rows(small)
     error = max(
-        _difference(own_NV.float(), stock_NV.float(), 0.85 if rounds else 1.0)
-        for own_NV, stock_NV in zip(*logits, strict=True)
+        _difference(kernel_NV.float(), stock_NV.float(), 0.85 if rounds else 1.0)
+        for kernel_NV, stock_NV in zip(*logits, strict=True)
     )
     tolerance = ROUNDED_TOLERANCE if rounds else TOLERANCE[torch.float32]
     if not error <= tolerance:  # NaN too
@@ -68,77 +69,93 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
     return error
 
 
-def _difference(own_NV: Tensor, stock_NV: Tensor, quantile: float) -> float:
-    """Of a pass; infinite for NaN."""
-    error_N = (own_NV - stock_NV).square().mean(-1).sqrt() / stock_NV.std(-1)
+def _difference(kernel_NV: Tensor, stock_NV: Tensor, quantile: float) -> float:
+    """The difference of logits in one pass: a quantile over its rows; infinite for NaN.
+
+    A row's difference is its root mean square, relative to the row's standard deviation.
+    """
+    error_N = (kernel_NV - stock_NV).square().mean(-1).sqrt() / stock_NV.std(-1)
     return error_N.nan_to_num(torch.inf).quantile(quantile).item()
 
 
-def _piece(stack: Stack) -> Stack:
+def _small_stack(stack: Stack) -> Stack:
+    """A stack cut from a large one, with one layer for each combination of formats."""
     layers = {_formats(layer): layer for layer in stack.layers}
-    size = _border(stack.hidden_size, layers)
+    size = _num_kept_inputs(stack.hidden_size, layers)
     count = min(_TOKENS, stack.vocab_size)
     head = _cut(stack.head, count, size)
     return replace(
         stack,
         embedding=first_columns(first_rows(stack.embedding, count), size),
-        layers=tuple(_layer(layer, size) for layer in layers.values()),
+        layers=tuple(_cut_layer(layer, size) for layer in layers.values()),
         norm_C=stack.norm_C[:size].contiguous(),
         head=head,
         vocab_size=count,
     )
 
 
-def _layer(layer: Layer, size: int) -> Layer:
+def _cut_layer(layer: Layer, hidden_size: int) -> Layer:
+    """A layer with fewer heads and a smaller feed-forward part, for a smaller hidden size.
+
+    It keeps as few K/V heads as fill whole blocks of weights.
+    """
     mixer, feed = layer.mixer, layer.feed
-    per_head = mixer.heads // mixer.kv_heads
+    heads_per_kv = mixer.heads // mixer.kv_heads
     kv_heads = next(
-        (n for n in range(1, mixer.kv_heads) if n * per_head * mixer.head_size % SUPER == 0),
+        (n for n in range(1, mixer.kv_heads) if n * heads_per_kv * mixer.head_size % SUPER == 0),
         mixer.kv_heads,
     )
-    heads = kv_heads * per_head
-    wide = _border(feed.down.weight.shape[1], [_formats(layer)])
-    q, kv = heads * mixer.head_size, kv_heads * mixer.head_size
-    small = mixer._replace(
-        qkv=_cut_several(mixer.qkv, (q, kv, kv), size), o=_cut(mixer.o, size, q),
-        heads=heads, kv_heads=kv_heads,
+    heads = kv_heads * heads_per_kv
+    feed_size = _num_kept_inputs(feed.down.weight.shape[1], [_formats(layer)])
+    q_size, kv_size = heads * mixer.head_size, kv_heads * mixer.head_size
+    small_mixer = mixer._replace(
+        qkv=_cut_joined(mixer.qkv, (q_size, kv_size, kv_size), hidden_size),
+        o=_cut(mixer.o, hidden_size, q_size), heads=heads, kv_heads=kv_heads,
     )  # fmt: skip
-    gated = Gated(_cut_several(feed.gate_up, (wide, wide), size), _cut(feed.down, size, wide))
-    mixer_norm_C, feed_norm_C = layer.mixer_norm_C[:size], layer.feed_norm_C[:size]
-    return Layer(mixer_norm_C.contiguous(), small, feed_norm_C.contiguous(), gated)
+    gate_up = _cut_joined(feed.gate_up, (feed_size, feed_size), hidden_size)
+    small_feed = Gated(gate_up, _cut(feed.down, hidden_size, feed_size))
+    mixer_norm_C, feed_norm_C = layer.mixer_norm_C[:hidden_size], layer.feed_norm_C[:hidden_size]
+    return Layer(mixer_norm_C.contiguous(), small_mixer, feed_norm_C.contiguous(), small_feed)
 
 
 def _cut(linear: Linear, out: int, inputs: int) -> Linear:
+    """A linear layer with only the first outputs and the first inputs."""
     bias = None if linear.bias is None else linear.bias[:out].contiguous()
     return Linear(first_columns(first_rows(linear.weight, out), inputs), bias)
 
 
-def _cut_several(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
-    """Of layers that are joined the first rows of each."""
-    cut = [
+def _cut_joined(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
+    """Joined linear layers with only the first outputs of each layer and the first inputs."""
+    weights = [
         first_columns(first_rows(part, out), inputs)
         for part, out in zip(parts_of(linear.weight), outs, strict=True)
     ]
     bias = None
     if linear.bias is not None:
         biases = torch.split(linear.bias, list(linear.split))
-        bias = torch.cat([each[:out] for each, out in zip(biases, outs, strict=True)])
-    return Linear(Joined(tuple(part for one in cut for part in parts_of(one))), bias, outs)
+        bias = torch.cat([whole[:out] for whole, out in zip(biases, outs, strict=True)])
+    parts = tuple(part for weight in weights for part in parts_of(weight))
+    return Linear(Joined(parts), bias, outs)
 
 
 def _formats(layer: Layer) -> tuple[tuple[str, int], ...]:
-    """Of each matrix its format, and numbers of a group where a row has several; else 0."""
+    """The format of each matrix in a layer, with its group size (see `_group_size`)."""
     mixer, feed = layer.mixer, layer.feed
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
-    return tuple((format_of(p), _group(p)) for one in linears for p in parts_of(one.weight))
+    parts = (part for linear in linears for part in parts_of(linear.weight))
+    return tuple((format_of(part), _group_size(part)) for part in parts)
 
 
-def _group(weight: Weight) -> int:
+def _group_size(weight: Weight) -> int:
+    """The numbers in a row that share a scale; 0 if a row has no or only one scale."""
     groups = weight.scale_NG.shape[1] if isinstance(weight, Grouped) else 1
     return weight.shape[1] // groups if groups > 1 else 0
 
 
-def _border(inputs: int, formats: Iterable[tuple[tuple[str, int], ...]]) -> int:
-    """How many of the inputs are taken: as many as the largest block has, where groups end."""
-    ends = all(SUPER % group == 0 for names in formats for _, group in names if group)
-    return SUPER if ends and inputs >= SUPER else inputs
+def _num_kept_inputs(inputs: int, formats: Iterable[tuple[tuple[str, int], ...]]) -> int:
+    """How many of a layer's inputs are kept: the size of the largest block.
+
+    All inputs are kept if there are fewer, or if some group of a matrix does not end there.
+    """
+    fits = all(SUPER % group == 0 for names in formats for _, group in names if group)
+    return SUPER if fits and inputs >= SUPER else inputs

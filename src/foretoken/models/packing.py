@@ -1,8 +1,9 @@
-"""Linear layers for a CPU: packed for oneDNN, and one call for layers that read the same input.
+"""Linear layers for a CPU: packed for oneDNN. Layers that read the same input run in one call.
 
-Belongs here: replacing `nn.Linear` inside a loaded module. Model code stays as it is, and the
-self-check compares the result with logits computed before. What it gains, and for which shapes it
-makes a row's result independent of its neighbours: docs/decisions/004-packed-linears-on-cpu.md.
+Belongs here: replacing `nn.Linear` inside a loaded module. Model code is unchanged. The self-check
+compares the result with logits from before the replacement. For the gain, and for the shapes at
+which a row's result does not depend on other rows, see
+docs/decisions/004-packed-linears-on-cpu.md.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from foretoken.ops import Backend
 from foretoken.ops.stack import Dense, Linear
 
 LinearCalls = list[tuple[nn.Linear, Tensor]]
-"""Linear layers with their inputs, in the order in which a forward pass called them."""
+"""Linear layers with their inputs, in the order of calls in a forward pass."""
 
 
 class PackedLinear(nn.Module):
-    """One of the frozen linear layers of a `_Pack`; takes [..., in]."""
+    """One of the frozen linear layers of a `_Pack`."""
 
     def __init__(self, pack: _Pack, index: int, linear: nn.Linear) -> None:
         super().__init__()
         self._pack, self._index = pack, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Some modules look at the dtype or shape of a weight; its numbers are in the pack.
+        # Without memory: some modules read the weight's dtype or shape. The pack has its numbers.
         self.weight = torch.empty_like(linear.weight, device="meta")
         self.bias = linear.bias
 
@@ -39,10 +40,11 @@ class PackedLinear(nn.Module):
 
 
 class _Pack:
-    """Linear layers that read one input, computed together when the first of them is called.
+    """Linear layers with the same input, computed together when the first of them is called.
 
-    The others recognise the input by identity and take their part of the output. An input that is
-    not the one last seen is computed afresh, so the order of calls affects speed only.
+    The pack keeps its last input and output. A layer that is called with the same input object
+    takes its part of that output. With another input the output is computed anew, so the order of
+    calls affects only speed.
     """
 
     def __init__(self, linears: list[nn.Linear], backend: Backend) -> None:
@@ -53,10 +55,12 @@ class _Pack:
         self._last: tuple[Tensor | None, Sequence[Tensor]] = (None, ())
 
     def output(self, x: Tensor, index: int) -> Tensor:
+        """The output of layer `index` for the input `x` [..., in]: [..., out]."""
         if len(self._sizes) == 1:
             return self._multiply(x, self._linear)
-        last, outputs = self._last  # one tuple: threads can only make each other compute afresh
-        if last is not x:
+        # Read as one tuple, so that another thread can at worst cause one more computation.
+        last_input, outputs = self._last
+        if last_input is not x:
             outputs = torch.split_with_sizes(self._multiply(x, self._linear), self._sizes, -1)
             self._last = (x, outputs)
         elif index == len(outputs) - 1:
@@ -65,16 +69,19 @@ class _Pack:
 
 
 def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
+    """The concatenated biases, with zeros for a layer without one; None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
-    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
-    biases = [linear.bias for linear in linears]
-    return torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]).detach()
+    biases: list[Tensor] = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return torch.cat(biases).detach()
 
 
 @contextmanager
 def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
-    """Record which plain `nn.Linear` layers run inside, and what they read."""
+    """Record the plain `nn.Linear` layers that run in the body of the `with`, and their inputs."""
     calls: LinearCalls = []
 
     def record(linear: nn.Module, args: tuple[Any, ...]) -> None:
@@ -94,10 +101,14 @@ def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
 
 
 def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> None:
-    """Replace in place the linear layers that a forward pass called exactly once, if it pays.
+    """Replace linear layers of a module by packed ones, in place, if the backend gains by it.
 
-    Siblings (children of one module) that read the same tensor share one pack. Others, such as
-    experts, stay as they are. A weight shared with an embedding stays there too.
+    Replaced are the layers that a forward pass called exactly once. Children of one module that
+    read the same tensor share one pack. Other layers, such as experts, are not replaced. A weight
+    that is shared with an embedding also stays in the embedding.
+
+    Args:
+        calls: the linear layers' calls in one forward pass.
     """
     if not backend.pack_pays([linear.weight for linear, _ in calls]):
         return
@@ -106,12 +117,12 @@ def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> Non
         for parent in module.modules()
         for name, child in parent.named_children()
     }
-    times = Counter(id(linear) for linear, _ in calls)
-    packs: dict[tuple[int, int], list[nn.Linear]] = {}
+    num_calls = Counter(id(linear) for linear, _ in calls)
+    siblings: dict[tuple[int, int], list[nn.Linear]] = {}  # by parent and input
     for linear, x in calls:
-        if times[id(linear)] == 1:
-            packs.setdefault((id(parents[id(linear)][0]), id(x)), []).append(linear)
-    for linears in packs.values():
+        if num_calls[id(linear)] == 1:
+            siblings.setdefault((id(parents[id(linear)][0]), id(x)), []).append(linear)
+    for linears in siblings.values():
         pack = _Pack(linears, backend)
         for index, linear in enumerate(linears):
             parent, name = parents[id(linear)]

@@ -1,8 +1,8 @@
-"""Weights in a format of their file, on their way into a stack.
+"""Weights for a stack that keep the format of their file.
 
-Belongs here: what all such formats share: several matrices as one layer, and any of them as plain
-numbers. Does not: a format (`gguf/weights.py`, `compressed.py`), where a stack puts them
-(`families.py`).
+Belongs here: code that all such formats share, for example joining several matrices to one layer,
+and decoding matrices to plain numbers. Does not: a single format (`gguf/weights.py`,
+`compressed.py`), where a stack puts the weights (`families.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from foretoken.ops.stack import (  # isort: skip
 
 
 class StoredWeights(ABC):
-    """Weights by the names of Transformers' parameters: a `families.Source`.
+    """The weights of a checkpoint by the names of Transformers' parameters: a `families.Source`.
 
-    Matrices stay as the file has them, and where it is mapped; norms and biases are float32.
+    Matrices are views of the file's memory map and keep the file's format. Norms and biases are
+    float32.
 
     Args:
-        path: of the file, or the folder, for messages.
-        names: of all parameters that are there.
+        path: of the file or folder, for messages.
+        names: of all stored parameters.
     """
 
     def __init__(self, path: Path, names: set[str]) -> None:
@@ -39,7 +40,7 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def weight(self, name: str) -> Dense | Blocks | Grouped:
-        """A matrix, in its format."""
+        """A matrix in its stored format."""
 
     @abstractmethod
     def vector(self, name: str) -> Tensor:
@@ -47,10 +48,10 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the memory that was read of the files: what is read again comes from them."""
+        """Free the memory of the mapped files. Data that is still needed is read again."""
 
     def tensor(self, name: str) -> Tensor:
-        """See `Source`; float32.
+        """See `Source`. The result is float32.
 
         Raises:
             CheckpointError: a number is not finite.
@@ -70,35 +71,44 @@ class StoredWeights(ABC):
     def linear(self, *paths: str) -> Linear:
         """See `Source`."""
         parts = tuple(self.weight(f"{path}.weight") for path in paths)
-        has = [f"{path}.bias" in self.names for path in paths]
-        check_biases(paths, has)
-        bias = torch.cat([self.tensor(f"{path}.bias") for path in paths]) if all(has) else None
+        have_bias = [f"{path}.bias" in self.names for path in paths]
+        check_biases(paths, have_bias)
+        biases = [self.tensor(f"{path}.bias") for path in paths] if all(have_bias) else []
+        bias = torch.cat(biases) if biases else None
         split = tuple(part.shape[0] for part in parts) if len(parts) > 1 else ()
         return Linear(Joined(parts) if len(parts) > 1 else parts[0], bias, split)
 
     def numbers(self, name: str) -> Tensor:
-        """A parameter as plain numbers, in the dtype that it is stored in, or float32."""
+        """A parameter as plain numbers. Stored floats keep their dtype; other numbers are decoded
+        to float32."""
         if name.endswith(("norm.weight", ".bias")):
             return self.tensor(name)
         return numbers_of(self.weight(name))
 
-    def check_shapes(self, module: Any, found: dict[str, Shape]) -> None:
-        """Raise `CheckpointError` unless the parameters are exactly a module's."""
-        wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    def check_shapes(self, module: Any, stored: dict[str, Shape]) -> None:
+        """Raise `CheckpointError` unless the stored parameters are exactly the module's.
+
+        Args:
+            stored: the shapes of the stored parameters, by name.
+        """
+        needed = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+        common = needed.keys() & stored.keys()
         problems = {
-            "missing": sorted(wanted.keys() - found.keys()),
-            "unexpected": sorted(found.keys() - wanted.keys()),
-            "mismatched": sorted(n for n in wanted.keys() & found.keys() if wanted[n] != found[n]),
+            "missing": sorted(needed.keys() - stored.keys()),
+            "unexpected": sorted(stored.keys() - needed.keys()),
+            "mismatched": sorted(name for name in common if needed[name] != stored[name]),
         }
         check_fit(self.path, problems)
 
 
-def check_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
-    """Raise `CheckpointError` for a matrix with a number, or a scale, that is not finite.
+def check_finite_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
+    """Raise `CheckpointError` for a matrix with a number or a scale that is not finite.
 
     Args:
-        blocks: whether to look at the scales of blocks, too: kernels that lay them out anew do so
-            meanwhile. (To look at 4 GB of them takes a second.)
+        path: of the checkpoint, for messages.
+        blocks: whether to check the scales of blocks, too. Kernels that change the layout of blocks
+            check them, so another check is not needed there. (Checking 4 GB of blocks takes a
+            second.)
     """
     named = [("embedding", Linear(stack.embedding)), *linears(stack)]
     for number, (name, linear) in enumerate(named):
@@ -117,7 +127,7 @@ def check_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
 
 
 def numbers_of(weight: Dense | Blocks | Grouped) -> Tensor:
-    """A weight as plain numbers."""
+    """The numbers of a weight as floats, decoded if they are stored in another format."""
     if isinstance(weight, Dense):
         return weight.values
     if isinstance(weight, Grouped):

@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint folder: found, loaded, and what is wrong with its files.
+"""The tokenizer of a checkpoint folder: finding it, loading it, and naming files that are wrong.
 
-Belongs here: which files make a tokenizer, and errors that name the one at fault. Does not: that of
-a GGUF file (`gguf/tokenizer.py`), chat templates (`chat.py`), text from tokens
-(`engine/detokenizer.py`).
+Belongs here: which files make a tokenizer, and errors that name the file at fault. Does not: the
+tokenizer of a GGUF file (`gguf/tokenizer.py`), chat templates (`chat.py`), streaming text from
+tokens (`engine/detokenizer.py`).
 """
 
 from __future__ import annotations
@@ -25,47 +25,44 @@ from foretoken.models.checkpoint import (
     read_json,
     reading,
 )
-from foretoken.models.gguf.reader import is_gguf
-from foretoken.models.gguf.split import read_gguf
+from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.gguf.tokenizer import build_tokenizer
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.sizes import check_sizes
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-_MAKES_ONE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    *TOKENIZER_FOREIGN,
-)
-_WITH_ANY = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+# A folder with one of these has a tokenizer.
+_MAIN_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", *TOKENIZER_FOREIGN,
+)  # fmt: skip
+_SIDE_FILES = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
 
-_CONTEXT = 8  # tokens before a text that are encoded with it
+_CONTEXT = 8  # tokens before a text that are encoded or decoded together with it
 
 
 def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """What tokens say behind others: a tokenizer may drop the space that begins a text."""
+    """The text of the tokens `ids` where they follow the tokens `before`.
+
+    If `ids` were decoded without `before`, their text might lose its first space.
+    """
+    context = before[-_CONTEXT:]
     first, both = (
-        str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        for some in (before[-_CONTEXT:], [*before[-_CONTEXT:], *ids])
+        str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for tokens in (context, [*context, *ids])
     )
     return both[len(first) :] if both.startswith(first) else decode_after(tokenizer, [], ids)
 
 
 def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
-    """Token ids of a text as it follows tokens, which stay as they are.
+    """The token ids of a text that follows the tokens `before`. Those tokens do not change.
 
-    A tokenizer may begin a text with a space, or with a token that is none of the text's.
+    If the text were encoded without `before`, it might get a space or a special token in front.
     """
-    known = tokenizer.decode(before[-_CONTEXT:])
+    context = tokenizer.decode(before[-_CONTEXT:])
     first, both = (
-        list(tokenizer.encode(some, add_special_tokens=False)) for some in (known, known + text)
+        list(tokenizer.encode(part, add_special_tokens=False)) for part in (context, context + text)
     )
     if both[: len(first)] == first:
         return both[len(first) :]
@@ -73,20 +70,20 @@ def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
 
 
 def load_tokenizer(path_or_name: str | Path) -> Any:
-    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if it has none.
+    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`); None if it has no tokenizer files.
 
     Raises:
-        CheckpointError: no such checkpoint, or tokenizer files that cannot be read; it names the
-            file, or the files that a tokenizer would need.
+        CheckpointError: there is no such checkpoint, or its tokenizer files cannot be read. The
+            message names the file, or the files that a tokenizer would need.
     """
     folder = resolve_checkpoint(path_or_name)
     if is_gguf(folder):
-        return _warned(_of_gguf(folder))
-    if not (_find(folder, _MAKES_ONE[:1]) or _find(folder, _MAKES_ONE)):
+        return _without_warning(_load_gguf_tokenizer(folder))
+    if not (_find(folder, _MAIN_FILES[:1]) or _find(folder, _MAIN_FILES)):
         return None
     if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
         check_sizes(folder, read_json(folder / "config.json"), None)
-    _find(folder, _WITH_ANY)  # Transformers does not miss what a link to nothing stands for
+    _find(folder, _SIDE_FILES)  # Transformers silently ignores broken links
     from transformers import AutoTokenizer
 
     try:
@@ -98,11 +95,15 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
         _blame_config(folder)
         _blame_unreadable(folder)
         raise CheckpointError(_explain(folder, first_line(error))) from error
-    return _warned(tokenizer)
+    return _without_warning(tokenizer)
 
 
-def _of_gguf(path: Path) -> Any | None:
-    """The tokenizer in a GGUF file; what Transformers' wrapper refuses is the file's fault."""
+def _load_gguf_tokenizer(path: Path) -> Any | None:
+    """The tokenizer in a GGUF file; None if it has none.
+
+    Raises:
+        CheckpointError: the tokenizer is not valid, or Transformers' wrapper refuses it.
+    """
     try:
         with quiet_transformers():
             return build_tokenizer(read_gguf(path))
@@ -112,10 +113,10 @@ def _of_gguf(path: Path) -> Any | None:
         raise CheckpointError(f"`{path}` has no valid tokenizer: {first_line(error)}") from error
 
 
-def _warned(tokenizer: Any | None) -> Any | None:
-    """Silence Transformers' warning of a text beyond `model_max_length`.
+def _without_warning(tokenizer: Any | None) -> Any | None:
+    """The same tokenizer, without Transformers' warning for texts longer than `model_max_length`.
 
-    A prompt that does not fit is refused with an error that says more.
+    Prompts that do not fit are refused elsewhere, with a more precise error.
     """
     if tokenizer is not None:
         tokenizer.deprecation_warnings[_TOO_LONG] = True
@@ -123,15 +124,22 @@ def _warned(tokenizer: Any | None) -> Any | None:
 
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Names of the folder's files that match, in the order of the patterns; see `has_file`."""
-    with reading(folder):  # `glob` would take a folder that may not be read for an empty one
+    """Names of the folder's files that match, in the order of the patterns.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or see `has_file`.
+    """
+    with reading(folder):  # `glob` would treat an unreadable folder as empty
         names = sorted(path.name for path in folder.iterdir())
-    found = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
-    return [name for name in found if has_file(folder / name)]
+    matches = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
+    return [name for name in matches if has_file(folder / name)]
 
 
 def _blame_config(folder: Path) -> None:
-    """Raise if `config.json` is at fault: Transformers reads it for the tokenizer, too."""
+    """Raise `CheckpointError` if `config.json` is invalid.
+
+    Transformers reads it for the tokenizer, too, so it may be why loading failed.
+    """
     from transformers import CONFIG_MAPPING
 
     if has_file(folder / "config.json"):
@@ -141,7 +149,7 @@ def _blame_config(folder: Path) -> None:
 
 
 def _blame_unreadable(folder: Path) -> None:
-    """Raise if a file is not what its name says."""
+    """Raise `CheckpointError` for a file that is not JSON or text, although its name says so."""
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
@@ -150,7 +158,7 @@ def _blame_unreadable(folder: Path) -> None:
 
 
 def _explain(folder: Path, reason: str) -> str:
-    """Why files that can be read make no tokenizer, as far as their names tell."""
+    """An error text: why these files make no tokenizer, although all of them can be read."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_json(settings).get("auto_map"):
         return (
@@ -166,5 +174,5 @@ def _explain(folder: Path, reason: str) -> str:
             "`tokenizers`. Convert it once, where that is installed: `AutoTokenizer."
             "from_pretrained(folder).save_pretrained(folder)` writes `tokenizer.json`."
         )
-    found = ", ".join(f"`{name}`" for name in _find(folder, (*TOKENIZER_JSON, *TOKENIZER_TEXT)))
-    return f"`{folder}` has {found}, which make no tokenizer: add `tokenizer.json`."
+    names = ", ".join(f"`{name}`" for name in _find(folder, (*TOKENIZER_JSON, *TOKENIZER_TEXT)))
+    return f"`{folder}` has {names}, which make no tokenizer: add `tokenizer.json`."

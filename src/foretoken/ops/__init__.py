@@ -16,15 +16,10 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.ops.dispatch import Backend, draft_cache
-from foretoken.ops.stack import (
-    DraftRound,
-    ForwardOutput,
-    LoadedStack,
-    RoundStack,
-    Stack,
-    UnfitError,
-)
 
+from foretoken.ops.stack import (  # isort: skip
+    DraftRound, ForwardOutput, LoadedStack, RoundStack, Stack, UnfitError,
+)  # fmt: skip
 from foretoken.ops.types import (  # isort: skip
     DRAFT, RESIDUAL, TARGET, AttentionBatch, AttentionOptions, DraftBlock, DraftCache, Edits,
     Evidence, Logprobs, Noise, Rows, Rule, SlotParams, Stream, Verdict, VerifyBatch,
@@ -50,7 +45,7 @@ def unavailable(name: str) -> str | None:
 def get_backend(name: str, *, deterministic: bool = False) -> Backend:
     """Load a backend by name; `ConfigError` if there is none, or if it cannot run here.
 
-    deterministic: of its stacks, see `EngineConfig.deterministic`.
+    deterministic: for its stacks; see `EngineConfig.deterministic`.
     """
     reason = unavailable(name)
     if reason is not None:
@@ -64,6 +59,7 @@ def _load(name: str, deterministic: bool) -> Backend:
 
 
 def _package(name: str) -> Any:
+    """Import the folder of a backend; `ConfigError` if there is no such backend."""
     if name not in BACKENDS:
         former = {"torch_cpu": "torch", "native_cpu": "native"}
         hint = f"It is called `{former[name]}` now." if name in former else ""

@@ -1,9 +1,9 @@
-"""What an op, or a forward pass, is given, checked once for all backends: a wrong argument is named
-before any work.
+"""Checks of the arguments of ops and forward passes, for all backends, before any work.
 
-Shapes, dtypes, devices and strides of every tensor; of tensors on the host, values too where a look
-costs little. Nothing here waits for a device: what a CUDA tensor holds is never read.
+They cover shapes, dtypes, devices and strides of every tensor, and cheap checks of the values of
+tensors on the host. Nothing here waits for a device: values of a CUDA tensor are never read.
 
+Each function returns None, or raises `ConfigError` with the name of the argument that does not fit.
 Shapes as in `ops/types.py`.
 """
 
@@ -35,26 +35,27 @@ IDS = (torch.int64, torch.int32)
 STRIDED = torch.strided
 RULES = frozenset(int(rule) for rule in Rule)
 STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
-"""One stream for both noises would bend the distribution of rows longer than a block."""
+"""One stream for both noises would bias the distribution of rows longer than a block."""
 _FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
 """Objects already validated; skipping them saves most of `verify`'s host time (27 to 14 us)."""
 _latest_rates: ref[Tensor] | None = None
-"""Rates whose shape and dtype are already validated: an engine has one tensor of them, and to look
-again takes 0.4 us, a hundredth of one greedy request; SYNTHETIC is to take the time of STANDARD."""
+"""The tensor of rates that was last validated in shape and dtype. An engine has only one. A new
+check takes 0.4 us, a hundredth of one greedy request; SYNTHETIC must take the time of STANDARD."""
 _latest_batch: tuple[ref[AttentionBatch], object] | None = None
-"""The last batch that was validated, and the rest that was validated with it. A pass attends once
-per layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
-MOST_TOP = 64
-COLDEST = 9.99e-6
-"""Just below 1e-5 in float32; colder rows would overflow once divided, or round to ties."""
-FEW = 64
-"""Up to here a Python loop over the values is cheaper than numpy: 1 us against 3 for one value."""
+"""The last validated batch, and the other arguments validated with it. A pass attends once per
+layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
+MAX_TOP = 64
+MIN_TEMPERATURE = 9.99e-6
+"""Just below 1e-5 in float32. At lower temperatures logits would overflow or round to ties."""
+LOOP_LIMIT = 64
+"""Up to so many values are compared in a Python loop, which is cheaper than numpy: 1 us against 3
+for one value."""
 
 Host = npt.NDArray[Any]
 
 
 class Letter(str):
-    """A size that may be any: it equals every number."""
+    """A named dimension of an expected shape, which may have any size: it equals every number."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -80,8 +81,8 @@ def check_tensor(
 ) -> None:
     """Raise `ConfigError` unless `value` is a dense tensor of this shape, dtype, and device.
 
-    device: None takes any
-    grad: whether it may require a gradient, which nothing here computes
+    device: None: any device
+    grad: whether the tensor may require a gradient; gradients are not computed here
     """
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
@@ -107,7 +108,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N, V)) -> None:
-    """Rows of at least one token, whose tokens are adjacent in memory."""
+    """Check that the vocabulary has a token, and that a row's logits are adjacent in memory."""
     check_tensor(name, logits, shape, FLOATS, grad=True)
     vocabulary = logits.shape[-1]
     if vocabulary == 0:
@@ -117,7 +118,7 @@ def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N
 
 
 def check_rows(rows: Rows) -> None:
-    """Logits of N rows, their slots, the parameters of these slots, and edits."""
+    """Check the logits of N rows, their slots, the parameters of these slots, and the edits."""
     check_kind("rows", rows, Rows)
     logits_NV, params, slot_N, edits = rows
     check_logits("logits_NV", logits_NV)
@@ -127,7 +128,7 @@ def check_rows(rows: Rows) -> None:
 
 
 def check_params(params: SlotParams, device: torch.device) -> None:
-    """The per-slot fields have their dtypes, one length and this device."""
+    """Check that the per-slot fields have their dtypes, equal lengths, and this device."""
     if params in _FITTING and params.key_S.device == device:
         return
     check_kind("params", params, SlotParams)
@@ -141,7 +142,7 @@ def check_params(params: SlotParams, device: torch.device) -> None:
 
 
 def check_sample(rows: Rows, noise: Noise) -> None:
-    """All arguments of `Backend.sample`."""
+    """Check all arguments of `Backend.sample`."""
     check_rows(rows)
     check_kind("noise", noise, Noise)
     position_N, draft_index_N, streams, fp64 = noise
@@ -154,7 +155,7 @@ def check_sample(rows: Rows, noise: Noise) -> None:
 
 
 def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
-    """All arguments of `Backend.draft`; on the host also that no row is written twice."""
+    """Check all arguments of `Backend.draft`; on the host also that no entry is written twice."""
     check_sample(rows, noise)
     if noise.streams != DRAFT:
         raise ConfigError("streams", noise.streams, "`DRAFT`")
@@ -169,14 +170,14 @@ def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
     if index_N.is_cpu:
         index, last = index_N.tolist(), cache.lse_SK.shape[1] - 1
         check_between("draft_index_N", index, 0, last, f"in 0..{last}, the cache's drafts")
-        slot, spare = rows.slot_N.tolist(), rows.params.key_S.shape[0] - 1
-        named = [place for place in zip(slot, index, strict=True) if place[0] != spare]
-        if len(set(named)) < len(named):
-            raise ConfigError("slot_N", slot, "one row per slot and draft index")
+        slots, spare = rows.slot_N.tolist(), rows.params.key_S.shape[0] - 1
+        entries = [(slot, i) for slot, i in zip(slots, index, strict=True) if slot != spare]
+        if len(set(entries)) < len(entries):
+            raise ConfigError("slot_N", slots, "one row per slot and draft index")
 
 
 def check_draft_cache(logits_BKV: Tensor, params: SlotParams, slot_B: Tensor) -> None:
-    """All arguments of `draft_cache` except the backend."""
+    """Check all arguments of `draft_cache` except the backend."""
     check_logits("logits_BKV", logits_BKV, (B, K, V))
     _check_slots("slot_B", slot_B, params, logits_BKV, logits_BKV.shape[:1])
     if slot_B.is_cpu and len(set(slot_B.tolist())) < len(slot_B):
@@ -184,10 +185,12 @@ def check_draft_cache(logits_BKV: Tensor, params: SlotParams, slot_B: Tensor) ->
 
 
 def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
-    """The cache's three tensors fit each other and have a row for every slot."""
+    """Check that the cache's three tensors fit each other and have a row for every slot."""
     slots = params.key_S.shape[0]
-    if cache in _FITTING and (at := cache.logits_SKV).device == device and at.shape[0] >= slots:
-        return
+    if cache in _FITTING:
+        logits_SKV = cache.logits_SKV
+        if logits_SKV.device == device and logits_SKV.shape[0] >= slots:
+            return
     check_kind(name, cache, DraftCache)
     logits_SKV, threshold_SK, lse_SK = cache.logits_SKV, cache.threshold_SK, cache.lse_SK
     check_tensor(f"{name}.logits_SKV", logits_SKV, (S, K, V), FLOATS, device, contiguous=True)
@@ -200,28 +203,28 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
 
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
-    """The draft block belongs to these requests, is wide enough, and has the q it asks for."""
+    """Check that the block has a row per request, enough columns, and a cache if q is needed."""
     check_kind("drafts", drafts, DraftBlock)
     device, shape_B = slot_B.device, slot_B.shape
     check_tensor("drafts.token_BK", drafts.token_BK, (*shape_B, K), IDS, device)
     check_tensor("drafts.num_B", drafts.num_B, shape_B, INT64, device)
     check_tensor("drafts.real_q_B", drafts.real_q_B, shape_B, BOOL, device)
-    most = drafts.token_BK.shape[1]
+    columns = drafts.token_BK.shape[1]
     if drafts.cache is not None:
         check_cache("drafts.cache", drafts.cache, params, device)
         shape = drafts.cache.logits_SKV.shape
-        if shape[1] < most:
-            raise ConfigError("drafts.cache.logits_SKV.shape", tuple(shape), f"K >= {most}")
+        if shape[1] < columns:
+            raise ConfigError("drafts.cache.logits_SKV.shape", tuple(shape), f"K >= {columns}")
     if not drafts.num_B.is_cpu:
         return
-    wanted = f"in 0..{most}, the width of `token_BK`"
-    check_between("drafts.num_B", drafts.num_B.tolist(), 0, most, wanted)
+    wanted = f"in 0..{columns}, the width of `token_BK`"
+    check_between("drafts.num_B", drafts.num_B.tolist(), 0, columns, wanted)
     if drafts.cache is None and any(drafts.real_q_B.tolist()):
         raise ConfigError("drafts.cache", None, "given, since `real_q_B` asks for it")
 
 
 def check_verify(batch: VerifyBatch) -> None:
-    """All of `Backend.verify` against each other."""
+    """Check that all inputs of `Backend.verify` fit together."""
     check_kind("batch", batch, VerifyBatch)
     logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, fits = batch
     if fits:
@@ -232,28 +235,28 @@ def check_verify(batch: VerifyBatch) -> None:
     rules = _check_slots("slot_B", slot_B, params, logits_NV, (B,))
     check_tensor("position_B", position_B, slot_B.shape, INT64, device)
     check_drafts(drafts, params, slot_B)
-    rows, requests, most = logits_NV.shape[0], slot_B.shape[0], drafts.token_BK.shape[1]
+    rows, requests, columns = logits_NV.shape[0], slot_B.shape[0], drafts.token_BK.shape[1]
     if drafts.num_B.is_cpu:
         if rows != sum(drafts.num_B.tolist()) + requests:
             raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
-    elif not requests <= rows <= requests * (most + 1):
-        wanted = f"{requests} to {requests * (most + 1)} rows, K_b + 1 of each request"
+    elif not requests <= rows <= requests * (columns + 1):
+        wanted = f"{requests} to {requests * (columns + 1)} rows, K_b + 1 of each request"
         raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), wanted)
     if edits is not None:
         check_edits(edits, logits_NV)
     if synthetic_rate_K is not None:
-        check_rates(synthetic_rate_K, most, device)
+        check_rates(synthetic_rate_K, columns, device)
     elif Rule.SYNTHETIC in rules:
         raise ConfigError("synthetic_rate_K", None, "given, since a slot is under SYNTHETIC")
 
 
 def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> None:
-    """All of `Backend.evidence` against each other."""
+    """Check that all arguments of `Backend.evidence` fit together."""
     check_verify(batch)
     check_kind("verdict", verdict, Verdict)
-    requests, most = batch.drafts.token_BK.shape
+    requests, columns = batch.drafts.token_BK.shape
     device = batch.logits_NV.device
-    check_tensor("verdict.token_BK1", verdict.token_BK1, (requests, most + 1), IDS, device)
+    check_tensor("verdict.token_BK1", verdict.token_BK1, (requests, columns + 1), IDS, device)
     check_tensor("verdict.n_accept_B", verdict.n_accept_B, (requests,), INT64, device)
     check_tensor("request_R", request_R, (R,), INT64, device)
     if request_R.is_cpu:
@@ -261,22 +264,22 @@ def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> N
         check_between("request_R", request_R.tolist(), 0, requests - 1, wanted)
 
 
-def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> None:
-    """One rate in [0, 1] for every column of `token_BK`, or more."""
+def check_rates(synthetic_rate_K: Tensor, columns: int, device: torch.device) -> None:
+    """Check that there is a rate in [0, 1] for each of `columns` columns of `token_BK`."""
     global _latest_rates
-    known = _latest_rates and _latest_rates() is synthetic_rate_K
-    if not known or synthetic_rate_K.device != device:
+    is_validated = _latest_rates and _latest_rates() is synthetic_rate_K
+    if not is_validated or synthetic_rate_K.device != device:
         check_tensor("synthetic_rate_K", synthetic_rate_K, (K,), FLOAT64, device)
         _latest_rates = ref(synthetic_rate_K)
-    host = synthetic_rate_K.tolist() if synthetic_rate_K.is_cpu else []
-    if (len(host) or synthetic_rate_K.shape[0]) < most:
-        wanted = f"[K >= {most}], one per draft"
+    rates = synthetic_rate_K.tolist() if synthetic_rate_K.is_cpu else []
+    if (len(rates) or synthetic_rate_K.shape[0]) < columns:
+        wanted = f"[K >= {columns}], one per draft"
         raise ConfigError("synthetic_rate_K.shape", tuple(synthetic_rate_K.shape), wanted)
-    check_between("synthetic_rate_K", host, 0.0, 1.0, "in [0, 1]")
+    check_between("synthetic_rate_K", rates, 0.0, 1.0, "in [0, 1]")
 
 
 def check_edits(edits: Edits, logits_NV: Tensor) -> None:
-    """Masks and entries of the N rows; on the host, that rows and ids are in range and rise."""
+    """Check the masks and entries of N rows; on the host also ranges and order of rows and ids."""
     check_kind("edits", edits, Edits)
     device, (num_rows, vocabulary) = logits_NV.device, logits_NV.shape
     if (edits.mask_RW is None) != (edits.mask_N is None):
@@ -292,7 +295,8 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     check_tensor("edits.token_M", edits.token_M, (M,), INT64, device)
     if edits.token_M.is_cpu:
         _check_ids(edits, vocabulary)
-    # Within these bounds a ban, which is a bias of -inf, stays one whatever follows.
+    # Within these bounds a banned token's logit stays -inf: its bias is -inf, and the later
+    # operations on it cannot change that.
     for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
         name, value = f"edits.{field}", getattr(edits, field)
         check_tensor(name, value, edits.token_M.shape, FLOAT32, device)
@@ -301,7 +305,7 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
 
 
 def _check_ids(edits: Edits, vocabulary: int) -> None:
-    """`start_N1` cuts the entries in rows, in which ids rise."""
+    """Check that `start_N1` divides the entries into rows, and that ids rise within each row."""
     start_N1, token_M = edits.start_N1.numpy(), edits.token_M.numpy()
     if start_N1[0] != 0 or start_N1[-1] != len(token_M) or (np.diff(start_N1) < 0).any():
         wanted = f"rising from 0 to {len(token_M)}, the number of entries"
@@ -309,14 +313,14 @@ def _check_ids(edits: Edits, vocabulary: int) -> None:
     if len(token_M) == 0:
         return
     check_between("edits.token_M", token_M, 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
-    fits_M1 = np.append(token_M[1:] > token_M[:-1], True)
-    fits_M1[start_N1[1:] - 1] = True  # from a row's last entry to the next row's first
-    if not fits_M1.all():
+    rises_M = np.append(token_M[1:] > token_M[:-1], True)  # from each entry to the next
+    rises_M[start_N1[1:] - 1] = True  # after a row's last entry ids may fall
+    if not rises_M.all():
         raise ConfigError("edits.token_M", token_M.tolist(), "rising within each row")
 
 
 def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
-    """All arguments of `Backend.logprobs`."""
+    """Check all arguments of `Backend.logprobs`."""
     if isinstance(rows, Rows):
         check_rows(rows)
         logits_NV = rows.logits_NV
@@ -327,14 +331,17 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
     check_tensor("token_N", token_N, logits_NV.shape[:1], IDS, logits_NV.device)
     if token_N.is_cpu:
         check_between("token_N", token_N.numpy(), 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
-    if type(num_top) is not int or not 0 <= num_top <= min(MOST_TOP, vocabulary):
-        raise ConfigError("num_top", num_top, f"in 0..{min(MOST_TOP, vocabulary)}")
+    if type(num_top) is not int or not 0 <= num_top <= min(MAX_TOP, vocabulary):
+        raise ConfigError("num_top", num_top, f"in 0..{min(MAX_TOP, vocabulary)}")
 
 
 def _check_slots(
     name: str, slot_N: Tensor, params: SlotParams, logits: Tensor, shape: tuple[int | Letter, ...]
 ) -> AbstractSet[int]:
-    """Slots and their parameters, on the host also what they hold; returns their rules there."""
+    """Check slots and parameters, on the host also their values, and return the rules in use.
+
+    On a device, where values are not read, the result is empty.
+    """
     check_tensor(name, slot_N, shape, INT64, logits.device)
     check_params(params, logits.device)
     if not slot_N.is_cpu or slot_N.shape[0] == 0:
@@ -345,9 +352,9 @@ def _check_slots(
         return params.rules
 
     columns = params.temperature_S, params.top_p_S, params.min_p_S, params.rule_S
-    # Each value once: mostly one.
-    used = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
-    temperature, top_p, min_p, rules = used
+    # The distinct values of each column: usually there is only one.
+    distinct = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
+    temperature, top_p, min_p, rules = distinct
     for rule in rules:
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
@@ -355,8 +362,10 @@ def _check_slots(
         if rule not in params.rules:
             promised = ", ".join(sorted(r.name for r in params.rules))
             raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
-    warm = [value for value in temperature if value != 0]
-    check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0, or >= 1e-5 and finite")
+    not_zero = [value for value in temperature if value != 0]
+    check_between(
+        "params.temperature_S", not_zero, MIN_TEMPERATURE, 3.4e38, "0, or >= 1e-5 and finite"
+    )
     check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
     check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:
@@ -369,9 +378,9 @@ def _check_slots(
 def check_between(
     name: str, values: Host | list[float], low: float, high: float, wanted: str
 ) -> None:
-    """Raise `ConfigError` unless low <= every value <= high; NaN is neither."""
+    """Raise `ConfigError` unless low <= value <= high for every value; NaN raises it too."""
     if not isinstance(values, list):
-        if len(values) > FEW:
+        if len(values) > LOOP_LIMIT:
             values = values[~((values >= low) & (values <= high))]
         values = values.tolist()
     for value in values:
@@ -386,32 +395,37 @@ def check_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """All arguments of `Backend.attention`; the layers of a pass differ in addresses alone."""
+    """Check all arguments of `Backend.attention`.
+
+    Layers of one pass have equal batches, layouts and options: these are checked only once.
+    """
     global _latest_batch
     check_kind("options", options, AttentionOptions)
-    rest = (_looks(query_THD), _looks(key_cache), _looks(value_cache), options[:3])
-    known = _latest_batch
-    if known is None or known[0]() is not batch or known[1] != rest:
+    switches = options.scale, options.sliding_window, options.softcap
+    layouts = (_layout(query_THD), _layout(key_cache), _layout(value_cache), switches)
+    latest = _latest_batch
+    if latest is None or latest[0]() is not batch or latest[1] != layouts:
         _check_caches(query_THD, key_cache, value_cache)
         check_attention_batch(batch, query_THD.shape[0], key_cache)
         if options.sliding_window is not None and options.sliding_window < 1:
             raise ConfigError("options.sliding_window", options.sliding_window, "None or >= 1")
         if options.softcap is not None and not options.softcap > 0:
             raise ConfigError("options.softcap", options.softcap, "None or > 0")
-        _latest_batch = (ref(batch), rest)
+        _latest_batch = (ref(batch), layouts)
     sinks_H = options.sinks_H
     if sinks_H is not None:
         heads, device = query_THD.shape[1:2], query_THD.device
         check_tensor("options.sinks_H", sinks_H, heads, FLOATS, device, grad=True)
 
 
-def _looks(value: object) -> object:
+def _layout(value: object) -> object:
     if not isinstance(value, Tensor):
         return None
     return value.shape, value.dtype, value.device, value.is_contiguous()
 
 
 def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Check that queries, keys and values have fitting shapes, and one dtype and device."""
     check_tensor("query_THD", query_THD, QUERY, FLOATS)
     _, heads, size = query_THD.shape
     dtype, device = (query_THD.dtype,), query_THD.device
@@ -424,9 +438,9 @@ def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> 
 
 
 def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor) -> None:
-    """The batch is about so many tokens, the blocks of this cache, on its device.
+    """Check that the batch has `tokens` tokens, and the cache's block size and device.
 
-    On the host also that requests have tokens, lengths cover them, and blocks exist.
+    On the host also: each request has tokens, its length includes them, and its blocks exist.
     """
     check_kind("batch", batch, AttentionBatch)
     if batch.values_fit:
@@ -446,9 +460,12 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
 def check_draft_round(
     drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, least: int = 1
 ) -> list[int]:
-    """Slots exist, a block table of so much room and the cache reach over the drafts.
+    """Check that slots exist, and that the block table and the cache have room for all drafts.
 
-    All tensors are on the host. Returns the numbers of drafts.
+    room: number of tokens that a row of the block table covers
+    least: smallest allowed number of drafts of a request
+
+    All tensors are on the host. Returns the number of drafts of each request.
     """
     slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
     check_tensor("drafting.slot_B", slot_B, length_B.shape, INT64, contiguous=True)
@@ -465,8 +482,8 @@ def check_draft_round(
             raise ConfigError("drafting.num_B", num, wanted)
     if cache is not None:
         check_cache("drafting.cache", cache, drafting.params, slot_B.device)
-        dtype, (_, most, width) = cache.logits_SKV.dtype, cache.logits_SKV.shape
-        if dtype is not torch.float32 or most < max(nums) or width != vocabulary:
+        dtype, (_, columns, width) = cache.logits_SKV.dtype, cache.logits_SKV.shape
+        if dtype is not torch.float32 or columns < max(nums) or width != vocabulary:
             shape = (dtype, *cache.logits_SKV.shape)
             wanted = f"float32 [S, K >= {max(nums)}, {vocabulary}]"
             raise ConfigError("drafting.cache.logits_SKV", shape, wanted)
@@ -474,6 +491,7 @@ def check_draft_round(
 
 
 def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
+    """Check a batch's values on the host: token ranges, lengths, and block ids below `blocks`."""
     start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
     room = batch.block_BL.shape[1] * batch.block_size
     if not length_B or start_B1[0] != 0 or start_B1[-1] != tokens:
@@ -491,12 +509,12 @@ def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
 
 
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
-    """Outputs of a drafting stack's rows, by slot: see `RoundStack`."""
+    """Check outputs of a drafting stack, a row per slot: see `DraftRound.hidden_SC`."""
     check_tensor("hidden_SC", hidden_SC, (slots, size), (torch.float32,), contiguous=True)
 
 
 def check_stack(stack: Stack) -> None:
-    """Outputs are tokens: native code would write past its rows otherwise."""
+    """Check that each output of the head is a token: native code writes logits unchecked."""
     outputs, ids = stack.head.weight.shape[0], stack.target_ids
     if ids is None:
         if outputs != stack.vocab_size:
@@ -509,8 +527,7 @@ def check_stack(stack: Stack) -> None:
 
 
 def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | None) -> None:
-    """The batch fits the cache, the cache has the stack's layers, and features are given if the
-    stack has a rule for them."""
+    """Check that the batch fits the cache, and that cache and features fit the stack."""
     check_attention_batch(batch.attention, len(batch.token_T), kv.keys[0])
     if not len(kv.keys) == len(kv.values) == len(stack.layers):
         raise ConfigError("kv.keys", len(kv.keys), f"tensors of {len(stack.layers)} layers")
@@ -518,14 +535,14 @@ def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | N
 
 
 def check_features(has_rule: bool, features: Features | None) -> None:
-    """There are features if, and only if, the stack has a `FeatureRule`."""
+    """Check that features are given if, and only if, the stack has a `FeatureRule`."""
     if has_rule != (features is not None):
         must = "what rows begin with" if has_rule else "None without a `FeatureRule`"
         raise ConfigError("features", type(features).__name__, must)
 
 
 def check_aux(aux: Sequence[Tensor], tokens: int, numbers: int) -> None:
-    """Hidden states that a head reads, of so many numbers for each token, all together."""
+    """Check the hidden states that a head reads: together `numbers` numbers for each token."""
     for i, state_TH in enumerate(aux):
         shape = (tokens, numbers // len(aux))
         check_tensor(f"aux[{i}]", state_TH, shape, (torch.float32,), contiguous=True)

@@ -26,7 +26,7 @@ from foretoken.ops.types import (  # isort: skip
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a backend's folder provides: the functions of `Backend`, without checks."""
+    """The functions that a backend's folder provides: those of `Backend`, without checks."""
 
     process_logits: Callable[[Rows], Tensor]
     sample: Callable[[Rows, Noise], Tensor]
@@ -43,13 +43,13 @@ class Kernels:
 
 
 class Backend:
-    """Kernels behind the contract. Shapes as in `ops/types.py`; only `draft` changes an argument.
+    """The contract: checks arguments, then calls a backend's kernels. Shapes as in `ops/types.py`.
 
-    Logits have unit stride along V; rows may lie apart. All but the reference read float64 logits
-    rounded to float32. A row is *finite* if, its edits applied, it holds no NaN or +inf and its
-    maximum is finite: -inf is a token that was dropped. An argument that does not fit raises
-    `ConfigError` before any work. Checked are shapes, dtypes, devices and strides; of tensors on
-    the host also what they hold.
+    Only `draft` changes an argument. Logits have unit stride along V; rows may lie apart. All
+    backends except the reference round float64 logits to float32. A row is *finite* if, after its
+    edits, it holds no NaN or +inf and its maximum is finite: -inf marks a dropped token. Shapes,
+    dtypes, devices and strides are checked, for tensors on the host also their values; an argument
+    that does not fit raises `ConfigError` before any work.
 
     name, deterministic: those of `get_backend`
     """
@@ -62,8 +62,8 @@ class Backend:
     def process_logits(self, rows: Rows) -> Tensor:
         """Apply each row's edits, temperature, min_p, top_k, top_p, in this order.
 
-        The other functions do so on load. A row that is not finite does not become finite (see
-        `verify`); nothing else is promised of it.
+        The other functions process rows in the same way when they load them. A row that is not
+        finite does not become finite (see `verify`); its logits may be anything else.
 
         Returns:
             New [N, V] logits (float32; float64 in the reference): divided by the temperature,
@@ -76,39 +76,33 @@ class Backend:
         return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
-        """Draw one token per row of raw logits, processed on load; exact (Gumbel-max).
+        """Draw a token per row of raw logits, processed on load; exact (Gumbel-max): int64 [N].
 
         Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
-        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the survivors;
-        others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
-        argmax(logit + G_token) within it.
+        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the kept tokens.
+        All other rows use hierarchical noise over blocks of 1024 ids: block = argmax(log-mass +
+        G_block), then token = argmax(logit + G_token) within the block.
 
-        A row that is not finite gives a meaningless id in [0, V), unmarked. `verify` without drafts
-        draws what this does with `TARGET` streams, and marks such rows.
-
-        Returns:
-            int64 [N] token ids.
+        A row that is not finite gives a meaningless id in [0, V), without a mark. With `TARGET`
+        streams, `verify` without drafts draws the same tokens, and marks such rows.
         """
         checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-        """Draw a draft per row of raw draft logits and keep the q it came from.
+        """Draw a draft per row of raw draft logits, and keep the q it came from: int64 [N].
 
-        As `sample` with `DRAFT` noise at (position, draft index); slots under `Rule.COUPLED` draw
-        with `TARGET` noise at draft index 0, as the target itself will.
+        Rows are drawn as `sample` draws them with `DRAFT` noise at (position, draft index). Slots
+        under `Rule.COUPLED` draw with `TARGET` noise at draft index 0, as the target itself will.
 
         Args:
-            rows: of the draft model, V' tokens, without edits. No two are of the same (slot, draft
-                index), except of the last slot, which may pad a batch. A row that is not finite
-                gives some id in [0, V'), as `sample` does, and at T > 0 an lse that is not finite:
-                `verify` then takes it for no draft.
+            rows: rows of the draft model, V' tokens, without edits. No two rows have the same
+                (slot, draft index), except for the last slot, which may pad a batch. A row that is
+                not finite gives some id in [0, V'), as in `sample`, and at T > 0 an lse that is
+                not finite: `verify` then does not count the id as a draft.
             noise: its streams are `DRAFT`.
-            cache: written at [slot, draft index]; its dtype and width are those of the logits. None
-                keeps no q and draws the same tokens.
-
-        Returns:
-            int64 [N] token ids.
+            cache: written at [slot, draft index]; it has the dtype and the width of the logits.
+                None keeps no q and draws the same tokens.
         """
         checks.check_draft(rows, noise, cache)
         return self._kernels.draft(rows, noise, cache)
@@ -119,47 +113,47 @@ class Backend:
         Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
         draft is the argmax, except under SYNTHETIC.
 
-        - No draft: -1; a draft whose q row is not finite; one with q(x) = 0 in a finite row, which
-          no drafter sampled; under SYNTHETIC an id >= V, since a rate cannot make it a token of the
-          target. It is never accepted, nor is anything after it, and its slot is drawn from p with
-          TARGET noise, as the bonus slot is.
-        - A rejected draft: its slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if
-          that has zero mass, from p with RESIDUAL noise. A backend may take less than 1e-40 for
-          zero; only SYNTHETIC rejects there.
-        - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
-          nothing of q is read.
+        - These ids count as no draft: -1; an id with a q row that is not finite; an id with
+          q(x) = 0 in a finite row, which no drafter sampled; under SYNTHETIC an id >= V, since a
+          rate cannot make it a token of the target. Neither such an id nor any draft after it is
+          accepted. The token in its place is drawn from p with TARGET noise, like the bonus token.
+        - In place of a rejected draft a token is drawn from norm(max(w p - q, 0)) with RESIDUAL
+          noise; if that has zero mass, from p with RESIDUAL noise. A backend may treat less than
+          1e-40 as zero; only SYNTHETIC rejects there.
+        - Under COUPLED every token is the target's own draw with TARGET noise. Neither COUPLED nor
+          T=0 reads q.
         - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): only
           SYNTHETIC can accept its draft. If such a row is among rows 0..n_accept, which decided the
-          request, `finite_B` is False and -1 follows the accepted drafts. These stand, but the
-          request cannot go on.
+          request, `finite_B` is False and -1 follows the accepted drafts. These remain valid, but
+          the request cannot go on.
         - A rule that is unknown, or that cannot be applied (SYNTHETIC without rates, BLOCK where
-          `params.rules` lacks it), raises `ConfigError` where slots are on the host. A backend that
-          would have to wait for a device to see it gives such a request no token: `n_accept_B` is
+          `params.rules` lacks it), raises `ConfigError` if slots are on the host. A backend that
+          would have to wait for a device to notice gives such a request no token: `n_accept_B` is
           0, `finite_B` False, its row of `token_BK1` -1.
         """
         checks.check_verify(batch)
         return self._kernels.verify(batch)
 
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-        """What some requests of a verification were decided by: p, q and u of all their drafts.
+        """The numbers that decided some requests of a verification: p, q and u of their drafts.
 
-        Both are of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which compares
-        draws, it is the probability of these. In neither case is anything of q read: it is one-hot.
-        Of a target row that is not finite p is 0. Drafts after a rejected one have their numbers,
-        too.
+        p and q are those of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which
+        compares draws, p is the probability of these draws. In both cases q is not read and counts
+        as one-hot. p is 0 in a target row that is not finite. Drafts after a rejected one are
+        included.
 
         Args:
             batch: what was verified; its q must still be in the cache.
-            verdict: what `verify` said of it.
+            verdict: what `verify` returned for it.
             request_R: int64, which requests, in 0..B-1.
         """
         checks.check_evidence(batch, verdict, request_R)
         return self._kernels.evidence(batch, verdict, request_R)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of a given token and of the `num_top` likeliest of every row.
+        """Log-probabilities of one given token and of the `num_top` likeliest tokens in each row.
 
-        Tokens that were dropped have -inf; of rows that are not finite nothing is promised.
+        Dropped tokens have -inf. Nothing is promised for rows that are not finite.
 
         Args:
             rows: a tensor [N, V] of raw logits, or `Rows`, which are processed (T=0: only edited).
@@ -177,52 +171,49 @@ class Backend:
         batch: AttentionBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Causal attention of ragged queries over paged K/V (the new tokens already written).
+        """Causal attention of ragged queries over paged K/V, new tokens included: [T, H, D_v].
 
         Args:
             query_THD: [T, H, D].
             key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v], contiguous,
                 in the dtype of the query; H % H_kv == 0.
-            batch: which queries are which request's. Backends keep what they derive from it for the
-                next layer: it must not be written to afterwards.
-
-        Returns:
-            [T, H, D_v].
+            batch: which queries belong to which request. Backends keep what they derive from it for
+                the next layer: it must not be written to afterwards.
         """
         checks.check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def load_stack(self, stack: Stack, positions: int, most_rows: int) -> LoadedStack:
-        """A stack in this backend's own layout; in stock operators if it has none of its own.
+        """Load a stack in this backend's own layout, or in stock operators if there is none.
 
         Args:
             positions: length of the longest context.
-            most_rows: of a stack with `target_ids`: rows of logits that memory is kept for; more
-                are possible, and slower.
+            most_rows: for a stack with `target_ids`: memory is kept for logits of this many rows;
+                more rows work, but are slower.
 
         Raises:
-            UnfitError: this stack has something that the kernels do not implement; it says what.
-            ConfigError: its outputs are not its tokens.
+            UnfitError: the kernels do not implement part of this stack; the message says which.
+            ConfigError: the outputs of its head do not match its vocabulary.
         """
         checks.check_stack(stack)
-        own = self._kernels.load_stack
-        if own is None:
+        load_stack = self._kernels.load_stack
+        if load_stack is None:
             return self.stock_stack(stack)
-        return own(stack, positions, most_rows, deterministic=self.deterministic)
+        return load_stack(stack, positions, most_rows, deterministic=self.deterministic)
 
     def stock_stack(self, stack: Stack) -> LoadedStack:
         """A stack in stock operators, around this backend's `attention`.
 
         Raises:
-            UnfitError: a weight is of a format that they do not know.
-            ConfigError: its outputs are not its tokens.
+            UnfitError: stock operators do not know the format of a weight.
+            ConfigError: as in `load_stack`.
         """
         checks.check_stack(stack)
         loaded: LoadedStack = self._stock.StockStack(stack, self._kernels.attention)
         return loaded
 
     def multiply(self, x: Tensor, linear: Linear) -> Tensor:
-        """[..., in] times a layer, plain or of `pack`: [..., out]."""
+        """The product of x [..., in] with a layer, plain or from `pack`: [..., out]."""
         product: Tensor = self._stock.multiply(x, linear)
         return product
 
@@ -242,28 +233,28 @@ class Backend:
         return stack
 
     def steps(self, state: SlotState) -> Steps:
-        """What an engine does with its slots; arguments of these functions are not checked."""
+        """The bookkeeping of an engine's slots; these functions do not check their arguments."""
         return self._kernels.steps(state)
 
     def compile_ahead(self, run: Callable[[], object]) -> None:
-        """Compile, in parallel processes, what `run` is about to launch on a GPU.
+        """Compile, in parallel processes, the kernels that `run` will launch on a GPU.
 
         `run` is called once. While it runs in this thread, this backend's functions and stacks
         launch no kernel and return zeros; PyTorch's operators do run. `run` should be a step on
-        memory that nobody reads: that saves most of the first real step's time. Backends without
-        kernels to compile do not call it.
+        scratch memory: then the first real step takes much less time. Backends without kernels to
+        compile do not call `run`.
         """
         self._kernels.compile_ahead(run)
 
     def set_num_threads(self, count: int) -> None:
-        """Share one call's work among so many threads of the process, the calling one included.
+        """Share each call's work among `count` threads, the calling one included; process-wide.
 
-        What runs in PyTorch's operators has `torch.set_num_threads` instead.
+        PyTorch's operators use `torch.set_num_threads` instead.
         """
         self._kernels.set_num_threads(count)
 
     def tunings(self) -> dict[str, Any]:
-        """What this process measured to choose how it computes, and what it took."""
+        """The timings by which this process chose between ways to compute, and its choices."""
         return self._kernels.tunings()
 
 
@@ -272,20 +263,20 @@ def draft_cache(
 ) -> DraftCache:
     """The q of drafts that were made elsewhere, from the logits that they were drawn from.
 
-    With it, `verify` takes them as if `Backend.draft` had drawn them. They must be draws from q as
-    the slots' parameters make it: softmax of logits / temperature, filtered by min_p, top_k, top_p.
+    With it, `verify` treats them as if `Backend.draft` had drawn them. They must be draws from the
+    q of their slots' parameters: softmax of logits / temperature, filtered by min_p, top_k, top_p.
 
     Args:
-        backend: the one that will verify; thresholds and LSEs are to the bit those of its `draft`.
-        logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; row (b, i) is
-            what draft i of request b was drawn from. Rows after a request's last draft may hold
+        backend: the one that will verify; thresholds and LSEs are bitwise those of its `draft`.
+        logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; draft i of
+            request b was drawn from row (b, i). Rows after a request's last draft may hold
             anything, and a row that is not finite counts as no draft.
         params: the parameters of all slots; the cache has a row for each.
         slot_B: int64, the slot of each request, no two alike.
 
     Returns:
         A new cache [S, K, V'] in the dtype of the logits. Slots that are not in `slot_B` have no q:
-        drafts of theirs that claim one count as none.
+        a draft there counts as no draft if its `real_q_B` is True.
 
     Raises:
         ConfigError: names the argument that does not fit.
@@ -317,12 +308,12 @@ def draft_cache(
     if not hasattr(backend, "draft"):
         raise ConfigError("backend", backend, "what `get_backend` returns")
     checks.check_draft_cache(logits_BKV, params, slot_B)
-    slots, (_, most, vocabulary) = params.key_S.shape[0], logits_BKV.shape
-    cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
+    slots, (_, drafts, vocabulary) = params.key_S.shape[0], logits_BKV.shape
+    cache = DraftCache.empty(slots, drafts, vocabulary, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)
     cache.lse_SK.fill_(torch.nan)  # no q
-    nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used
-    for i in range(most):
+    position_B = torch.zeros_like(slot_B)  # any position: only the cache is used, not the draws
+    for i in range(drafts):
         rows = Rows(logits_BKV[:, i], params, slot_B)
-        backend.draft(rows, Noise(nowhere_B, nowhere_B + i, DRAFT), cache)
+        backend.draft(rows, Noise(position_B, torch.full_like(slot_B, i), DRAFT), cache)
     return cache

@@ -1,11 +1,11 @@
-"""Weights that are no plain numbers: how their blocks lie in memory, and their numbers.
+"""Quantised weights: how their blocks lie in memory, and their values.
 
-Belongs here: the block formats of GGUF files and the grouped integers of compressed-tensors, as
-tables and as float32. Does not: their products (`multiply` of each backend), reading files
-(`models/`).
+Belongs here: the block formats of GGUF files and the grouped integers of compressed-tensors: tables
+of their sizes, and decoding to float32. Does not: their products (`multiply` of each backend),
+reading files (`models/`).
 
-Every format stores small integers (*codes*) and, for each group of them, what turns them into
-numbers: number = scale * (code - offset) - minimum.
+Every format stores small integers (*codes*) and, for each group of them, a scale and an offset or a
+minimum: number = scale * (code - offset) - minimum.
 
 Shape suffixes: N rows, G blocks of a row.
 """
@@ -18,18 +18,13 @@ import torch
 from torch import Tensor
 
 GROUP, SUPER = 32, 256
-"""Inputs that share a scale of rounded activations; numbers of the largest blocks."""
+"""Inputs that share a scale of rounded activations; numbers in a block of the largest formats."""
 
-
-_LEAST = 2.0**-100  # 127 / this is finite
+_MIN_MAGNITUDE = 2.0**-100  # 127 / this is finite
 
 
 class BlockKind(NamedTuple):
-    """A block format.
-
-    size:   numbers of a block
-    nbytes: its bytes
-    """
+    """A block format: how many numbers a block holds (`size`), and in how many bytes."""
 
     size: int
     nbytes: int
@@ -45,20 +40,15 @@ BLOCKS = {
     "Q5_K": BlockKind(256, 176),
     "Q6_K": BlockKind(256, 210),
 }
-"""By GGUF's name: the block formats that are served."""
+"""The block formats that are served, by GGUF's name."""
 _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def decode_blocks(kind: str, rows: Tensor) -> Tensor:
-    """The numbers of rows of blocks, float32 [N, numbers].
-
-    Args:
-        kind: one of `BLOCKS`.
-        rows: uint8 [N, bytes of a row].
-    """
+    """Rows of blocks, uint8 [N, bytes], in a format of `BLOCKS`, as float32 [N, numbers]."""
     size, nbytes = BLOCKS[kind]
     blocks = rows.reshape(len(rows), -1, nbytes)
-    decode = _super_blocks if size == 256 else _blocks
+    decode = _decode_256 if size == 256 else _decode_32
     return decode(kind, blocks).reshape(len(rows), -1)
 
 
@@ -66,18 +56,20 @@ def has_finite_scales(kind: str, rows: Tensor) -> bool:
     """Whether every scale and minimum of rows of blocks is a finite number."""
     nbytes = BLOCKS[kind].nbytes
     blocks = rows.reshape(-1, nbytes)
-    places = [nbytes - 2] if kind == "Q6_K" else [0, 2] if kind in _WITH_MINIMUM else [0]
-    upper = [blocks[:, place + 1] for place in places]  # sign, and all bits of the exponent
-    return not any(bool(((byte & 0x7C) == 0x7C).any()) for byte in upper)
+    # Offsets of the block's float16 numbers. Their upper bytes hold all bits of the exponent, which
+    # are all 1 in NaN and infinities.
+    offsets = [nbytes - 2] if kind == "Q6_K" else [0, 2] if kind in _WITH_MINIMUM else [0]
+    upper_bytes = [blocks[:, offset + 1] for offset in offsets]
+    return not any(bool(((byte & 0x7C) == 0x7C).any()) for byte in upper_bytes)
 
 
 def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
-    """The numbers of integers in groups, float32 [N, numbers].
+    """The weights that grouped integers stand for: code * scale of its group, float32 [N, numbers].
 
     Args:
-        codes: int8 [N, numbers]; or uint8 [N, numbers / 2], two a byte, the first in its low half,
-            each 8 more than what it stands for.
-        scale_NG: float32, of equal groups of a row.
+        codes: int8 [N, numbers]; or uint8 [N, numbers / 2] with two codes per byte, the first one
+            in the low half, each stored as its value + 8.
+        scale_NG: float32, one per group; all groups of a row are equally large.
     """
     if codes.dtype is torch.uint8:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int8) - 8
@@ -86,26 +78,27 @@ def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """Rows [.., in] as products with blocks take them: eight bits and a scale for each 32 numbers.
+    """Activations [.., in], rounded as they are before a product with blocks: to 8 bits per number
+    and a scale per 32.
 
     A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
-    rounded to the nearest, ties to even. NaN and infinities make their group NaN; of a group whose
-    scale could not be inverted, of magnitudes below 1e-30, nothing is left.
+    rounded to the nearest, ties to even. NaN and infinities make their group NaN. A group with all
+    magnitudes below 1e-30 becomes 0, since its scale cannot be inverted.
     """
     grouped = x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
-    most = grouped.abs().amax(-1, keepdim=True)
-    code = torch.round(grouped * torch.where(most > _LEAST, 127.0 / most, 0.0))
-    rounded = torch.where(most.isfinite(), code * (most / 127.0), torch.nan)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    code = torch.round(grouped * torch.where(largest > _MIN_MAGNITUDE, 127.0 / largest, 0.0))
+    rounded = torch.where(largest.isfinite(), code * (largest / 127.0), torch.nan)
     return rounded.flatten(-2).to(x.dtype)
 
 
-def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The half at a byte of each block, as float32 [N, G, 1]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    """The half-precision number (float16) at byte `offset` of each block, as float32 [N, G, 1]."""
+    return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Of bytes [.., n] the low halves, then the high ones: [.., 2n]."""
+    """The low halves of bytes [.., n], then the high halves: [.., 2n]."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
@@ -115,49 +108,54 @@ def _bits(packed: Tensor) -> Tensor:
     return (packed[..., None] >> shifts & 1).flatten(-2)
 
 
-def _blocks(kind: str, blocks: Tensor) -> Tensor:
+def _decode_32(kind: str, blocks: Tensor) -> Tensor:
+    """Blocks of 32 numbers [N, G, bytes] as float32 [N, G, 32]."""
     scale = _halves(blocks, 0)
     if kind == "Q8_0":
         return scale * blocks[..., 2:].view(torch.int8).float()
-    has_minimum, has_bits = kind.endswith("_1"), kind.startswith("Q5")
-    at = 4 if has_minimum else 2
+    has_minimum, has_fifth_bits = kind.endswith("_1"), kind.startswith("Q5")
+    offset = 4 if has_minimum else 2
     codes = _nibbles(blocks[..., -16:])
-    if has_bits:
-        codes = codes | _bits(blocks[..., at : at + 4]) << 4
+    if has_fifth_bits:
+        codes = codes | _bits(blocks[..., offset : offset + 4]) << 4
     if has_minimum:
         return scale * codes.float() + _halves(blocks, 2)
-    return scale * (codes.float() - (16 if has_bits else 8))
+    return scale * (codes.float() - (16 if has_fifth_bits else 8))
 
 
-def _super_blocks(kind: str, blocks: Tensor) -> Tensor:
+def _decode_256(kind: str, blocks: Tensor) -> Tensor:
+    """Blocks of 256 numbers [N, G, bytes] as float32."""
     if kind == "Q6_K":
-        return _six_bits(blocks)
+        return _decode_q6(blocks)
     scale_NG8, minimum_NG8 = _small_integers(blocks[..., 4:16])
     shape = blocks.shape[:2]
-    # Each 32 bytes hold 32 codes in their low halves, and the next 32 in their high ones.
+    # Each run of 32 bytes holds 32 codes in the low halves, and the next 32 in the high halves.
     codes = _nibbles(blocks[..., -128:].reshape(*shape, 4, 32)).reshape(*shape, 8, 32)
     if kind == "Q5_K":
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
         codes = codes | (blocks[..., None, 16:48] >> shifts & 1) << 4
-    scale_NG8, minimum_NG8 = _halves(blocks, 0) * scale_NG8, _halves(blocks, 2) * minimum_NG8
+    scale_NG8 = _halves(blocks, 0) * scale_NG8
+    minimum_NG8 = _halves(blocks, 2) * minimum_NG8
     return scale_NG8[..., None] * codes.float() - minimum_NG8[..., None]
 
 
 def _small_integers(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of six bits each, of twelve bytes: float32 [N, G, 8]."""
+    """Eight scales and eight minima of six bits each, from twelve bytes: float32 [N, G, 8]."""
     first, second, last = torch.split(packed, 4, dim=-1)
     scales = torch.cat([first & 63, (last & 15) | (first >> 6) << 4], dim=-1)
     minima = torch.cat([second & 63, (last >> 4) | (second >> 6) << 4], dim=-1)
     return scales.float(), minima.float()
 
 
-def _six_bits(blocks: Tensor) -> Tensor:
+def _decode_q6(blocks: Tensor) -> Tensor:
+    """Blocks of Q6_K [N, G, bytes] as float32 [N, G, 16, 16]."""
     shape = blocks.shape[:2]
     low, high = blocks[..., :128].reshape(*shape, 2, 64), blocks[..., 128:192]
     shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
-    # Of each half: 32 codes in four quarters; the first two are low halves of its 64 bytes.
+    # Each half of a block has four quarters of 32 codes. The lower four bits of the first two
+    # quarters are the low halves of its 64 bytes, those of the last two are the high halves.
     codes = _nibbles(low).reshape(*shape, 2, 4, 32)
     codes = codes | (high.reshape(*shape, 2, 1, 32) >> shifts & 3) << 4
-    small = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    scale_NGS = (_halves(blocks, 208) * small)[..., None]
+    factor = blocks[..., 192:208].contiguous().view(torch.int8).float()  # of 16 numbers each
+    scale_NGS = (_halves(blocks, 208) * factor)[..., None]
     return scale_NGS * (codes.reshape(*shape, 16, 16).float() - 32)

@@ -1,4 +1,4 @@
-"""Where new keys and values go in the cache: what stock operators write.
+"""Writing new keys and values to the paged cache, in stock operators.
 
 Shape suffixes: T packed tokens, H heads, D head size.
 """
@@ -16,23 +16,21 @@ from foretoken.ops.types import AttentionBatch
 def write_kv(
     caches: tuple[Tensor, Tensor], index_T: Tensor, key_THD: Tensor, value_THD: Tensor
 ) -> None:
-    """Store a layer's new keys and values.
+    """Store a layer's new keys and values in its caches, [num_blocks, block_size, H, D] each.
 
-    Args:
-        caches: its keys and values, [num_blocks, block_size, H, D] each.
-        index_T: of `write_index`.
+    index_T: from `write_index`
     """
     for cache, new_THD in zip(caches, (key_THD, value_THD), strict=True):
         cache.flatten(0, 1).index_copy_(0, index_T, new_THD)
 
 
 def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
-    """Where each layer writes new tokens: int64 [T], block * block_size + offset.
+    """The place in a layer's cache of each new token: int64 [T], block * block_size + offset.
 
-    Padding after the last request's tokens goes to the pool's last block. On a CPU in plain
-    numbers: as operators there, a pass of one token took 40 us instead of 9.
+    Padding after the last request's tokens is written to the pool's last block. On a CPU the places
+    are computed in plain Python: with operators, a pass of one token took 40 us instead of 9.
     """
-    size, trash = batch.block_size, (num_blocks - 1) * batch.block_size
+    size, padding_place = batch.block_size, (num_blocks - 1) * batch.block_size
     if batch.length_B.device.type == "cpu":
         index_T: list[int] = []
         starts = batch.query_start_B1.tolist()
@@ -41,11 +39,11 @@ def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tens
             index_T += [
                 blocks[i // size] * size + i % size for i in range(length - end + start, length)
             ]
-        return torch.tensor(index_T + [trash] * (num_tokens - len(index_T)))
+        return torch.tensor(index_T + [padding_place] * (num_tokens - len(index_T)))
     token_T = torch.arange(num_tokens, device=batch.length_B.device)
     end_B = batch.query_start_B1[1:]
-    owner_T = torch.searchsorted(end_B, token_T, right=True)
-    is_real_T, owner_T = owner_T < len(end_B), owner_T.clamp(max=len(end_B) - 1)
-    position_T = torch.where(is_real_T, token_T + (batch.length_B - end_B)[owner_T], 0)
-    block_T = batch.block_BL[owner_T, position_T // size]
-    return torch.where(is_real_T, block_T * size + position_T % size, trash)
+    request_T = torch.searchsorted(end_B, token_T, right=True)
+    is_real_T, request_T = request_T < len(end_B), request_T.clamp(max=len(end_B) - 1)
+    position_T = torch.where(is_real_T, token_T + (batch.length_B - end_B)[request_T], 0)
+    block_T = batch.block_BL[request_T, position_T // size]
+    return torch.where(is_real_T, block_T * size + position_T % size, padding_place)

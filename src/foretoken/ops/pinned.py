@@ -1,11 +1,11 @@
-"""Memory of the host that a device copies from and to while the host goes on.
+"""Pinned memory of the host: a device copies from and to it while the host continues to run.
 
-A copy from ordinary memory may wait for all that was launched before it: the host would then not
-run ahead. From pinned memory it never does.
+A copy from ordinary memory may make the host wait for everything that was launched before. A copy
+from pinned memory never makes it wait.
 
-PyTorch gives pinned memory back by asking the device whether the copies are done. Once the device
-has failed that raises an error in a destructor, which ends the process before it can be reported
-(torch 2.11). So what is pinned here is lent again and again, and never given back to PyTorch.
+Before PyTorch frees pinned memory, it asks the device whether the copies are done. If the device
+has failed, this raises an error in a destructor, which ends the process before the failure can be
+reported (torch 2.11). So memory pinned here is reused, and never given back to PyTorch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LEAST = 4096  # bytes of a piece; sizes are powers of 2
-_PIECE, _PIECES = 4 << 20, 8  # bytes that `fill` copies at once, and how often ahead of the GPU
+_MIN_BYTES = 4096  # smallest piece of pinned memory; the bytes of a piece are a power of 2
+# `fill` copies pieces of so many bytes, and at most so many pieces may be under way.
+_FILL_BYTES, _MAX_UNDER_WAY = 4 << 20, 8
 
 _idle: defaultdict[int, deque[tuple[Tensor, torch.cuda.Event]]] = defaultdict(deque)
-"""By size: pieces, each with what must have passed before it may be overwritten."""
+"""Idle pieces of pinned memory by their bytes. A piece may be overwritten once its event passed."""
 
 
 class Staging:
-    """A tensor in pinned memory, until `give_back`; on a CPU, in ordinary memory."""
+    """A tensor `host` in pinned memory, valid until `give_back`; for a CPU in ordinary memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._piece: Tensor | None = None
@@ -35,11 +36,11 @@ class Staging:
             self.host = torch.empty(shape, dtype=dtype)
             return
         num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self._piece = _lend(max(_LEAST, 1 << (num_bytes - 1).bit_length()))
+        self._piece = _lend(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
         self.host = self._piece[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, event: torch.cuda.Event | None = None) -> None:
-        """Let others have it once the event, or all that was launched until now, has passed."""
+        """Allow reuse once `event` has passed; None: once everything launched so far is done."""
         if self._piece is not None:
             if event is None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -49,19 +50,19 @@ class Staging:
 
 
 class ToHost:
-    """Tensors that are copied to the host after all that was launched before.
+    """Copies of tensors on the host, made after everything that was launched before.
 
-    On a CPU these are the tensors themselves: nothing may be written to them later.
+    For tensors on a CPU no copy is made: nothing may be written to them later.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = [*tensors]
+        self._copies = [*tensors]
         if tensors[0].is_cuda:
             self._staged = [Staging(tuple(t.shape), t.dtype, t.device) for t in tensors]
-            self._host = [staging.host for staging in self._staged]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
+            self._copies = [staging.host for staging in self._staged]
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -69,9 +70,9 @@ class ToHost:
         """The copies, once they are complete."""
         if self._event is not None:
             self._event.synchronize()
-            self._host = [host.clone() for host in self._host]
+            self._copies = [copy.clone() for copy in self._copies]
             self._give_back()
-        return self._host
+        return self._copies
 
     def _give_back(self) -> None:
         if self._event is not None:
@@ -79,40 +80,40 @@ class ToHost:
                 staging.give_back(self._event)
             self._event = None
 
-    __del__ = _give_back  # the results of captures are never read
+    __del__ = _give_back  # `wait` is never called for results of a captured step
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The array as a tensor there, after what was launched; on a CPU it shares its memory."""
+    """Copy an array to a device, in order with other launches; on a CPU the memory is shared."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     staging = Staging(array.shape, tensor.dtype, device)
     staging.host.copy_(tensor)
-    sent = staging.host.to(device, non_blocking=True)
+    copy = staging.host.to(device, non_blocking=True)
     staging.give_back()
-    return sent
+    return copy
 
 
-def fill(to: Tensor, source: Tensor) -> None:
-    """Copy a large tensor of the host to a contiguous one of its shape, of any dtype, anywhere.
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy a large host tensor to a contiguous tensor of its shape, of any dtype, on any device.
 
-    It returns when the copy is done. The driver's own copies, from memory that is not pinned, take
-    twice as long (15 GiB to an H100: 2.5 s against 1.3 s; notes of `loading_gpu.json`).
+    The call returns when the copy is done. The driver's own copies, from memory that is not pinned,
+    take twice as long (15 GiB to an H100: 2.5 s against 1.3 s; notes of `loading_gpu.json`).
     """
-    if to.device.type == "cpu":
-        to.copy_(source)
+    if target.device.type == "cpu":
+        target.copy_(source)
         return
-    numbers, under_way = _PIECE // to.element_size(), deque[torch.cuda.Event]()
-    pieces = (torch.split(one.view(-1), numbers) for one in (to, source))
-    for new, old in zip(*pieces, strict=True):
-        if len(under_way) == _PIECES:
+    numel, under_way = _FILL_BYTES // target.element_size(), deque[torch.cuda.Event]()
+    pieces = (torch.split(tensor.view(-1), numel) for tensor in (target, source))
+    for target_piece, source_piece in zip(*pieces, strict=True):
+        if len(under_way) == _MAX_UNDER_WAY:
             under_way.popleft().synchronize()
-        staging = Staging(old.shape, to.dtype, to.device)
-        staging.host.copy_(old)
-        new.copy_(staging.host, non_blocking=True)
+        staging = Staging(source_piece.shape, target.dtype, target.device)
+        staging.host.copy_(source_piece)
+        target_piece.copy_(staging.host, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(to.device))
+        event.record(torch.cuda.current_stream(target.device))
         staging.give_back(event)
         under_way.append(event)
     for event in under_way:
@@ -120,7 +121,7 @@ def fill(to: Tensor, source: Tensor) -> None:
 
 
 def _lend(num_bytes: int) -> Tensor:
-    """The piece that has been idle for longest, or a new one if its last copy is not done."""
+    """Pinned memory: the longest idle piece if the copy from it is done, else a new piece."""
     idle = _idle[num_bytes]
     try:
         piece, event = idle.popleft()
@@ -134,5 +135,5 @@ def _lend(num_bytes: int) -> Tensor:
 
 def _pin(num_bytes: int) -> Tensor:
     piece = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # for ever: see above
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # never freed: see the top of this file
     return piece

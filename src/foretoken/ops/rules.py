@@ -1,10 +1,10 @@
 """Verification rules: which drafts a request accepts, and how its residual is weighted.
 
-What belongs here: one function per rule on [B, K] numbers, for backends in stock operators
-(compiled ones state it again in their own language, tested against the oracle as these are). What
-does not: anything that touches the vocabulary (a backend's reductions and its one residual
-sampler), or noise (drawn by the backend, handed in as log u). A rule that needs a further reduction
-adds a field to `RuleInputs`.
+What belongs here: one function per rule on [B, K] numbers, for backends in stock operators.
+Compiled backends implement each rule again; all are tested against the oracle. What does not belong
+here: anything that touches the vocabulary (a backend's reductions and its one residual sampler), or
+noise (drawn by the backend, passed in as log u). A rule that needs a further reduction adds a field
+to `RuleInputs`.
 
 Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
 uniform, tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.
@@ -24,19 +24,19 @@ from foretoken.ops.types import Rule
 
 @dataclass(frozen=True, slots=True)
 class RuleInputs:
-    """One float64 number per draft.
+    """What rules decide by: one float64 number per draft in each field.
 
     log_p_BK: log p(x_i); -inf where the target gives the draft no mass (or is not finite)
-    log_q_BK: log q(x_i); 0 for a one-hot q; -inf means q = 0 everywhere: past the request's last
-              draft, a placeholder, a draft row that is not finite. Such a draft is never accepted
-              and ends the prefix.
+    log_q_BK: log q(x_i); 0 for a one-hot q; -inf if q = 0 everywhere, which holds after the
+              request's last draft, for a placeholder, and for a draft row that is not finite. Such
+              a draft is never accepted and ends the prefix.
     log_u_BK: log of the acceptance uniform
     synthetic_rate_K: c_i, the rates of SYNTHETIC; None if no request is under it
     residual_mass_BK: S_{i-1} = sum_x max(w p(x) - q(x), 0) of the row that decides x_i, with the
-              weight w_{i-1} that `weights` gave; read by BLOCK only
+              weight w_{i-1} from `weights`; read by BLOCK only
 
     p and q are one-hot at T=0, and under COUPLED, where p is the target's own draw: log p is 0 or
-    -inf, log q is 0 and any u in (0, 1) decides alike.
+    -inf, log q is 0 and the decision is the same for every u in (0, 1).
     """
 
     log_p_BK: Tensor
@@ -67,10 +67,12 @@ def standard(x: RuleInputs) -> Tensor:
 
 
 def block(x: RuleInputs) -> Tensor:
-    """Accept the longest prefix with u_i < h_i: no early stop (Sun et al. 2024, algorithm 2).
+    """Accept the longest prefix whose last draft has u_i < h_i, even if an earlier draft has not.
 
+    Sun et al. 2024, algorithm 2:
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, and h_K =
-    p_K, which S_K = p_K gives too, K being a request's own length: after it q = 0. w_i = p_i.
+    p_K, which also follows from S_K = p_K. K is the request's own length, after which q = 0.
+    w_i = p_i.
     """
     if x.residual_mass_BK is None:
         raise ValueError("the block rule needs `residual_mass_BK`")
@@ -117,17 +119,17 @@ def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
 
 
 def rules_of(rule_B: Sequence[int]) -> list[Rule]:
-    """The rules of a batch, each once; `NotImplementedError` if one is not stated here."""
-    numbers = set(rule_B)
-    if unknown := numbers - RULES.keys():
+    """The distinct rules of a batch; `NotImplementedError` if `RULES` lacks one of them."""
+    used = set(rule_B)
+    if unknown := used - RULES.keys():
         raise NotImplementedError(f"`ops/rules.py` lacks the verification rules {unknown}")
-    return [rule for rule in RULES if rule in numbers]
+    return [rule for rule in RULES if rule in used]
 
 
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
     """n_accept_B (int64): how many drafts each request accepts under its own rule."""
     n_accept_B = torch.zeros_like(rule_B)
     for rule in rules_of(rule_B.tolist()):
-        if x.log_u_BK.shape[1]:  # else nothing was drafted: there are no columns to decide
+        if x.log_u_BK.shape[1]:  # without drafts there are no columns to decide
             n_accept_B = torch.where(rule_B == rule, RULES[rule](x).sum(dim=1), n_accept_B)
     return n_accept_B

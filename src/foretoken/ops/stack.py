@@ -1,14 +1,14 @@
-"""The model as data, and what a backend promises that runs it.
+"""The model as data, and the contract of a backend that runs it.
 
 Belongs here: records of weights and switches, and the contract `LoadedStack`. Does not: which
 checkpoints become which records (`models/families.py`), arithmetic (`ops/backends/`).
 
-A weight format is one more class next to `Dense`, and its product in each backend that has one; a
-kind of layer is one more record next to `Attention` or `Gated`.
+A new weight format is a class like `Dense`, and a product in each backend that supports it; a new
+kind of layer is a record like `Attention` or `Gated`.
 
-Shape suffixes: B requests, K drafts, S slots, L tokens of a slot, T packed tokens, N wanted rows,
-V vocabulary, C hidden size, D head size, R half of the numbers of a head that are turned, P parts
-of what a feature is made of, A numbers of such a part.
+Shape suffixes: B requests, K drafts, S slots, L tokens of a slot, T packed tokens, N rows with
+logits, V vocabulary, C hidden size, D head size, R half of the rotated numbers of a head, P parts
+that a feature is made of, A numbers of such a part.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from foretoken.ops.types import AttentionOptions, DraftCache, SlotParams
 
 
 class UnfitError(Exception):
-    """A backend's kernels do not implement all that a stack has; the message says what."""
+    """A backend's kernels do not implement some part of a stack; the message says which."""
 
 
 class Dense(NamedTuple):
     """A weight as plain numbers: [out, in], contiguous.
 
-    rounds: they are those of blocks or groups: what they multiply is rounded to eight bits first
-            (`ops.formats.round_rows`)
+    rounds: whether the values were decoded from blocks or groups. Then activations are rounded to
+            eight bits before the product (`ops.formats.round_rows`)
     """
 
     values: Tensor
@@ -41,22 +41,22 @@ class Dense(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers that a row of the product has, and of what it multiplies."""
-        out, numbers = self.values.shape
-        return out, numbers
+        """(outputs, inputs)."""
+        outputs, inputs = self.values.shape
+        return outputs, inputs
 
     @property
     def nbytes(self) -> int:
-        """What a pass reads."""
+        """Bytes that a pass reads."""
         return self.values.nbytes
 
 
 class Blocks(NamedTuple):
-    """A weight in one of GGUF's block formats, as its file has it.
+    """A weight in one of GGUF's block formats, as stored in the file.
 
     kind:    one of `ops.formats.BLOCKS`
     rows:    uint8 [stored rows, bytes of a row]; may be mapped from a file
-    order_N: int64 [out]: which of them each output is; None: they are in order
+    order_N: int64 [out]: the stored row of each output; None: rows are stored in order
     """
 
     kind: str
@@ -65,22 +65,20 @@ class Blocks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `Dense.shape`."""
         block = BLOCKS[self.kind]
         out = len(self.rows) if self.order_N is None else len(self.order_N)
         return out, self.rows.shape[1] // block.nbytes * block.size
 
     @property
     def nbytes(self) -> int:
-        """See `Dense.nbytes`."""
         return self.shape[0] * self.rows.shape[1]
 
 
 class Grouped(NamedTuple):
     """A weight of small integers with a scale for each group of a row, symmetric.
 
-    codes:    int8 [out, in]; or uint8 [out, in / 2], two of four bits a byte, the first in its low
-              half, each 8 more than what it stands for
+    codes:    int8 [out, in]; or uint8 [out, in / 2] with two codes of four bits per byte, the first
+              one in the low half, each stored as its value + 8
     scale_NG: float32 [out, groups]
     """
 
@@ -89,55 +87,46 @@ class Grouped(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `Dense.shape`."""
         out, stored = self.codes.shape
         return out, stored * (2 if self.codes.dtype is torch.uint8 else 1)
 
     @property
     def nbytes(self) -> int:
-        """See `Dense.nbytes`."""
         return self.codes.nbytes + self.scale_NG.nbytes
 
 
 class Joined(NamedTuple):
-    """Weights that read the same numbers, their outputs one after the other; none is `Joined`."""
+    """Several weights with the same inputs, read as one: their outputs are concatenated."""
 
     parts: tuple[Dense | Blocks | Grouped, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `Dense.shape`."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        """See `Dense.nbytes`."""
         return sum(part.nbytes for part in self.parts)
 
 
 Weight = Dense | Blocks | Grouped | Joined
-"""How the numbers of a weight lie in memory; a further format is a further class."""
 
 
 def plain(weight: Weight) -> Tensor:
-    """The numbers of a weight that is stored so.
-
-    Raises:
-        UnfitError: it is not.
-    """
+    """The values of a `Dense` weight; `UnfitError` for any other weight."""
     if not isinstance(weight, Dense):
         raise UnfitError(f"a weight is stored as {format_of(weight)}")
     return weight.values
 
 
 def rounds_rows(stack: Stack) -> bool:
-    """Whether products round what they multiply to eight bits, since weights are quantised."""
+    """Whether a weight is quantised, so that its product rounds activations to eight bits."""
     parts = (part for _, linear in linears(stack) for part in parts_of(linear.weight))
     return any(part.rounds if isinstance(part, Dense) else True for part in parts)
 
 
 def first_rows(weight: Weight, count: int) -> Weight:
-    """A weight with so many of its outputs."""
+    """The weight of the first `count` outputs."""
     if isinstance(weight, Blocks) and weight.order_N is not None:
         return weight._replace(order_N=weight.order_N[:count])
     if isinstance(weight, Blocks):
@@ -148,48 +137,47 @@ def first_rows(weight: Weight, count: int) -> Weight:
 
 
 def first_columns(weight: Weight, count: int) -> Weight:
-    """A weight with so many of its inputs, a multiple of its blocks or groups, or all there are."""
+    """The weight of the first `count` inputs: a whole number of blocks or groups, or all inputs."""
     if count == weight.shape[1]:
         return weight
     if isinstance(weight, Blocks):
         block = BLOCKS[weight.kind]
-        return weight._replace(
-            rows=weight.rows[:, : count // block.size * block.nbytes].contiguous()
-        )
+        nbytes = count // block.size * block.nbytes
+        return weight._replace(rows=weight.rows[:, :nbytes].contiguous())
     if isinstance(weight, Grouped):
         groups = weight.scale_NG.shape[1]
-        kept = weight.codes.shape[1] * count // weight.shape[1]
+        columns = weight.codes.shape[1] * count // weight.shape[1]  # half of `count` if packed
         scale_NG = weight.scale_NG[:, : max(groups * count // weight.shape[1], 1)]
-        return Grouped(weight.codes[:, :kept].contiguous(), scale_NG.contiguous())
+        return Grouped(weight.codes[:, :columns].contiguous(), scale_NG.contiguous())
     return Dense(plain(weight)[:, :count].contiguous())
 
 
 def tensors_of(weight: Weight) -> Iterator[Tensor]:
-    """The tensors that a weight is made of."""
+    """The tensors that make up a weight."""
     for part in parts_of(weight):
         yield from (field for field in part if isinstance(field, Tensor))
 
 
 def dtype_of(weight: Weight) -> torch.dtype:
-    """What its numbers are where they are computed with: blocks and groups are float32."""
+    """The dtype that a weight is multiplied in: float32 for blocks and groups."""
     return weight.values.dtype if isinstance(weight, Dense) else torch.float32
 
 
 def device_of(weight: Weight) -> torch.device:
-    """Where it is."""
+    """The device of a weight's tensors."""
     return next(tensors_of(weight)).device
 
 
 def parts_of(weight: Weight) -> tuple[Dense | Blocks | Grouped, ...]:
-    """What a weight is joined of, or itself."""
+    """The parts of a `Joined` weight, or the weight itself."""
     return weight.parts if isinstance(weight, Joined) else (weight,)
 
 
 class Linear(NamedTuple):
-    """A linear layer, or several that read the same rows, their outputs one after the other.
+    """A linear layer, or several layers with the same input and concatenated outputs.
 
     bias:  [out]
-    split: outputs of each, if it is several
+    split: the number of outputs of each layer, if there are several
     """
 
     weight: Weight
@@ -198,9 +186,9 @@ class Linear(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embedding: number i of a head and number i + R are turned by position * frequency.
+    """Rotary embedding: elements i and i + R of a head are rotated by position * frequency_R[i].
 
-    frequency_R: float32; a head's numbers from 2R on stay as they are
+    frequency_R: float32; elements 2R and higher of a head are not rotated
     scale:       factor of cosines and sines
     """
 
@@ -211,9 +199,9 @@ class Rope(NamedTuple):
 class Attention(NamedTuple):
     """A mixer: softmax attention over the cache.
 
-    qkv:     queries, keys, values: `split` has their sizes
-    options: how it attends
-    q_norm_D, k_norm_D: gains by which each head's query and key are normed before they are turned
+    qkv:     projects to queries, keys and values; `split` has their sizes
+    o:       output projection
+    q_norm_D, k_norm_D: gains of the norms of each head's query and key, before the rotation
     """
 
     qkv: Linear
@@ -230,7 +218,7 @@ class Attention(NamedTuple):
 class Gated(NamedTuple):
     """A feed-forward: down(silu(gate) * up).
 
-    gate_up: `split` has both sizes
+    gate_up: projects to gate and up; `split` has both sizes
     """
 
     gate_up: Linear
@@ -238,7 +226,7 @@ class Gated(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A mixer, then a feed-forward; each reads the stream through its norm and adds to it."""
+    """A mixer, then a feed-forward. Each reads the normed residual stream and adds its output."""
 
     mixer_norm_C: Tensor
     mixer: Attention
@@ -247,18 +235,19 @@ class Layer(NamedTuple):
 
 
 class FeatureRule(NamedTuple):
-    """What the rows of a drafting stack (an EAGLE-3 head) begin with.
+    """The input of a drafting stack (an EAGLE-3 head): a feature next to each token.
 
-    Each row has a *feature* of C numbers. At positions that the target has computed, it is several
-    of the target's hidden states, one after the other, through `fc`; past them it is the output of
-    the row before. The mixer of the first layer reads 2C numbers: the token's vector, normed, and
-    the feature, normed. The residual stream begins with the feature.
+    Each row has a *feature* of C numbers. At positions that the target has computed, the feature is
+    `fc` applied to several concatenated hidden states of the target. At later positions it is the
+    output of the previous row. The mixer of the first layer reads 2C numbers: the token's normed
+    embedding and the normed feature. The residual stream begins with the feature.
 
     fc:           [C, states]
-    fc_norm_PA:   gains of P equal parts of what `fc` reads, each normed by itself
-    feature_norm_C: of the feature
+    fc_norm_PA:   the input of `fc` consists of P parts, which are normed separately: their gains
+    feature_norm_C: gain of the feature's norm
     norm_before_residual: the stream begins with the normed feature
-    norm_output:  a row's output is normed for the next row, too, not for its logits alone
+    norm_output:  whether the next row reads the normed output; False: only the logits are computed
+                  from it
     """
 
     fc: Linear
@@ -270,14 +259,14 @@ class FeatureRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A decoder: all that it computes with. All norms are RMSNorms with one `eps`.
+    """A decoder: its weights and switches. All norms are RMSNorms with one `eps`.
 
-    embedding: vectors of `vocab_size` tokens or more, [V, C]
-    norm_C, head: through which logits read the stream
+    embedding: [V, C]; may have more rows than `vocab_size`
+    norm_C, head: final norm and output layer
     vocab_size:   V, columns of the logits
-    target_ids:   int64 [head's outputs], in 0..V-1, no two alike: the token of each; all other
-                  tokens have -inf. None: they are the same
-    features:     None: rows begin with their tokens' vectors
+    target_ids:   int64 [outputs of the head], in 0..V-1, no two alike: the token of each output.
+                  Logits of all other tokens are -inf. None: output i is token i
+    features:     None: the input is the tokens' embeddings
     """
 
     embedding: Weight
@@ -291,27 +280,25 @@ class Stack:
 
     @property
     def hidden_size(self) -> int:
-        """C."""
         return len(self.norm_C)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of norms, and of weights that are plain numbers."""
+        """The dtype of norms, and of weights that are plain numbers."""
         return self.norm_C.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
         return self.norm_C.device
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """What a `KVPool` for it needs: heads of K/V, sizes of a key, of a value."""
+        """Per layer: number of K/V heads, size of a key, size of a value; for a `KVPool`."""
         return [(m.kv_heads, m.head_size, m.head_size) for _, m, _, _ in self.layers]
 
 
 def linears(stack: Stack) -> Iterator[tuple[str, Linear]]:
-    """All linear layers, each with its name in the record that has it."""
+    """All linear layers of a stack, as (name of the field, layer)."""
     for _, mixer, _, feed in stack.layers:
         yield from (("qkv", mixer.qkv), ("o", mixer.o))
         yield from (("gate_up", feed.gate_up), ("down", feed.down))
@@ -321,7 +308,7 @@ def linears(stack: Stack) -> Iterator[tuple[str, Linear]]:
 
 
 def map_linears(stack: Stack, change: Callable[[Linear], Linear]) -> Stack:
-    """The stack with every linear layer changed."""
+    """The stack with every linear layer replaced by `change(layer)`."""
     layers = [
         layer._replace(
             mixer=layer.mixer._replace(qkv=change(layer.mixer.qkv), o=change(layer.mixer.o)),
@@ -341,14 +328,14 @@ def check_dense(stack: Stack) -> None:
 
 
 def check_known(stack: Stack) -> None:
-    """Raise `UnfitError` for a weight in a format of which nothing is known here."""
+    """Raise `UnfitError` for a weight in an unknown format."""
     for name, linear in linears(stack):
         if not all(isinstance(part, Dense | Blocks | Grouped) for part in parts_of(linear.weight)):
             raise UnfitError(f"`{name}` is stored as {format_of(linear.weight)}")
 
 
 def format_of(weight: Weight) -> str:
-    """A format's name, as people know it."""
+    """The common name of a weight's format."""
     if isinstance(weight, Blocks):
         return weight.kind
     if isinstance(weight, Grouped):
@@ -361,7 +348,7 @@ def format_of(weight: Weight) -> str:
 
 
 class KV(Protocol):
-    """Keys and values of each layer: what a `cache.KVPool` has; always the same tensors."""
+    """Keys and values of each layer, as in `cache.KVPool`; always the same tensors."""
 
     @property
     def keys(self) -> Sequence[Tensor]:
@@ -373,19 +360,19 @@ class KV(Protocol):
 
 
 Features = Sequence[Tensor] | Tensor
-"""Each row's hidden states of the target, [T, C] for each layer; or the outputs of the rows before
-them, [T, C]."""
+"""The target's hidden states, one [T, C] per layer; or the output of each previous row, [T, C]."""
 
 
 class ForwardOutput(NamedTuple):
-    """What one forward pass gives. All may lie in memory that the next pass overwrites.
+    """The result of one forward pass. The next pass may overwrite it.
 
-    logits_NV: raw logits, one row per wanted token, in the order in which they were named; [0, V]
-               if they were not wanted
-    aux:       [T, hidden], the hidden states of all tokens that were asked for, numbered as in
-               Transformers' `hidden_states`: i is the input of layer i, and after the last layer
-               follows the input of the output layer, normed
-    hidden_NC: with a `FeatureRule`: outputs of the wanted rows; no later pass overwrites them
+    logits_NV: raw logits, one row per entry of `ForwardBatch.logit_row_N`, in the same order;
+               [0, V] if no logits were requested
+    aux:       the requested hidden states of all tokens, [T, hidden] each, numbered as in
+               Transformers' `hidden_states`: state i is the input of layer i, and the last one is
+               the normed input of the output layer
+    hidden_NC: with a `FeatureRule`: the output of each row that has logits; no later pass
+               overwrites it
     """
 
     logits_NV: Tensor
@@ -394,15 +381,15 @@ class ForwardOutput(NamedTuple):
 
 
 class DraftRound(NamedTuple):
-    """Which requests a round drafts for, and how drafts are drawn.
+    """The requests of a round of drafting (`RoundStack.draft`), and how their drafts are drawn.
 
     params:     the parameters of all slots
     slot_B:     int64, no two alike
-    num_B:      int64, numbers of drafts: >= 1, with a `FeatureRule` >= 0
-    cache:      float32; gets the q that each draft is drawn from. None: each draft is the argmax of
-                the logits, whatever the temperature
-    fp64_noise: as in `Backend.draft`
-    hidden_SC:  with a `FeatureRule`: by slot, the output of the request's last row
+    num_B:      int64, number of drafts of each request: >= 1, with a `FeatureRule` >= 0
+    cache:      float32; receives the q of each draft. None: each draft is the argmax of the logits,
+                whatever the temperature
+    fp64_noise: as `Noise.fp64`
+    hidden_SC:  with a `FeatureRule`: the output of the last row of each slot's request
     """
 
     params: SlotParams
@@ -414,12 +401,13 @@ class DraftRound(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a pass of the target, for a stack that follows it.
+    """The outcome of a pass of the target, for a stack that reads the target's hidden states.
 
     token_SL:  int32, the tokens of each slot
-    length_B:  for each request of the pass, how many tokens of its slot are known
+    length_B:  for each request of the pass, the number of known tokens of its slot
     slot_B:    int64, the slot of each request
-    hidden_SC: by slot; gets the output of each request's last row that has a known token after it
+    hidden_SC: output, by slot: receives the drafting stack's output of each request's last row that
+               has a known token after it
     """
 
     token_SL: Tensor
@@ -431,22 +419,21 @@ class Outcome(NamedTuple):
 class LoadedStack(Protocol):
     """A stack in a backend's own layout.
 
-    Keys and values that it wrote may be laid out in its own way within each block: neither
-    `attention` nor another backend's stack can read them.
+    It may have its own layout of keys and values within each block, which neither `attention` nor
+    another backend's stack can read.
 
-    stack: what it runs; of weights that it keeps in another layout alone, shapes are left: these
-        are on the device `meta`
-    dtype: of keys, values, hidden states and logits
-    multiplies_masked_keys: whether a NaN in an unused part of a block would spread: such blocks
-        must be cleared when they change hands
+    stack: the stack as records. A weight that exists only in the backend's layout is a tensor on
+        the device `meta` here: a shape without values
+    dtype: the dtype of keys, values, hidden states and logits
+    multiplies_masked_keys: whether a NaN in an unused part of a block would spread to results. Then
+        blocks must be cleared before another request uses them
     """
 
     multiplies_masked_keys: ClassVar[bool]
     stack: Stack
 
     @property
-    def dtype(self) -> torch.dtype:
-        """See above."""
+    def dtype(self) -> torch.dtype: ...
 
     def run(
         self,
@@ -460,41 +447,43 @@ class LoadedStack(Protocol):
         """Run packed tokens and write their K/V.
 
         Args:
-            batch: with a `FeatureRule`, `token_T` is the token *after* each row's position.
-            aux_layers: hidden states that are wanted.
-            features: what rows begin with, if the stack has a `FeatureRule`.
-            logits: False leaves them out.
+            batch: with a `FeatureRule`, `token_T` holds the token *after* each row's position.
+            aux_layers: numbers of the hidden states to return; see `ForwardOutput.aux`.
+            features: given iff the stack has a `FeatureRule`.
+            logits: False: compute no logits.
         """
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """Raw logits [N, V] of rows' outputs, with a `FeatureRule`.
+        """With a `FeatureRule`: raw logits [N, V] from the outputs of N rows.
 
-        They may lie in memory that the next call overwrites.
+        The next call may overwrite the result.
         """
 
 
 @runtime_checkable
 class RoundStack(LoadedStack, Protocol):
-    """A stack on a host that runs whole rounds of drafting in one call."""
+    """A stack on a host that runs a whole round of drafting in one call."""
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
-        """A whole round of autoregressive drafting; each draft as `Backend.draft` has it.
+        """A whole round of autoregressive drafting. Drafts are drawn as in `Backend.draft`.
 
         Args:
-            batch: of each request the tokens that the cache lacks, up to its last known one. The
-                first draft is at position `length_B`, draft index 0. A row of the block table also
-                reaches over all drafts but the last, whose K/V are not computed. With a
-                `FeatureRule` nothing is lacking, and only two parts are read: `length_B`, known
-                tokens; and `block_BL`, which has a row for each slot.
+            batch: the known tokens of each request that are not in the cache yet. The first draft
+                is at position `length_B`, draft index 0. The block table also covers all drafts
+                except the last one, for which no K/V are computed. With a `FeatureRule` all known
+                tokens are in the cache, and only two fields are read: `length_B`, the number of
+                known tokens; and `block_BL`, which here has a row for each slot.
 
         Returns:
             int64 [B, K], -1 after a request's last draft.
         """
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
-        """With a `FeatureRule`: run those rows of a target's pass that have a known token after
-        them, each with it.
+        """With a `FeatureRule`: run the rows of a target's pass that have a known next token.
+
+        The next token is the row's input.
 
         Args:
-            batch, features: of the target's pass; its tokens are not read.
+            batch, features: the batch and the hidden states of the target's pass; `token_T` is not
+                read.
         """

@@ -1,14 +1,16 @@
-"""What a step does with its slots between the models: the contract, and the data of it.
+"""The bookkeeping of a step's slots, between the passes of models: the contract and its data.
 
-On an asynchronous device tokens and lengths are known there alone; what the host gives besides are
-upper bounds. There every function launches a kernel or two, whatever the batch, and reads nothing
-on the host, so that steps can be captured. On a CPU batches have their true sizes. The functions
-are an engine's own: arguments are not checked. All tensors are contiguous.
+On an asynchronous device only the device knows tokens and lengths; sizes are upper bounds known to
+the host. There every function launches one or two kernels, whatever the batch, and reads nothing
+back, so that steps can be captured. On a CPU batches have their true sizes. The engine is the only
+caller: arguments are not checked. All tensors are contiguous.
 
-The last slot is the spare: padding of a batch names it, as often as it takes. It has one token, may
-have no more, and all its blocks are one that belongs to no request.
+The last slot is the spare slot. It pads batches, and may occur several times in one batch. It has
+one token, may have no more, and its whole block table names one block that belongs to no request.
 
-Shape suffixes: S slots, W tokens of a slot, L its block-table columns, B requests, D those that
+A request *decides* in a step if the step verifies its drafts and samples its next token.
+
+Shape suffixes: S slots, W tokens of a slot, L its block-table columns, B requests, D requests that
 decide, K drafts, T packed tokens, N rows of logits.
 """
 
@@ -26,11 +28,12 @@ class SlotState(NamedTuple):
     """Tokens, blocks and lengths of all slots, as contiguous tensors on the slots' device.
 
     Attributes:
-        token_SL: int32 [S, W], known tokens, then drafts, then anything.
+        token_SL: int32 [S, W], known tokens, then drafts; any values after these.
         block_SL: int64 [S, L], cache blocks by position.
         length_S: int64, known tokens, those of the latest step included.
-        computed_S: int64, leading tokens whose K/V are in the target's cache.
-        limit_S: int64, most tokens the request may have; its length, once nothing may be added.
+        computed_S: int64, leading tokens with K/V in the target's cache.
+        limit_S: int64, the number of tokens that the request may have; it is lowered to the
+            request's length once no token may be added.
     """
 
     token_SL: Tensor
@@ -41,13 +44,13 @@ class SlotState(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """What a step computes of each request: known tokens, then drafts if it decides.
+    """The tokens that a step computes for each request: known tokens, then drafts if it decides.
 
-    slot_B:       int64, no two alike but the spare
-    num_tokens_B: int64, known tokens, one at least
-    of_B:         int64, which of the D deciding requests each is, -1: none of them; None: all B
-                  decide, in this order
-    num_D:        int64, drafts of those that decide
+    slot_B:       int64, no two alike except the spare slot
+    num_tokens_B: int64, number of known tokens to compute, at least one
+    of_B:         int64, the request's index among the D requests that decide, -1 if it does not
+                  decide; None: all B decide, in this order
+    num_D:        int64, number of drafts of each request that decides
     """
 
     slot_B: Tensor
@@ -57,11 +60,11 @@ class StepTokens(NamedTuple):
 
 
 class PackSizes(NamedTuple):
-    """How large a batch is: upper bounds known to the host.
+    """The size of a batch: upper bounds known to the host.
 
-    tokens, rows: no more than so many tokens, and rows whose logits are wanted
-    queries:      no request has more new tokens
-    ahead:        positions after each request's last token that its block table covers, too
+    tokens, rows: number of tokens, and of rows of logits, in the batch
+    queries:      number of new tokens of one request
+    ahead:        number of positions after a request's last token that its block table also covers
     """
 
     tokens: int
@@ -73,15 +76,15 @@ class PackSizes(NamedTuple):
 class ForwardBatch(NamedTuple):
     """Packed input of one forward pass, request by request.
 
-    On a device, after the tokens of the last request may follow those of the spare slot at
-    position 0, and after the last row that is wanted token 0: these are not read.
+    On a device the batch may be padded: tokens with the spare slot's token at position 0, rows of
+    logits with index 0. Results of padding are not read.
 
     token_T, position_T: int64
-    logit_row_N: int64 indices into T whose logits are wanted; T of them are all, in order
-    attention:   which request's the tokens are, and where their K/V go; its `block_BL` is written
-                 as far as the batch reads it
-    num_deciding: so many of the rows, the first ones, decide: the last K_b + 1 of each deciding
-                 request, in order; None: all do
+    logit_row_N: int64 indices into T of the tokens that need logits; if N = T, all in order
+    attention:   which request each token belongs to, and where its K/V go; `block_BL` is filled
+                 only as far as the batch reads it
+    num_deciding: the first `num_deciding` of the N rows decide: the last K_b + 1 rows of each
+                 deciding request, in order. None: all N rows decide
     """
 
     token_T: Tensor
@@ -91,19 +94,19 @@ class ForwardBatch(NamedTuple):
     num_deciding: int | None = None
 
     def deciding(self, logits_NV: Tensor) -> Tensor:
-        """The rows that decide."""
+        """The logits of the rows that decide."""
         return logits_NV if self.num_deciding is None else logits_NV[: self.num_deciding]
 
 
 class DraftRequests(NamedTuple):
-    """Requests that want drafts, and how many.
+    """Requests to draft for, and how many drafts to make.
 
     slot_B:     int64
-    num_B:      int64, most drafts of each, 0 allowed: K_b
-    position_B: int64, known tokens of each: where its first draft stands
-    most:       no request wants more, as far as the host knows
-    params:     the parameters of all slots, with what is promised of them in this step
-    samples:    whether a request draws at random; True says nothing
+    num_B:      int64, K_b: the largest number of drafts of each request, 0 allowed
+    position_B: int64, number of known tokens of each request: the position of its first draft
+    most:       upper bound of all `num_B`, known to the host
+    params:     the parameters of all slots; their promises hold for this step
+    samples:    False: no request draws at random; True promises nothing
     drafters:   numbers of the drafters that requests of the step may have
     """
 
@@ -117,16 +120,18 @@ class DraftRequests(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Where a round's passes compute, all of them over one block table, `first.attention`'s.
+    """The batches of all passes of a round of drafting, over the block table of `first.attention`.
 
-    Pass i > 0 computes one token of each request, draft i - 1, also for those that want no more:
-    after what their blocks reach over, the table leads to the spare's block.
+    Pass i > 0 computes one token of each request, draft i - 1, even if the request needs no more
+    drafts: after the request's own blocks the table names the spare slot's block. Row i of the
+    fields with suffix KB belongs to pass i; these rows are contiguous.
 
-    num_B:       int64, drafts of each that the model has positions for
-    first:       the known tokens of pass 0, with logits of each request's last one
+    num_B:       int64, number of drafts of each request that fit the positions of the model
+    first:       the batch of pass 0: known tokens, with logits of each request's last known token
     index_B1:    0..B
-    position_KB: where pass i computes; length_KB: tokens in the cache then, which is also the
-                 position of draft i wherever there is one; index_KB: i. Each row contiguous
+    position_KB: position of the token that the pass computes
+    length_KB:   tokens in the cache after the pass, which is also the position of draft i
+    index_KB:    the number i
     """
 
     num_B: Tensor
@@ -137,7 +142,7 @@ class Round(NamedTuple):
     index_KB: Tensor
 
     def batch(self, i: int, token_B: Tensor) -> ForwardBatch:
-        """One token of each request, computed at the places of row i."""
+        """The batch of pass i > 0: one token of each request."""
         index_B1, known = self.index_B1, self.first.attention
         attention = AttentionBatch(
             index_B1, self.length_KB[i], known.block_BL, known.block_size,
@@ -147,73 +152,81 @@ class Round(NamedTuple):
 
 
 class Steps(Protocol):
-    """Functions of a backend on one `SlotState`; `write_drafts` and `advance` change it.
+    """Functions of a backend on one `SlotState`; `write_drafts` and `advance` change the state.
 
-    On a CPU what `count_drafts` and `pack` return may lie in memory that their next call on the
-    same object overwrites.
+    On a CPU the next call of `count_drafts` or `pack` on the same object may overwrite the tensors
+    that the last call returned.
     """
 
     def __init__(self, state: SlotState) -> None: ...
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """K_b = min(most, tokens that may follow, less one), and the known tokens of each slot."""
+        """The number of drafts of each slot, and its number of known tokens.
+
+        K_b = min(most_B[b], number of tokens that may still be added - 1), at least 0.
+        """
 
     def write_drafts(
-        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """Write the first `num_B` drafts of each after its known tokens, as ids in 0..last_id.
+        """Write each request's first `num_B` drafts after its known tokens, as ids in 0..last_id.
 
         Raises:
-            IntegrityError: on a CPU, if a request has more than it was asked for.
+            IntegrityError: on a CPU, if a request has more drafts than were requested.
         """
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """The tokens after those computed, with the last K_b + 1 rows of who decides.
+        """Pack each request's next tokens to compute; K_b + 1 rows of each deciding request.
 
-        In the place of a request that may have no more tokens stands the spare. On a CPU the batch
-        has as many tokens, rows and columns of blocks as it needs, whatever the bounds.
+        The spare slot replaces a request that may have no more tokens. On a CPU the batch has
+        exactly the tokens, rows and columns of blocks that it needs, whatever the bounds.
         """
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """Take over a step: accepted drafts and the token after them are known now.
+        """Apply a verdict: accepted drafts and the token after them become known tokens.
 
-        Of requests that may have no more tokens nothing is taken over; one whose row was not finite
-        stops.
+        Requests that may have no more tokens do not change. A request with a row that was not
+        finite may have no more tokens from now on.
 
         Returns:
-            What the host will ask for, in memory of its own, int64 [B + D * (K + 4)]: tokens of
-            each request computed before the step; then, of each that decided: drafts, accepted,
-            finite, `token_BK1`.
+            A new tensor for the host to read later, int64 [B + D * (K + 4)]. First, for each
+            request, the number of its tokens that were computed before the step. Then, for each
+            request that decided: number of drafts, number of accepted drafts, whether it was
+            finite, and its row of `token_BK1`.
         """
 
-    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        """Plan a round of `asked.most` passes of a model that has `max_len` positions.
+    def begin_round(
+        self, requests: DraftRequests, known: int, max_len: int, block_size: int
+    ) -> Round:
+        """Plan a round of `requests.most` passes of a model that has `max_len` positions.
 
-        The first pass computes the last `known` tokens of each, or all it has. Blocks of slots
-        reach over position + num tokens. A request that has more tokens than the model positions
-        takes part as the spare.
+        The first pass computes the last `known` tokens of each request, or all if it has fewer.
+        The blocks of each slot must hold position_B + num_B tokens. The spare slot replaces a
+        request that has more tokens than the model has positions.
         """
 
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """What follows the tokens that a pass computed, once its step was taken over.
+        """The token that follows each token of a pass; call it after `advance` of the step.
 
         Args:
-            num_tokens: T; those after the batch's last are padding.
+            num_tokens: T; tokens after the batch's last token are padding.
 
         Returns:
-            int64 [T], the token after each one's position, drafted ones too; where there is none,
-            some id. And int64 [B], the last token of each request with a known one after it; its
-            first if none has.
+            int64 [T]: the token at the next position, which may be a draft; any id if there is no
+            next token. And int64 [B]: the index in T of each request's last token that has a known
+            token after it, or of the request's first token if no token has.
         """
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-        """Drafts [B] of each pass as `DraftBlock.token_BK`, -1 after a request's last."""
+        """`DraftBlock.token_BK` from each pass's drafts [B]; -1 after a request's last draft."""
 
-    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        """`token_BK` of `asked.most` columns and `num_B`, by prompt lookup (`drafting/ngram.py`).
+    def look_up(
+        self, requests: DraftRequests, shortest: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts by prompt lookup (`drafting/ngram.py`): `token_BK` and `num_B` of a `DraftBlock`.
 
         Args:
-            shortest, longest: tokens of a suffix that counts.
+            shortest, longest: lengths of the suffixes that are looked up.
         """

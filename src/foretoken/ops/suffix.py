@@ -1,6 +1,6 @@
-"""Where the last tokens of a text occurred before, and what followed: native kernels alone.
+"""Indexes of the places where a text's last tokens occurred before; for native kernels only.
 
-Belongs here: the memory of `backends/native/csrc/suffix.cpp`, which is all numpy's, and its calls.
+Belongs here: the memory of `backends/native/csrc/suffix.cpp`, as numpy arrays, and its calls.
 
 Shapes: N texts, W tokens of a text, S slots, B requests, K drafts.
 """
@@ -21,17 +21,19 @@ from foretoken.ops.steps import DraftRequests
 
 Array = NDArray[Any]
 
-LINKS = 3  # of each token, to the places where as many last tokens as `kLengths` occurred before
+# Links per token: for each length of `kLengths` one link, to the previous place where that many
+# tokens up to the place have the same hash.
+LINKS = 3
 _END, _SIZE = 5, 6  # fields of `SuffixIndex`
-_BREAK = -1
+_SEPARATOR = -1  # after each text of a ring
 
 
 class SuffixOptions(NamedTuple):
     """How far a draft may go.
 
-    depth: tokens of a match that are compared at most; a longer one counts as so long.
-    factor: most drafts per token of the match.
-    least: what the product of the drafts' frequencies must reach.
+    depth: at most so many tokens are compared; a longer match counts as this long.
+    factor: upper bound of the number of drafts per token of the match.
+    least: lower bound of the product of the drafts' frequencies.
     """
 
     depth: int
@@ -40,7 +42,7 @@ class SuffixOptions(NamedTuple):
 
 
 class SuffixIndexes:
-    """An index of each of N rings of tokens: the latest ones, in arrays that never grow.
+    """Indexes of N rings. A ring holds the latest tokens of its texts, in an array of fixed size.
 
     Attributes:
         field_NF: `SuffixIndex` of the C++ side, int64 [N, 7], at `address`.
@@ -48,53 +50,54 @@ class SuffixIndexes:
 
     def __init__(self, rings: Sequence[Array]) -> None:
         """rings: int32 [W] each, contiguous, at least one token."""
-        self._rings, self._kept = rings, []
+        self._rings = rings
+        self._kept: list[tuple[Array, Array]] = []  # memory that `field_NF` points to
         fields = []
         for ring in rings:
-            capacity, buckets = len(ring), _buckets(len(ring))
+            capacity, buckets = len(ring), _num_buckets(len(ring))
             latest = np.empty((LINKS, buckets), dtype=np.int32)
             before = np.empty((LINKS, capacity), dtype=np.int32)
             self._kept.append((latest, before))
             arrays = (ring, latest, before)
             fields.append([*(array.ctypes.data for array in arrays), capacity, buckets, 0, 0])
         self.field_NF: Array = np.array(fields, dtype=np.int64).reshape(len(rings), 7)
-        self.address = self.field_NF.ctypes.data  # asked each time, it takes 9 us
+        self.address = self.field_NF.ctypes.data  # stored, since looking it up takes 9 us
 
     @staticmethod
     def num_bytes(capacity: int) -> int:
-        """Memory of an index over a ring of so many tokens, the ring not counted."""
-        return 4 * LINKS * (capacity + _buckets(capacity))
+        """Bytes of the index of a ring of `capacity` tokens, without the ring itself."""
+        return 4 * LINKS * (capacity + _num_buckets(capacity))
 
     @property
     def size_N(self) -> Array:
-        """How many tokens of each ring count."""
+        """How many tokens of each ring are indexed."""
         sizes: Array = self.field_NF[:, _SIZE]
         return sizes
 
     def resize(self, i: int, size: int) -> None:
-        """Forget all but the latest `size` tokens of a ring; of 0, begin anew."""
+        """Forget all but the latest `size` tokens of a ring; 0 empties it."""
         self.field_NF[i, _SIZE] = size
         if not size:
             self.field_NF[i, _END] = 0
 
     def room(self, i: int, text: Array) -> int:
-        """Tokens that a ring still holds besides this text."""
+        """The number of tokens of other texts that fit into ring i together with this text."""
         return max(len(self._rings[i]) - len(text) - 1, 0)
 
     def append(self, i: int, text: Array) -> int:
-        """Index a text that has ended; how many tokens of the ring it takes, one after it too.
+        """Index a finished text in ring i; of a text that is too long for the ring, only its end.
 
-        Of a text that is too long for the ring, its end.
+        Returns how many places of the ring the text takes, the separator after it included.
         """
         ring, end = self._rings[i], int(self.field_NF[i, _END])
-        text = np.append(text[max(len(text) + 1 - len(ring), 0) :], np.int32(_BREAK))
+        text = np.append(text[max(len(text) + 1 - len(ring), 0) :], np.int32(_SEPARATOR))
         ring.put(np.arange(end, end + len(text)), text, mode="wrap")
         library.load().foretoken_suffix_append(self.field_NF[i].ctypes.data, len(text))
         return len(text)
 
 
-def _buckets(capacity: int) -> int:
-    """A power of 2, at least half as many as there are tokens."""
+def _num_buckets(capacity: int) -> int:
+    """The number of hash buckets: a power of 2, more than half of the capacity."""
     return 1 << (capacity.bit_length() - 1)
 
 
@@ -102,26 +105,30 @@ def propose(
     own: SuffixIndexes,
     others: SuffixIndexes,
     num_others_B: Tensor,
-    rows: DraftRequests,
+    requests: DraftRequests,
     options: SuffixOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts after the known tokens of each slot, in one call.
+    """Drafts after the known tokens of each request, in one call.
 
-    Each follows the commonest continuation of the longest suffix that occurred before, in its own
-    text or in the first `num_others_B` of the others: where the most of them are to be expected.
+    A request's drafts are the commonest continuation of its longest suffix that occurred before.
+    Its own text and the first `num_others_B` indexes of `others` are searched; the continuation
+    with the largest expected number of accepted drafts is taken.
 
     Args:
-        own: over the slots' rows of tokens [S]; takes in what is new, the last token excepted.
+        own: indexes of the slots' own texts. A slot's new tokens, except the last one, are indexed
+            first.
+        others: indexes of other texts.
 
     Returns:
-        int64 [B, rows.most], -1 after a request's last; int64 [B], how many there are; and float64
-        [B], how many would be accepted if tokens followed as often as they did before.
+        The drafts, int64 [B, requests.most], -1 after a request's last draft; their number, int64
+        [B]; and the number of them that would be accepted if tokens followed as often as they did
+        before, float64 [B].
     """
-    count = len(rows.slot_B)
-    token_BK = torch.empty((count, rows.most), dtype=torch.int64)
+    count = len(requests.slot_B)
+    token_BK = torch.empty((count, requests.most), dtype=torch.int64)
     num_B = torch.empty(count, dtype=torch.int64)
     expected_B = torch.empty(count, dtype=torch.float64)
-    tensors = (rows.slot_B, rows.position_B, rows.num_B, num_others_B, token_BK, num_B, expected_B)
-    requests = struct(tensors, count, rows.most)
-    library.load().foretoken_suffix_propose(own.address, others.address, requests, *options)
+    inputs = requests.slot_B, requests.position_B, requests.num_B, num_others_B
+    native = struct((*inputs, token_BK, num_B, expected_B), count, requests.most)
+    library.load().foretoken_suffix_propose(own.address, others.address, native, *options)
     return token_BK, num_B, expected_B

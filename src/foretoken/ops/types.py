@@ -1,10 +1,10 @@
 """Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
 
-What is made for every call is a `NamedTuple` (0.3 us, a frozen dataclass 1.2).
+Records made for every call are `NamedTuple`s (0.3 us; a frozen dataclass takes 1.2).
 
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
 V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, H heads,
-L block-table columns. A *row* is one position of the target whose next-token distribution is
+L block-table columns. A *row* is one position at which the target's next-token distribution is
 needed; a *slot* is a request's permanent index into per-request state, not its batch order.
 """
 
@@ -49,7 +49,7 @@ class Rule(IntEnum):
 class SlotParams:
     """Sampling state of every request slot; rows gather from it by slot index.
 
-    What the tensors hold may change, their shapes, dtypes and device may not: ops check these once.
+    The tensors' values may change, their shapes, dtypes and device may not: ops check these once.
 
     key_S:         int64, the 64-bit noise key of the sample (bits, two's complement)
     temperature_S: float32, 0 or >= 1e-5; 0 means argmax, lowest index on ties
@@ -57,10 +57,10 @@ class SlotParams:
     top_p_S:       float32 in (0, 1]; 1 is off
     min_p_S:       float32 in [0, 1]; 0 is off
     rule_S:        int64, a `Rule`; slots under COUPLED always draw flat noise
-    has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
-                   that a backend on a device need not look; True promises nothing
+    has_filters:   False promises that top-k, top-p and min-p are off in every slot in use, so that
+                   a backend need not read them from the device; True promises nothing
     rules:         promises that slots in use are under no other rule
-    values_fit:    True promises that the values of slots in use are in range: ops do not look
+    values_fit:    True promises that the values of slots in use are in range: ops do not check
     """
 
     key_S: Tensor
@@ -84,14 +84,14 @@ class Edits:
     """Changes to raw logits, before temperature. First the mask, then one entry per (row, token).
 
     An entry turns a logit x into x + bias; then x / repetition if x > 0, else x * repetition; then
-    x - subtract. A ban is a bias of -inf, which stays -inf whatever follows. What is defined as a
-    sequence (bias, allowed tokens, min_tokens, penalties, bad words, grammar) folds into that:
+    x - subtract. A ban is a bias of -inf, which stays -inf whatever follows. All of these fold into
+    one entry: bias, allowed tokens, min_tokens, penalties, bad words, grammar. For example,
     frequency * count + presence * (count > 0) is the `subtract` of a seen token.
 
     mask_RW:     int32, W = ceil(V / 32) words of masks, or None; token v survives iff bit v % 32 of
                  word v // 32 is 1
     mask_N:      int64, the mask of each row, -1 for none; None iff `mask_RW` is
-    start_N1:    int64 [N + 1], where each row's entries begin; start_N1[N] = M
+    start_N1:    int64 [N + 1], first entry of each row; start_N1[N] = M
     token_M:     int64, rising within a row; ids >= V are not allowed
     bias_M:       float32, -inf or up to 3.4e38; 0 changes nothing
     repetition_M: float32 in [1e-30, 3.4e38]; 1 changes nothing
@@ -108,12 +108,12 @@ class Edits:
 
 
 class Rows(NamedTuple):
-    """Rows of raw logits, and what is done to each before anything else reads it.
+    """Rows of raw logits, and how each is processed on load.
 
     logits_NV: any float dtype, unit stride along V; rows may lie apart
     params:    the parameters of all slots
-    slot_N:    int64, the slot whose parameters each row uses
-    edits:     of these N rows, made before temperature; None changes nothing
+    slot_N:    int64, the slot of each row, which gives its parameters
+    edits:     the edits of these N rows, applied before temperature; None changes nothing
     """
 
     logits_NV: Tensor
@@ -123,12 +123,12 @@ class Rows(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Which noise each of N rows is drawn with; its key is that of the row's slot.
+    """The noise that each of N rows is drawn with; its key is that of the row's slot.
 
     position_N:    int64, sequence position of the token that is drawn
     draft_index_N: int64, 0 for target and residual streams
     streams:       `TARGET`, `RESIDUAL` or `DRAFT`
-    fp64:          53 bits to a uniform, not 24
+    fp64:          a uniform has 53 random bits instead of 24
     """
 
     position_N: Tensor
@@ -139,20 +139,21 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DraftCache:
-    """The q of every draft, by request *slot* and draft index: what it takes to state it again.
+    """The numbers to recompute the q of every draft from, by request *slot* and draft index.
 
-    All three are contiguous, and have a row for every slot of the parameters or more. Their shapes,
-    dtypes and device do not change: ops check these once.
-    q is softmax of logits / temperature over the tokens whose raw logit is >= threshold. Filled
-    by `Backend.draft`, or by `draft_cache` for drafts made elsewhere; stays until the slot's next
-    draft at that index. The slot's temperature must not change between.
+    The three tensors are contiguous, and have at least one row per slot of the parameters. Their
+    shapes, dtypes and device do not change: ops check these once.
+    q is softmax of logits / temperature over the tokens with a raw logit >= threshold. An entry is
+    filled by `Backend.draft`, or by `draft_cache` for drafts made elsewhere. It is valid until the
+    slot's next draft at that index; until then the slot's temperature must not change.
 
     logits_SKV:   raw draft logits, any float dtype; V' may differ from the target's V
     threshold_SK: float32, in units of raw logits; -inf where nothing is dropped
-    lse_SK:       float64, log sum exp of logits / temperature over the tokens kept; not finite if
-                  the row is not (NaN, +inf or all -inf): such a q counts as 0 everywhere
+    lse_SK:       float64, log sum exp of logits / temperature over the kept tokens. It is not
+                  finite if the row is not (NaN, +inf or all -inf): its q then counts as 0
+                  everywhere
 
-    At T=0 nothing of q is ever read: the threshold is -inf and lse 0.
+    At T=0 q is never read: the threshold is -inf and lse 0.
     """
 
     logits_SKV: Tensor
@@ -163,7 +164,7 @@ class DraftCache:
     def empty(
         cls, slots: int, drafts: int, vocabulary: int, dtype: torch.dtype, device: torch.device
     ) -> DraftCache:
-        """Room for `drafts` drafts of every slot; nothing in it may be read before it is filled."""
+        """Room for `drafts` drafts of every slot; must be filled before it is read."""
         shape = (slots, drafts)
         return cls(
             torch.empty(*shape, vocabulary, dtype=dtype, device=device),
@@ -174,18 +175,19 @@ class DraftCache:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """What was drafted for a batch of B requests, and the q it was sampled from.
+    """The drafts of a batch of B requests, and the q they were sampled from.
 
     token_BK: int32 or int64 token ids; -1 is a placeholder, and padding from num_B[b] on. Ids that
               the target lacks (>= V) have p = 0.
     num_B:    int64, K_b drafts of each request, 0 allowed
-    cache:    where the q of this batch's slots is; None if no row has a real q
-    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing).
-              At T=0 and under COUPLED nothing of q is read either way.
-    source_B: int64, the number of the drafter that made them; None: the one that was asked for
-    expected_B: float64, of drafts that were looked up: how many would be accepted if tokens
-              followed as often as they did before; None: not counted
-    faults:   by slot, what drafting for one request alone raised: it has no drafts
+    cache:    holds the q of this batch's slots; None if no request has a real q
+    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request without its q).
+              At T=0 and under COUPLED q is not read either way.
+    source_B: int64, the number of the drafter that made each request's drafts; None: the requested
+              drafter made them all
+    expected_B: float64, for drafts by lookup: how many drafts would be accepted if tokens followed
+              as often as they did before; None: not counted
+    faults:   by slot, an error in drafting that concerns only this request, which has no drafts
     """
 
     token_BK: Tensor
@@ -198,19 +200,19 @@ class DraftBlock:
 
 
 class VerifyBatch(NamedTuple):
-    """What a verification of B requests reads.
+    """The input of a verification of B requests.
 
     logits_NV:  raw target logits as in `Rows`, K_b + 1 rows per request, requests in batch order
     params:     the parameters of all slots
     slot_B:     int64, the slot of each request
     position_B: int64, sequence position of the token that a request's first row decides
-    edits:      of the N rows; row i of a request has those that hold if drafts before it were
-                accepted
-    synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those before
-                it are; at least as long as `token_BK` is wide. Needed iff a slot of the batch is
-                under `Rule.SYNTHETIC`
+    edits:      the edits of the N rows; the edits of a request's row i assume that its drafts
+                before row i were accepted
+    synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once all earlier
+                drafts are; at least one rate per column of `token_BK`. Needed iff a slot of the
+                batch is under `Rule.SYNTHETIC`
     fp64_noise: as `Noise.fp64`
-    values_fit: True promises all of the above, so that ops need not look
+    values_fit: True promises all of the above, so that ops need not check
     """
 
     logits_NV: Tensor
@@ -225,12 +227,12 @@ class VerifyBatch(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of one given token per row and of the likeliest, of N rows.
+    """Log-probabilities in N rows: of one given token per row, and of its T likeliest tokens.
 
     logprob_N:      float32, of the given token
-    rank_N:         int64, 1 + the number of tokens that are likelier; equal logits rank alike
-    top_logprob_NT: float32, falling; the T likeliest tokens
-    top_token_NT:   int64, the lowest id first where logits are equal
+    rank_N:         int64, 1 + the number of likelier tokens; equal logits have equal ranks
+    top_logprob_NT: float32, of the likeliest tokens, falling
+    top_token_NT:   int64, their ids; the lowest first where logits are equal
     """
 
     logprob_N: Tensor
@@ -238,15 +240,25 @@ class Logprobs(NamedTuple):
     top_logprob_NT: Tensor
     top_token_NT: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, top: int, device: torch.device) -> Logprobs:
+        """Uninitialised memory for log-probabilities: `rows` rows with `top` likeliest tokens."""
+        shapes = ((rows,), (rows,), (rows, top), (rows, top))
+        dtypes = (torch.float32, torch.int64, torch.float32, torch.int64)
+        pairs = zip(shapes, dtypes, strict=True)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs))
+
 
 class Verdict(NamedTuple):
     """The outcome of verification.
 
     token_BK1:  accepted drafts, then the resampled or bonus token, or -1 where `finite_B` is False,
                 then -1; dtype of the drafts
-    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, one less if it is not finite
-    finite_B:   bool; False if there is no token after the accepted drafts: a target row among those
-                that decided (0..n_accept) was not finite, edits applied, or no rule decides it
+    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, or n_accept where `finite_B`
+                is False
+    finite_B:   bool; False if there is no token after the accepted drafts, because one of the
+                deciding target rows (0..n_accept) was not finite after its edits, or because the
+                request's rule is unknown
     """
 
     token_BK1: Tensor
@@ -255,18 +267,18 @@ class Verdict(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The numbers that a verdict rests on, of R of its requests; see `Backend.evidence`.
+    """The numbers that decided R requests of a verdict; see `Backend.evidence`.
 
-    What stands after a request's last draft may be anything, except in column K of p and q.
+    Values after a request's last draft may be anything, except in column K of p and q.
 
     token_RK: int64, the drafts x_i
-    p_RK1:    float64, p(x_i); column K: of the token that follows the accepted drafts
-    q_RK1:    float64, q(x_i): 1 where q is one-hot, 0 of what counts as no draft, NaN where that is
-              because the draft's row is not finite; column K: q of the token that follows, in the
-              row of the draft whose place it takes, 0 if it takes none's
+    p_RK1:    float64, p(x_i); column K: p of the token that follows the accepted drafts
+    q_RK1:    float64, q(x_i): 1 if q is one-hot; NaN if the draft row is not finite; 0 if x_i
+              counts as no draft for another reason. Column K: q of the token that follows the
+              accepted drafts, in the row of the draft that it replaces; 0 if it replaces none
     u_RK:     float64, the acceptance uniforms
-    mass_RK:  float64, under BLOCK the S of the prefix that ends with draft i, if a draft follows
-              it; NaN elsewhere
+    mass_RK:  float64, under BLOCK S_i, the residual mass after the prefix that ends with draft i,
+              if a draft follows draft i; NaN elsewhere
     real_q_R: bool, whether q is not one-hot
     """
 
@@ -284,19 +296,19 @@ class AttentionBatch:
 
     The T new tokens lie packed, request by request. Token t of request b is at position
     length_B[b] - (query_start_B1[b + 1] - t); the key and value of position i are in block
-    block_BL[b, i // block_size], at offset i % block_size. All layers of a pass share one batch:
-    what depends on it alone is checked and planned once.
+    block_BL[b, i // block_size], at offset i % block_size. All layers of a pass share one batch: it
+    is checked and planned once.
 
-    query_start_B1: int64 [B + 1], the first token of each request, rising from 0 to T; no request
-                    is without a token
+    query_start_B1: int64 [B + 1], the first token of each request, rising from 0 to T; every
+                    request has at least one token
     length_B:       int64 [B], tokens in the cache after this pass, the new ones included
-    block_BL:       int64 [B, L] block ids, contiguous; after a request's last block anything that
-                    is a block, 0 by convention. With `values_fit` anything: it is not read
+    block_BL:       int64 [B, L] block ids, contiguous; after a request's last block any valid id,
+                    0 by convention. With `values_fit` it may be anything, as it is not read
     block_size:     tokens per block
-    most_queries:   no request has more new tokens, as far as the host knows; 0: T
-    values_fit:     True promises all of the above, so that ops need not look
+    most_queries:   upper bound of a request's new tokens, known to the host; 0 stands for T
+    values_fit:     True promises all of the above, so that ops need not check
 
-    On a device T may be more than query_start_B1[B]: the tokens after that are padding; their
+    On a device T may exceed query_start_B1[B]. Tokens at that index and later are padding; their
     results are not read.
     """
 
@@ -314,7 +326,7 @@ class AttentionOptions(NamedTuple):
     scale:          scores are multiplied by it
     sliding_window: w keeps keys j with i - w < j <= i
     softcap:        c replaces scores s by c * tanh(s / c)
-    sinks_H:        float, one extra logit per head that takes probability and gives nothing
+    sinks_H:        float, one extra logit per head in the softmax, without a value
     """
 
     scale: float

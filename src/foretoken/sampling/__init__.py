@@ -1,4 +1,4 @@
-"""What a request asks for, the name of its noise, the rates of synthetic acceptance."""
+"""What a request asks for, the keys of its noise, the rates of synthetic acceptance."""
 
 from foretoken.sampling.synthetic import conditional_rates, joint_rates
 

@@ -1,9 +1,10 @@
-"""Edits of a step's logits, made on the host: packed as a message, then unpacked where logits are.
+"""Edits of a step's logits: packed on the host as a message, unpacked on the logits' device.
 
-Row j of a request sees its history as if the drafts before it in the block were accepted.
+Row j of a request is edited as if the drafts before it in the block were accepted.
 
-Shape suffixes: D requests that decide, G those with a grammar, K drafts, N rows of the batch, E
-rows that are edited, M entries, X masks of one request, R masks, W mask words.
+Shape suffixes: D deciding requests, G deciding requests with a grammar, K drafts, N rows of the
+batch, E edited rows, M entries, X masks of one request, R masks of all requests, W mask words, U
+tokens with entries.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from foretoken.sampling.history import Array, EditHistory, HistoryRows
 
 
 class PackedEdits(NamedTuple):
-    """`ops.Edits` as numbers on the host, without where a request's rows begin: drafts decide that.
+    """`ops.Edits` as arrays on the host. Rows are named by request, because their indices in the
+    batch depend on the numbers of drafts.
 
     Attributes:
-        row_4E: int64, of each edited row: which deciding request, which of its rows, how many
-            entries, which mask (-1: none).
+        row_4E: int64, for each edited row: the index d of the deciding request, the row within this
+            request, the number of its entries, the index of its mask (-1: no mask).
         mask_RW: int32; None: no row has a mask.
         token_M, bias_M, repetition_M, subtract_M: entries, row by row.
     """
@@ -40,10 +42,11 @@ class PackedEdits(NamedTuple):
     subtract_M: Array
 
     def unpack(self, num_D: Tensor, most_drafts: int) -> Edits:
-        """The edits of K_b + 1 rows per deciding request, on the device of `num_D`.
+        """The edits on the device of `num_D`, for K_b + 1 rows per deciding request.
 
         Args:
-            num_D: drafts of each deciding request; most_drafts: no request has more.
+            num_D: drafts of each deciding request.
+            most_drafts: an upper bound of `num_D`.
         """
         count_D, device = num_D + 1, num_D.device
         on_host = device.type == "cpu"
@@ -55,30 +58,30 @@ class PackedEdits(NamedTuple):
         mask_N = None
         if self.mask_RW is not None:
             mask_N = torch.full_like(size_N, -1).index_copy_(0, row_E, mask_E)
+        entries = (self.token_M, self.bias_M, self.repetition_M, self.subtract_M)
         return Edits(
             None if self.mask_RW is None else to_device(self.mask_RW, device),
             mask_N,
             torch.cat([size_N.new_zeros(1), size_N.cumsum(0)]),
-            *(to_device(column, device) for column in self[2:]),
+            *(to_device(column, device) for column in entries),
         )
 
 
 def pack_edits(
     histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
 ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-    """Edits of a step; None if no row has any. And what was raised, by request.
+    """The edits of a step (None if no row has any), and errors by the index d of the request.
 
-    The rows of a request whose history could not be read are not edited: what is drawn there must
-    not be used.
+    The rows of a request with an error are not edited. Tokens drawn from them must not be used.
 
     Args:
-        histories: of deciding requests with edits, by d, rising.
-        drafts: of each of them.
+        histories: by rising d, for the deciding requests that have edits.
+        drafts: the drafts of each of these requests, by d.
         vocab_size: ids at or past it are ignored (they cannot be drawn anyway).
     """
     faults: dict[int, Exception] = {}
-    found: list[_Found] = []
-    grammar_XW = _grammar_masks(histories, drafts, vocab_size)
+    edits: list[_RequestEdits] = []
+    grammar_masks = _grammar_masks(histories, drafts, vocab_size)
     for d, history in histories.items():
         if history.is_spent:
             continue
@@ -86,29 +89,29 @@ def pack_edits(
             masks = [mask for mask in (history.mask(vocab_size),) if mask is not None]
             if history.matcher is not None:
                 history.matcher.check()
-                masks.append(grammar_XW[d])
+                masks.append(grammar_masks[d])
             mask_XW = np.atleast_2d(functools.reduce(np.bitwise_and, masks)) if masks else None
             entries = history.rows(drafts[d], vocab_size)
-            found.append(_Found(d, len(drafts[d]) + 1, mask_XW, entries))
+            edits.append(_RequestEdits(d, len(drafts[d]) + 1, mask_XW, entries))
         except Exception as error:
             faults[d] = error
-    return (_pack(found) if found else None), faults
+    return (_pack(edits) if edits else None), faults
 
 
 def _grammar_masks(
     histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
 ) -> dict[int, Array]:
-    """Of each request with a grammar: int32 [drafts + 1, W]."""
+    """Masks int32 [drafts + 1, W] of each request with a grammar, by d."""
     matchers = {d: h.matcher for d, h in histories.items() if h.matcher is not None}
     drafts_G = [drafts[d] for d in matchers]
-    masks = fill_masks([*matchers.values()], drafts_G, -(-vocab_size // 32))
-    return dict(zip(matchers, masks, strict=True))
+    masks_G = fill_masks([*matchers.values()], drafts_G, -(-vocab_size // 32))
+    return dict(zip(matchers, masks_G, strict=True))
 
 
-class _Found(NamedTuple):
-    """The edits of deciding request d: entries for the same tokens in each of its rows.
+class _RequestEdits(NamedTuple):
+    """The edits of deciding request d. Each of its rows has entries for the same tokens.
 
-    mask_XW: of each row, or one for all.
+    mask_XW: one mask for each row, or a single mask for all rows; None: no mask
     """
 
     d: int
@@ -117,17 +120,19 @@ class _Found(NamedTuple):
     entries: HistoryRows
 
 
-def _pack(found: list[_Found]) -> PackedEdits:
+def _pack(edits: list[_RequestEdits]) -> PackedEdits:
+    """Concatenate the edits of several requests (at least one)."""
     masks: list[Array] = []
     rows: list[tuple[int, int, int, int]] = []
-    for d, num_rows, mask_XW, its_entries in found:
-        at, num_masks = -1, 0
-        if mask_XW is not None:
-            at, num_masks = len(masks), len(mask_XW)
-            masks.extend(mask_XW)
-        size, step = len(its_entries.token_U), int(num_masks > 1)
-        rows += [(d, i, size, at + step * i) for i in range(num_rows)]
-    entries = [f.entries for f in found]
+    for request in edits:
+        first_mask, num_masks = -1, 0
+        if request.mask_XW is not None:
+            first_mask, num_masks = len(masks), len(request.mask_XW)
+            masks.extend(request.mask_XW)
+        size = len(request.entries.token_U)
+        step = int(num_masks > 1)  # 0: all rows of the request share a mask, or have none
+        rows += [(request.d, i, size, first_mask + step * i) for i in range(request.num_rows)]
+    entries = [request.entries for request in edits]
     return PackedEdits(
         np.array(rows, dtype=np.int64).T.copy(),
         np.stack(masks) if masks else None,

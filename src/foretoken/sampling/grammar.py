@@ -1,7 +1,7 @@
-"""Grammars that outputs must match, by llguidance: compiled once, one matcher per sample. No torch.
+"""Grammars that outputs must match. llguidance compiles each once; samples have matchers. No torch.
 
-Charter: all that knows llguidance. Compiling is done in a thread of its own, never in a step, and
-within limits; an error of llguidance is one of the request that brought the grammar.
+Charter: all code that uses llguidance. Compiling happens in separate threads, never in a step, and
+within limits. An error of llguidance becomes an error of the request that brought the grammar.
 
 Shape suffixes: N rows of masks, G matchers, W words of 32 bits.
 """
@@ -32,24 +32,27 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 COMPILE_SECONDS = 10.0
-"""For one grammar, waiting for others not counted; what is within the limits below takes 0.3 s."""
+"""Limit for compiling one grammar, without its time in the queue. Grammars within the limits below
+compile in 0.3 s."""
 
-_MOST_GBNF = 2**15
-"""Characters: translating takes the square of the number of rules, 1 s for these at worst."""
+_MAX_GBNF = 2**15
+"""Characters of a GBNF grammar. Its translation is quadratic in the number of rules, and takes at
+most 1 s for this many characters."""
 _GBNF_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*]?|\.', re.DOTALL)
-"""Comments, literals, classes, and the sign for any character; to the end where one is open."""
+"""Comments, literals, character classes, `.`. An unclosed literal or class reaches to the end."""
 _GBNF_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _GBNF_RANGE = re.compile(rf"({_GBNF_CHARACTER})(?:-({_GBNF_CHARACTER}))?", re.DOTALL)
 _GBNF_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{c: c for c in '"\\[]'}}
-_THREADS = 2  # llguidance lets go of Python's lock: a slow grammar holds up no quick one
-_CACHED = 128  # grammars of an engine beyond those that somebody waits for
+_THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
+_CACHED = 128  # grammars that an engine keeps in addition to those that requests hold
 
 
 def _limits() -> LLParserLimits:
-    """Tighter than llguidance's own where hostile ones made a step long or memory grow.
+    """Limits for llguidance. They are tighter than its own where hostile grammars made steps long
+    or memory grow.
 
     A mask may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items
-    (1 ms); 16 384 states are 32 MB of a matcher.
+    (1 ms). A matcher may have 16 384 lexer states, which take 32 MB.
     """
     from llguidance import LLParserLimits
 
@@ -60,11 +63,11 @@ def _limits() -> LLParserLimits:
 
 
 class Grammar:
-    """A grammar compiled for one engine's tokens; what a request's `structured_outputs` becomes.
+    """A grammar compiled for one engine's tokens: `structured_outputs` of an admitted request.
 
     Attributes:
-        asked: what it was made from.
-        num_tokens: ids at or past it are none of the tokenizer's.
+        asked: the `structured_outputs` that the grammar was compiled from.
+        num_tokens: number of token ids that the masks cover; larger ids are not the tokenizer's.
     """
 
     def __init__(
@@ -77,51 +80,55 @@ class Grammar:
         return repr(self.asked)
 
     def matcher(self) -> Matcher:
-        """One at the beginning of an output."""
+        """A matcher at the beginning of an output."""
         return Matcher(self, self._start.deep_copy())
 
 
 class Matcher:
-    """How far one output has come in its grammar."""
+    """The state of one output in its grammar."""
 
     def __init__(self, grammar: Grammar, state: LLMatcher) -> None:
         self.grammar, self.state = grammar, state
         self._num_ahead = 0
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Take in what was emitted; what follows the end of the grammar is not looked at.
+        """Advance over emitted tokens. Tokens after the end of the grammar are ignored.
 
         Raises:
-            RequestError: the grammar does not allow it, or is too complex there.
+            RequestError: the grammar does not allow these tokens, or it is too complex.
         """
         self.rewind()
-        taken = self.state.try_consume_tokens([*token_ids])
-        if taken < len(token_ids) and not self.is_finished:
+        num_consumed = self.state.try_consume_tokens([*token_ids])
+        if num_consumed < len(token_ids) and not self.is_finished:
             self.check()
-            bound = f"such that token {token_ids[taken]} may follow here"
+            bound = f"such that token {token_ids[num_consumed]} may follow here"
             raise RequestError(FIELD, self.grammar, bound)
 
     def advance(self, drafts: Sequence[int]) -> None:
-        """Go behind drafts that begin with those of the last call, until `rewind`."""
+        """Advance over drafts; `rewind` takes this back.
+
+        Args:
+            drafts: all drafts after the last emitted token, those of earlier calls included.
+        """
         self._num_ahead += self.state.try_consume_tokens([*drafts[self._num_ahead :]])
 
     def rewind(self) -> None:
-        """Go back to what was emitted."""
+        """Go back to the last emitted token."""
         if self._num_ahead:
             self.state.rollback(self._num_ahead)
             self._num_ahead = 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow but the end of text."""
+        """Whether only the end of text may follow."""
         return self.state.is_stopped() and not self.state.is_error()
 
     def forced(self) -> list[int]:
-        """Tokens that must follow; none where there is a choice."""
+        """The tokens that must follow; empty if the grammar leaves a choice."""
         return self.state.compute_ff_tokens()
 
     def check(self) -> None:
-        """Raise `RequestError` if it has failed: it can say nothing any more."""
+        """Raise `RequestError` if llguidance has failed. The matcher is then unusable."""
         if self.state.is_error():
             raise _refused(self.grammar.asked, self.state.get_error())
 
@@ -129,52 +136,55 @@ class Matcher:
 def fill_masks(
     matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
 ) -> list[Array]:
-    """int32 [drafts + 1, W] of each matcher: the tokens that may stand at and behind its drafts.
+    """Masks of allowed tokens, int32 [drafts + 1, W] for each matcher.
 
-    Row j is as if the drafts before it were accepted. Nothing comes behind a draft that is not
-    allowed, since its p is 0, so rows there allow every token; the draft itself stays: dropping it
-    for what it is would bias the output. All masks are filled in parallel by one native call, and
-    one more for matchers without drafts, which that one does not take. A matcher may have failed
-    then: see `Matcher.check`.
+    Row j is made as if the drafts before it were accepted. A forbidden draft is always rejected,
+    since its p is 0. The rows after it are unused and allow every token. The forbidden draft itself
+    is not dropped: dropping a draft because of its token would bias the output.
+
+    One native call fills the masks of all matchers with drafts, in parallel. A second call fills
+    the masks of matchers without drafts, which the first one does not accept. A matcher may fail
+    here: see `Matcher.check`.
     """
-    if not matchers:  # llguidance may be missing
+    if not matchers:  # return before the import, since llguidance may be missing
         return []
     from llguidance import numpy as native
 
     grammar = matchers[0].grammar
     for matcher in matchers:
         matcher.rewind()
-    first_N = np.cumsum([0, *(len(some) + 1 for some in drafts)]).tolist()
-    mask_NW = np.full((first_N[-1], -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
-    alone: list[tuple[LLMatcher, int]] = []
-    drafted: list[tuple[LLMatcher, int, list[int]]] = []
-    for matcher, first, some in zip(matchers, first_N, drafts, strict=False):
-        outside = (i for i, token in enumerate(some) if not 0 <= token < grammar.num_tokens)
-        known = [*some[: next(outside, len(some))]]
-        if known:
-            drafted.append((matcher.state, first, known))
+    # The first row of each matcher, then the number of rows.
+    first_rows = np.cumsum([0, *(len(own) + 1 for own in drafts)]).tolist()
+    mask_NW = np.full((first_rows[-1], -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
+    with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
+    without_drafts: list[tuple[LLMatcher, int]] = []
+    for matcher, row, own in zip(matchers, first_rows, drafts, strict=False):
+        unknown = (i for i, token in enumerate(own) if not 0 <= token < grammar.num_tokens)
+        tokens = [*own[: next(unknown, len(own))]]
+        if tokens:
+            with_drafts.append((matcher.state, row, tokens))
         else:
-            alone.append((matcher.state, first))
-    if drafted:
-        native.fill_next_token_bitmask_par_with_draft_tokens(grammar.executor, drafted, mask_NW)
-    if alone:
-        native.fill_next_token_bitmask_par(grammar.executor, alone, mask_NW)
-    return np.split(mask_NW[:, :num_words], first_N[1:-1])
+            without_drafts.append((matcher.state, row))
+    if with_drafts:
+        native.fill_next_token_bitmask_par_with_draft_tokens(grammar.executor, with_drafts, mask_NW)
+    if without_drafts:
+        native.fill_next_token_bitmask_par(grammar.executor, without_drafts, mask_NW)
+    return np.split(mask_NW[:, :num_words], first_rows[1:-1])
 
 
 def fill_ahead(
     matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
 ) -> Array:
-    """int32 [G, W], the tokens that may stand behind the drafts so far of G matchers, one or more.
+    """Masks of the tokens that each matcher allows after its drafts so far, int32 [G, W], G >= 1.
 
-    One mask for each, where `fill_masks` would fill those of every draft before it once more: of
-    5 drafts 5, not 15.
+    A drafter calls it once for each draft, and each call fills one mask per matcher. `fill_masks`
+    would fill the masks of all earlier drafts again: 15 masks for 5 drafts, not 5.
     """
     from llguidance import numpy as native
 
     grammar = matchers[0].grammar
-    for matcher, some in zip(matchers, drafts, strict=True):
-        matcher.advance(some)
+    for matcher, own in zip(matchers, drafts, strict=True):
+        matcher.advance(own)
     mask_GW = np.full((len(matchers), -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
     states = [(matcher.state, g) for g, matcher in enumerate(matchers)]
     native.fill_next_token_bitmask_par(grammar.executor, states, mask_GW)
@@ -182,10 +192,12 @@ def fill_ahead(
 
 
 class Compiling:
-    """A grammar that somebody asked for.
+    """The state of a grammar's compilation: queued, running or done.
 
     Attributes:
-        since: when it was asked for, and then when its turn came.
+        since: when the compilation was queued, or when it began if it `has_begun`; `monotonic`
+            seconds.
+        future: the compiled grammar, or the error.
     """
 
     def __init__(self) -> None:
@@ -194,220 +206,251 @@ class Compiling:
 
 
 class Compilers:
-    """Threads that do what is submitted, in this order; none keeps the process from ending."""
+    """Daemon threads that run submitted work in order."""
 
     def __init__(self) -> None:
         self._submitted: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_threads = 0
-        finalize(self, _let_go, self._submitted)
+        finalize(self, _end_threads, self._submitted)
 
-    def submit(self, work: Callable[..., None], *given: Any) -> None:
-        """One thread at a time calls this; the work must not raise."""
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
+        """Run `work(*args)` later in a thread; it must not raise.
+
+        Only one thread may call `submit` at a time.
+        """
         if self._num_threads < _THREADS:
             self._num_threads += 1
-            name, given_to = "foretoken-grammar", (self._submitted,)
-            Thread(target=_do, args=given_to, name=name, daemon=True).start()
-        self._submitted.put(partial(work, *given))
+            name, thread_args = "foretoken-grammar", (self._submitted,)
+            Thread(target=_run_submitted, args=thread_args, name=name, daemon=True).start()
+        self._submitted.put(partial(work, *args))
 
 
-def _do(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_submitted(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
+    """The loop of a thread: run work from the queue until None comes."""
     while work := submitted.get():
         work()
-        del work  # while it waits, it keeps no grammar
+        del work  # an idle thread must not keep a grammar alive
 
 
-def _let_go(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
+def _end_threads(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
+    """End all threads of a pool after the work that was submitted."""
     for _ in range(_THREADS):
         submitted.put(None)
 
 
 class Grammars:
-    """Compiles what requests of one engine ask for; any thread may call it.
+    """Compiles the grammars of one engine's requests. Any thread may call the methods.
 
     Args:
-        vocab_size: of the model, which may have more ids than the tokenizer.
-        eos_ids: what ends a text, where the grammar may end.
+        vocab_size: number of the model's token ids; the tokenizer may have fewer.
+        eos_ids: tokens that end a text, allowed where the grammar may end.
     """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._pool = Compilers()
-        self._known = WeakValueDictionary[str, Compiling]()
-        self._recent = OrderedDict[str, Compiling]()
-        self._last_began = 0.0
-        self._entries, self._loading = Lock(), Lock()
+        self._known = WeakValueDictionary[str, Compiling]()  # by the JSON of the outputs
+        self._recent = OrderedDict[str, Compiling]()  # strong references, the latest last
+        self._last_began = 0.0  # when any compilation last began
+        self._entries_lock, self._native_lock = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
 
-    def begin(self, asked: Any) -> Compiling | None:
-        """Compile in the background, unless that was done; None: nothing is to be compiled.
+    def begin(self, outputs: Any) -> Compiling | None:
+        """Begin to compile `structured_outputs` in the background, unless that was done before.
 
-        As long as what it returns is kept, the grammar is not compiled again; if nobody keeps it
-        when its turn comes, it is not compiled at all.
+        Returns the compilation; None if there is nothing to compile: `outputs` is None or already
+        compiled. While the caller keeps the result, the grammar is not compiled again. If no caller
+        keeps it when it reaches the head of the queue, the grammar is not compiled at all.
         """
-        return None if asked is None or isinstance(asked, Grammar) else self._entry(asked)
+        return None if outputs is None or isinstance(outputs, Grammar) else self._entry(outputs)
 
-    def _entry(self, asked: dict[str, Any]) -> Compiling:
-        key = json.dumps(asked)
-        with self._entries:
+    def _entry(self, outputs: dict[str, Any]) -> Compiling:
+        """The compilation of these `structured_outputs`, queued if it is new."""
+        key = json.dumps(outputs)
+        with self._entries_lock:
             entry = self._known.get(key)
             if entry is None:
                 entry = self._known[key] = Compiling()
-                self._pool.submit(self._compile, key, ref(entry), asked)
+                self._pool.submit(self._compile, key, ref(entry), outputs)
             if entry.future.done():
                 self._keep(key, entry)
         return entry
 
     def _keep(self, key: str, entry: Compiling) -> None:
-        """Keep what is compiled, as much as was asked for last; others are their requests'."""
+        """Keep the `_CACHED` latest entries. Older entries live as long as requests hold them."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
         while len(self._recent) > _CACHED:
             self._recent.popitem(last=False)
 
-    def wait(self, several: Iterable[Any]) -> list[Compiling]:
-        """Have them compiled, or as much of it as there is time for: before a turn of the engine,
-        in which others wait, begins. To be kept until that is over, see `begin`."""
-        found = [entry for asked in several if (entry := self.begin(asked))]
-        for entry in found:
+    def wait(self, outputs: Iterable[Any]) -> list[Compiling]:
+        """Wait until each of several `structured_outputs` is compiled or has run out of time.
+
+        Call it before taking a turn of the engine, since other threads wait during a turn. Keep the
+        result until the turn is over: see `begin`.
+        """
+        entries = [entry for each in outputs if (entry := self.begin(each))]
+        for entry in entries:
             while (left := self.seconds_left(entry)) > 0:
                 wait([entry.future], left)
-        return found
+        return entries
 
     def seconds_left(self, entry: Compiling) -> float:
-        """How long to wait for it; 0 once it is there. Behind others it has as long as they do."""
+        """How long to wait for a compilation; 0 once it is done.
+
+        A queued compilation gets its full time again whenever another compilation begins.
+        """
         since = entry.since if entry.has_begun else max(entry.since, self._last_began)
         left = since + COMPILE_SECONDS - time.monotonic()
         return 0.0 if entry.future.done() else left
 
-    def compiled(self, asked: Any) -> Grammar | None:
-        """What `structured_outputs` becomes; it does not wait.
+    def compiled(self, outputs: Any) -> Grammar | None:
+        """The compiled grammar of `structured_outputs`, without waiting.
 
         Raises:
-            RequestError: it cannot be compiled, or was not in the time that `seconds_left` gives.
+            RequestError: they cannot be compiled, or were not compiled in time (`seconds_left`).
         """
-        if asked is None or isinstance(asked, Grammar):
-            return asked
-        entry = self._entry(asked)
+        if outputs is None or isinstance(outputs, Grammar):
+            return outputs
+        entry = self._entry(outputs)
         if not entry.future.done():
-            raise _refused(asked, f"compiled within {COMPILE_SECONDS:g} s")
-        found = entry.future.result()
-        if isinstance(found, RequestError):
-            raise RequestError(found.field, found.value, found.bound, found.remedy)
-        return found
+            raise _refused(outputs, f"compiled within {COMPILE_SECONDS:g} s")
+        result = entry.future.result()
+        if isinstance(result, RequestError):  # a new object for each request
+            raise RequestError(result.field, result.value, result.bound, result.remedy)
+        return result
 
-    def _compile(self, key: str, waiting: ref[Compiling], asked: dict[str, Any]) -> None:
-        """In a thread of the pool; errors are values, so that each request raises its own."""
-        entry = waiting()
+    def _compile(self, key: str, entry_ref: ref[Compiling], outputs: dict[str, Any]) -> None:
+        """Compile in a thread of the pool. The entry's future gets the grammar, or the error."""
+        entry = entry_ref()
         if entry is None:
             return
         self._last_began = entry.since = time.monotonic()
         entry.has_begun = True
         try:
-            with self._loading:
+            with self._native_lock:
                 if self._native is None:
-                    self._native = self._load(asked)
+                    self._native = self._load(outputs)
             tokens, executor = self._native
-            found: Grammar | RequestError = _compile(asked, tokens, executor)
+            result: Grammar | RequestError = _compile(outputs, tokens, executor)
         except RequestError as error:
-            found = error
+            result = error
         except Exception as error:
-            found = _refused(asked, str(error))
-        entry.future.set_result(found)
-        with self._entries:
+            result = _refused(outputs, str(error))
+        entry.future.set_result(result)
+        with self._entries_lock:
             self._keep(key, entry)
 
-    def _load(self, asked: dict[str, Any]) -> tuple[LLTokenizer, LLExecutor]:
+    def _load(self, outputs: dict[str, Any]) -> tuple[LLTokenizer, LLExecutor]:
+        """llguidance's form of the tokenizer, and the threads in which it fills masks.
+
+        Raises:
+            RequestError: llguidance, a tokenizer or an end-of-text token is missing.
+        """
         try:
             from llguidance import LLExecutor
             from llguidance.hf import from_tokenizer
         except ImportError:
+            bound = "left out: `llguidance` is missing"
             remedy = "Install the package `llguidance`: pip install 'foretoken[serve]'."
-            raise RequestError(FIELD, asked, "left out: `llguidance` is missing", remedy) from None
+            raise RequestError(FIELD, outputs, bound, remedy) from None
         tokenizer = self._tokenizer
         if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
             bound = "left out: this checkpoint has no tokenizer that the package `tokenizers` reads"
-            raise RequestError(FIELD, asked, bound, "Add a `tokenizer.json` to the checkpoint.")
+            raise RequestError(FIELD, outputs, bound, "Add a `tokenizer.json` to the checkpoint.")
         if not self._eos_ids:
             bound = "left out: this checkpoint names no end-of-text token"
-            raise RequestError(FIELD, asked, bound, "Set `eos_token_id` in its config.json.")
-        most = max(self._vocab_size, tokenizer.backend_tokenizer.get_vocab_size())
-        tokens = from_tokenizer(tokenizer, n_vocab=most, eos_token=sorted(self._eos_ids))
+            raise RequestError(FIELD, outputs, bound, "Set `eos_token_id` in its config.json.")
+        num_ids = max(self._vocab_size, tokenizer.backend_tokenizer.get_vocab_size())
+        tokens = from_tokenizer(tokenizer, n_vocab=num_ids, eos_token=sorted(self._eos_ids))
         return tokens, LLExecutor()
 
 
-def _compile(asked: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
+def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
+    """Compile checked `structured_outputs`; `RequestError` if llguidance refuses them."""
     from llguidance import LLMatcher
 
-    [(kind, value)] = asked.items()
+    [(kind, value)] = outputs.items()
     if kind == "regex":
         text = LLMatcher.grammar_from_regex(value)
     elif kind == "choice":
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
         text = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     elif kind == "grammar":
-        text = LLMatcher.grammar_from_lark(_as_lark(asked, value))
+        text = LLMatcher.grammar_from_lark(_as_lark(outputs, value))
     else:
         schema = value if kind == "json" else as_text(kind, ANY_OBJECT)
         text = LLMatcher.grammar_from_json_schema(schema)
     start = LLMatcher(tokens, text, log_level=0, limits=_limits())
     if not start.is_error():
-        start.compute_bitmask()  # some are found to be too complex, or to match nothing, only here
+        # Some grammars that are too complex, or match nothing, fail only at their first mask.
+        start.compute_bitmask()
     if start.is_error():
-        raise _refused(asked, start.get_error())
-    return Grammar(asked, start, executor, tokens.vocab_size)
+        raise _refused(outputs, start.get_error())
+    return Grammar(outputs, start, executor, tokens.vocab_size)
 
 
-def _as_lark(asked: dict[str, Any], text: str) -> str:
-    """A grammar in Lark; llama.cpp's GBNF (`root ::= ...`) is translated."""
+def _as_lark(outputs: dict[str, Any], text: str) -> str:
+    """The grammar `text` in Lark; llama.cpp's GBNF (`root ::= ...`) is translated.
+
+    Raises:
+        RequestError: the GBNF is too long or not valid; it names the key of `outputs`.
+    """
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
         return text
-    if len(text) > _MOST_GBNF:
-        raise _refused(asked, f"at most {_MOST_GBNF} characters of GBNF; Lark may be longer")
+    if len(text) > _MAX_GBNF:
+        raise _refused(outputs, f"at most {_MAX_GBNF} characters of GBNF; Lark may be longer")
     try:
-        return gbnf_to_lark(_GBNF_PARTS.sub(_written_out, text))
-    except Exception as error:  # of any type
-        raise _refused(asked, f"GBNF: {error}; or write Lark, which begins with `start:`") from None
+        return gbnf_to_lark(_GBNF_PARTS.sub(_rewrite_part, text))
+    except Exception as error:  # the translation raises errors of any type
+        reason = f"GBNF: {error}; or write Lark, which begins with `start:`"
+        raise _refused(outputs, reason) from None
 
 
-def _written_out(found: re.Match[str]) -> str:
-    """A part of GBNF with its characters as both the translation and Lark take them.
+def _rewrite_part(match: re.Match[str]) -> str:
+    """A comment, literal, class or `.` of GBNF, rewritten so that `gbnf_to_lark` translates it
+    correctly.
 
-    The translation loses zeros of escapes, has `.` stop at line ends, and leaves in a class what
-    means something there to regular expressions alone, as `&&`.
+    Without this, the translation drops zeros of escapes and makes `.` exclude line ends. In a class
+    it keeps sequences that are special only in regular expressions, such as `&&`.
     """
-    part = found[0]
+    part = match[0]
     if part.startswith("#"):
         return part
     part = f"[\\x00-{chr(0x10FFFF)}]" if part == "." else part
-    first = 2 if part.startswith("[^") else 1
+    first = 2 if part.startswith("[^") else 1  # after the opening quote or bracket
     last = max(first, len(part) - 1)
 
-    def write(one: re.Match[str]) -> str:
-        return "-".join(_written_character(c) for c in one.groups() if c)
+    def rewrite_range(ends: re.Match[str]) -> str:
+        return "-".join(_rewrite_character(end) for end in ends.groups() if end)
 
-    return part[:first] + _GBNF_RANGE.sub(write, part[first:last]) + part[last:]
+    return part[:first] + _GBNF_RANGE.sub(rewrite_range, part[first:last]) + part[last:]
 
 
-def _written_character(given: str) -> str:
-    """One of GBNF, perhaps escaped; raises ValueError where an escape stands for none."""
-    char: str | None = given
-    if len(given) > 2:
-        code = int(given[2:], 16)
+def _rewrite_character(text: str) -> str:
+    """A GBNF character, perhaps escaped, as itself or as an escape that Lark reads.
+
+    Raises:
+        ValueError: the escape's code is not a character.
+    """
+    char: str | None = text
+    if len(text) > 2:
+        code = int(text[2:], 16)
         if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-            raise ValueError(f"{given} is no character")
+            raise ValueError(f"{text} is no character")
         char = chr(code)
-    elif len(given) == 2:
-        char = _GBNF_ESCAPES.get(given[1])
-    if char is None:  # which the translation refuses
-        return given
-    is_plain = char.isalnum() or char == " " or char > "\x7f"
-    return char if is_plain else f"\\x{ord(char):02x}"
+    elif len(text) == 2:
+        char = _GBNF_ESCAPES.get(text[1])
+    if char is None:  # an unknown escape: `gbnf_to_lark` raises an error
+        return text
+    needs_no_escape = char.isalnum() or char == " " or char > "\x7f"
+    return char if needs_no_escape else f"\\x{ord(char):02x}"
 
 
-def _refused(asked: dict[str, Any], reason: str) -> RequestError:
-    """The error of the request that brought a grammar; llguidance says what and where."""
-    [(kind, value)] = asked.items()
+def _refused(outputs: dict[str, Any], reason: str) -> RequestError:
+    """The error for the request that brought these `structured_outputs`."""
+    [(kind, value)] = outputs.items()
     reason = reason.removesuffix("\n<non-verbose/>").strip()
     return RequestError(f"{FIELD}.{kind}", value, f"a grammar that can be served: {reason}")

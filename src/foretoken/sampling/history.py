@@ -1,8 +1,9 @@
-"""What logit edits need to know of one request, kept as arrays: a token costs no scan of its text.
+"""The edits of one request's logits, kept as arrays so that a new token needs no scan of the text.
 
-Belongs here: a request's side of `ops.Edits`. Does not: the batch's (`edits.py`), applying it
-(`ops`). Every edit of a request is about one of its *touched* tokens: those of its bias, stops and
-bad words, and with penalties those of its prompt (repetition alone) and output.
+Belongs here: the edits of a single request. Does not: the edits of a batch (`edits.py`), applying
+edits (`ops`). Every edit concerns one of the request's *touched* tokens. These are the tokens of
+its bias, stops and bad words; with a penalty also the tokens of its output; with a repetition
+penalty also the tokens of its prompt.
 
 Shape suffixes: U touched tokens, R rows of the request (its drafts + 1), W mask words.
 """
@@ -23,8 +24,8 @@ Array = NDArray[Any]
 class HistoryRows(NamedTuple):
     """Entries of `ops.Edits` for R rows of one request: the same U tokens in every row.
 
-    token_U: int64, rising. bias_RU, repetition_RU, subtract_RU: float32; where they are 0, 1 and 0
-    the entry changes nothing.
+    token_U: int64, rising
+    bias_RU, repetition_RU, subtract_RU: float32; an entry with 0, 1 and 0 changes nothing
     """
 
     token_U: Array
@@ -34,14 +35,14 @@ class HistoryRows(NamedTuple):
 
 
 class EditHistory:
-    """The edits of one request and what they depend on; only for requests that have some.
+    """The edits of one request and the state that they depend on.
+
+    A generated token costs a binary search, at its first occurrence also a copy of U entries. Rows
+    cost a few numpy passes over R x U numbers.
 
     Args:
-        stop_ids: banned while the request has fewer than `min_tokens`.
-        bad_word_ids: tokenised `bad_words`.
-
-    A token that is generated costs a binary search; one seen for the first time also a copy of U
-    entries. Rows cost a few passes of numpy over R x U numbers.
+        stop_ids: tokens that are banned while the output is shorter than `min_tokens`.
+        bad_word_ids: the token ids of each of `bad_words`.
     """
 
     def __init__(
@@ -60,18 +61,19 @@ class EditHistory:
         bias = params.logit_bias or {}
         prompt = prompt_ids if params.repetition_penalty != 1.0 else ()
         words = [tuple(word) for word in bad_word_ids]
-        early = stop_ids if params.min_tokens else ()
-        last = [word[-1] for word in words]
-        self._token_U = np.unique(np.array([*bias, *prompt, *early, *last], dtype=np.int64))
+        stops = stop_ids if params.min_tokens else ()
+        last_ids = [word[-1] for word in words]
+        self._token_U = np.unique(np.array([*bias, *prompt, *stops, *last_ids], dtype=np.int64))
         size = len(self._token_U)
-        self._count_U = np.zeros(size, dtype=np.int64)
-        self._prompt_U = np.zeros(size, dtype=bool)
-        self._prompt_U[self._find(prompt)] = True
+        self._count_U = np.zeros(size, dtype=np.int64)  # occurrences in the output
+        self._in_prompt_U = np.zeros(size, dtype=bool)
+        self._in_prompt_U[self._find(prompt)] = True
         self._bias_U = np.zeros(size, dtype=np.float32)
         self._bias_U[self._find(bias)] = list(bias.values())
         self._bias_U[self._find([word[0] for word in words if len(word) == 1])] = -np.inf
-        self._early = np.array(early, dtype=np.int64)
-        self._longer_words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        self._stop_ids = np.array(stops, dtype=np.int64)
+        # Bad words of two tokens or more, by their second to last token.
+        self._longer_words: dict[int, list[tuple[int, ...]]] = {}
         for word in words:
             if len(word) > 1:
                 self._longer_words.setdefault(word[-2], []).append(word)
@@ -79,11 +81,12 @@ class EditHistory:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing will be edited from here on: it was `min_tokens` alone, and is past."""
-        has_others = self._penalizes or self._longer_words or self._bias_U.any()
-        past = len(self.output_ids) >= self.params.min_tokens
+        """Whether no later row will be edited: `min_tokens` was the only cause of edits, and the
+        output is that long."""
+        has_entries = self._penalizes or self._longer_words or self._bias_U.any()
+        is_long = len(self.output_ids) >= self.params.min_tokens
         has_masks = self.matcher is not None or self.params.allowed_token_ids is not None
-        return past and not has_others and not has_masks
+        return is_long and not has_entries and not has_masks
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Record generated tokens."""
@@ -95,7 +98,8 @@ class EditHistory:
             np.add.at(self._count_U, self._find(token_ids), 1)
 
     def mask(self, vocab_size: int) -> Array | None:
-        """int32 [W], bits of `allowed_token_ids`; None if all are. Made once."""
+        """The bits of `allowed_token_ids`, int32 [W]; None if all tokens are allowed. The mask is
+        made in the first call."""
         if self.params.allowed_token_ids is None:
             return None
         if self._mask_W is None:
@@ -105,18 +109,18 @@ class EditHistory:
         return self._mask_W
 
     def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
-        """Entries of the rows before, between and after these drafts.
+        """The entries of the request's rows: one row for each draft, and one after the last draft.
 
-        Row j sees the history as if the drafts before it were accepted; a placeholder of -1 changes
-        nothing. Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
+        Row j is made as if the drafts before it were accepted; a placeholder of -1 changes nothing.
+        Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
         """
-        size = len(drafts) + 1
-        if self._penalizes:  # they may come again; if not, they change nothing
+        num_rows = len(drafts) + 1
+        if self._penalizes:  # a rejected draft stays touched, with entries that change nothing
             self._touch([draft for draft in drafts if draft >= 0])
-        bias_RU = np.repeat(self._bias_U[None], size, axis=0)
-        num_early = min(max(self.params.min_tokens - len(self.output_ids), 0), size)
-        if num_early and len(self._early):
-            bias_RU[:num_early, self._find(self._early)] = -np.inf
+        bias_RU = np.repeat(self._bias_U[None], num_rows, axis=0)
+        num_without_stop = min(max(self.params.min_tokens - len(self.output_ids), 0), num_rows)
+        if num_without_stop and len(self._stop_ids):
+            bias_RU[:num_without_stop, self._find(self._stop_ids)] = -np.inf
         if self._longer_words:
             self._ban_words(bias_RU, drafts)
         subtract_RU = np.zeros(bias_RU.shape, dtype=np.float32)
@@ -129,18 +133,19 @@ class EditHistory:
         )
 
     def _penalize(self, repetition_RU: Array, subtract_RU: Array, drafts: Sequence[int]) -> None:
+        """Write the penalties into the entries."""
         params = self.params
         count_RU = np.repeat(self._count_U[None], len(drafts) + 1, axis=0)
         for j, draft in enumerate(drafts):
             if draft >= 0:
                 count_RU[j + 1 :, self._find([draft])] += 1
-        repetition_RU[(count_RU > 0) | self._prompt_U] = params.repetition_penalty
+        repetition_RU[(count_RU > 0) | self._in_prompt_U] = params.repetition_penalty
         frequency, presence = params.frequency_penalty, params.presence_penalty
         if frequency or presence:
             subtract_RU[:] = frequency * count_RU + presence * (count_RU > 0)
 
     def _ban_words(self, bias_RU: Array, drafts: Sequence[int]) -> None:
-        """Ban the last token of each longer word where those before it were just generated."""
+        """Ban the last token of a longer word in each row after the word's other tokens."""
         longest = max(len(word) for words in self._longer_words.values() for word in words)
         recent = [*self.output_ids[-longest:], *drafts]
         for j in range(len(drafts) + 1):
@@ -150,18 +155,18 @@ class EditHistory:
                     bias_RU[j, self._find(word[-1:])] = -np.inf
 
     def _find(self, token_ids: Iterable[int]) -> Array:
-        """Indices of touched tokens."""
+        """The indices at which touched tokens are, or at which other tokens would be inserted."""
         return np.searchsorted(self._token_U, np.array([*token_ids], dtype=np.int64))
 
     def _touch(self, token_ids: Sequence[int]) -> None:
-        """Make room for tokens that were not touched before."""
-        near = self._find(token_ids).clip(max=len(self._token_U) - 1)  # where each is, if it is
-        touched = set(self._token_U[near].tolist()) if len(self._token_U) else set()
+        """Add tokens that were not touched before, with entries that change nothing."""
+        index = self._find(token_ids).clip(max=len(self._token_U) - 1)
+        touched = set(self._token_U[index].tolist()) if len(self._token_U) else set()
         new = np.array(sorted({*token_ids} - touched), dtype=np.int64)
         if not len(new):
             return
-        at = self._find(new)
-        self._token_U = np.insert(self._token_U, at, new)
-        self._count_U = np.insert(self._count_U, at, 0)
-        self._prompt_U = np.insert(self._prompt_U, at, False)
-        self._bias_U = np.insert(self._bias_U, at, 0.0)
+        index = self._find(new)
+        self._token_U = np.insert(self._token_U, index, new)
+        self._count_U = np.insert(self._count_U, index, 0)
+        self._in_prompt_U = np.insert(self._in_prompt_U, index, False)
+        self._bias_U = np.insert(self._bias_U, index, 0.0)

@@ -1,4 +1,4 @@
-"""Noise keys: 64 bits that name a sample, from the seeds a user sees. No torch."""
+"""Noise keys: 64 bits that name a sample, made from seeds. No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _ENGINE = int.from_bytes(b"foretokn", "big")
 
 
 def mix(seed: int, j: int) -> int:
-    """Key of item j under `seed`: the seed itself for j = 0, else splitmix64's finaliser.
+    """The key of item j under `seed`: the seed itself for j = 0, else a hash of the two.
 
-    The finaliser (Steele, Lea and Flood 2014) is a bijection of seed + j * golden ratio, so no two
-    items j >= 1 of one seed share a key.
+    The hash is the finaliser of splitmix64 (Steele, Lea and Flood 2014), applied to seed + j *
+    golden ratio. It is a bijection, so no two items j >= 1 of one seed share a key.
     """
     if j == 0:
         return seed & _MASK
@@ -22,10 +22,10 @@ def mix(seed: int, j: int) -> int:
 
 
 def unseeded(engine_seed: int, admission: int) -> int:
-    """Seed of the admission-th request (from 1) that brought none.
+    """The seed of a request without its own seed; `admission` counts admitted requests from 1.
 
-    The engine's seed is set apart from users' seeds first: engines and users both like 0, and
-    request j of one would otherwise share its noise with sample j of the other.
+    The engine's seed is first made distinct from users' seeds. Otherwise request j of an engine
+    with seed 0 would share its noise with sample j of a request with seed 0.
     """
     return mix(mix(engine_seed ^ _ENGINE, 1), admission)
 

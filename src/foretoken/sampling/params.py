@@ -20,7 +20,8 @@ MAX_SALT = 1024
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise `RequestError` for a lone surrogate: half a character, which no encoding has."""
+    """Raise `RequestError` if the text has a lone surrogate: half a character that no encoding
+    can represent."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -32,19 +33,22 @@ def check_text(name: str, text: str) -> None:
         ) from None
 
 
-def _number(name: str, value: Any, low: float, high: float, bound: str) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, bound: str) -> None:
+    """Raise `RequestError` unless `value` is a number in [low, high]; `bound` says so in words."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RequestError(name, value, bound)
 
 
-def _integer(
+def _check_integer(
     name: str, value: Any, low: int, bound: str, remedy: str = "", *, high: float = math.inf
 ) -> None:
+    """Raise `RequestError` unless `value` is an integer in [low, high]; `bound` is in words."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(name, value, bound, remedy)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The token ids as a tuple of plain integers; () for None. `RequestError` if they are none."""
     if value is None:
         return ()
     if hasattr(value, "tolist"):
@@ -52,23 +56,23 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise RequestError(name, value, "a list of token ids")
     items = tuple(value)
-    if set(map(type, items)) - {int} or min(items, default=0) < 0:  # quick: lists may be long
+    if set(map(type, items)) - {int} or min(items, default=0) < 0:  # fast: lists may be long
         items = tuple(map(plain, items))
         for item in items:
-            _integer(name, item, 0, "a list of token ids >= 0")
+            _check_integer(name, item, 0, "a list of token ids >= 0")
     return items
 
 
 def _is_plain_bias(bias: dict[Any, Any]) -> bool:
-    """Whether nothing is wrong with it or to be converted; quick: it may be the vocabulary's."""
+    """Whether the bias is valid without conversions. Fast, since it may have every token id."""
     if set(map(type, bias)) - {int} or set(map(type, bias.values())) - {int, float}:
         return False
-    values = bias.values()
-    is_within = all(map((100.0).__ge__, map(abs, values)))  # which NaN is not
+    is_within = all(map((100.0).__ge__, map(abs, bias.values())))  # False for NaN
     return is_within and min(bias, default=0) >= 0
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
+    """A text or a list of texts as a tuple; () for None. `RequestError` if one is empty."""
     items = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(items, Sequence) or any(not isinstance(s, str) or not s for s in items):
         raise RequestError(name, value, "a list of non-empty strings")
@@ -78,7 +82,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_salt(salt: Any) -> None:
-    """Raise `RequestError` unless it is None or a text that may be a `cache_salt`."""
+    """Raise `RequestError` unless `salt` is None or a valid `cache_salt`."""
     if salt is not None:
         if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
             raise RequestError("cache_salt", salt, f"a text of 1 to {MAX_SALT} characters")
@@ -86,7 +90,8 @@ def check_salt(salt: Any) -> None:
 
 
 class RequestOutputKind(Enum):
-    """What each output of a request holds, by vLLM's names: `CUMULATIVE` is what there is here."""
+    """Which tokens each output of a request holds. The names are vLLM's; here it is always
+    `CUMULATIVE`."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -96,12 +101,12 @@ class RequestOutputKind(Enum):
 @names_checked({}, RequestError, "structured_outputs")
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What a text must be, as an object: `SamplingParams.structured_outputs` takes it as a map.
+    """`SamplingParams.structured_outputs` as an object instead of a map.
 
     Attributes:
-        json, regex, choice, grammar, json_object: as in that map; one of them is given.
+        json, regex, choice, grammar, json_object: as in that map; exactly one is not None.
         disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
-            vLLM's, honoured or refused as they are in that map.
+            options of vLLM, which are accepted or refused as in that map.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -116,7 +121,7 @@ class StructuredOutputsParams:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not left out."""
+        """The fields that are not None."""
         pairs = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return {name: value for name, value in pairs if value is not None}
 
@@ -126,59 +131,62 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Sampling parameters of one request, applied in the order of `Backend.process_logits`.
 
-    Numbers may be numpy's. Fields may be assigned later: a call takes a copy and checks it again.
+    Numbers may be numpy's. Fields may be assigned later: every call that takes the parameters
+    checks a copy of them again.
 
     Attributes:
         temperature: >= 0; 0 takes the most likely token.
-        top_p: in (0, 1]; keeps the smallest set of tokens whose mass reaches it; 1 is off.
-        top_k: keeps the k most likely (all ties at the k-th); 0 or -1 is off.
+        top_p: in (0, 1]; keeps the smallest set of tokens with at least this probability in total;
+            1 is off.
+        top_k: keeps the k most likely tokens (all ties at the k-th); 0 or -1 is off.
         min_p: in [0, 1]; drops tokens less likely than min_p times the likeliest; 0 is off.
         max_tokens: most tokens to generate, >= 1; None: as many as context and cache hold.
-        min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
+        min_tokens: the end of text and `stop_token_ids` cannot be drawn before this many tokens.
         n: independent samples of the same prompt, 1..128.
-        seed: fixes the request's noise, and so its tokens, whatever else is in the batch, as far
-            as the engine's `dtype` says; None, or -1: from the engine's seed and the admission
-            number.
+        seed: fixes the request's noise. Its tokens then do not depend on the rest of the batch, as
+            far as the documentation of the engine's `dtype` says; None or -1: the seed is made from
+            the engine's seed and the number of the admission.
         stop: strings that end the output.
         stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
         include_stop_str_in_output: keep in `text` the string or token that ended it; by default
             it is cut off.
         skip_special_tokens: leave special tokens out of `text`.
         detokenize: make `text`, and the texts of tokens in log-probabilities and traces. False:
-            `text` is empty and those are None; then there are no `stop` strings.
+            `text` is empty, the texts of tokens are None, and `stop` is not allowed.
         ignore_eos: do not stop at the model's end-of-text token.
-        logprobs: log-probabilities of the drawn token and of this many likeliest, 0..20, from the
-            model's raw logits; None is off.
+        logprobs: log-probabilities of the drawn token and of this many likeliest tokens, 0..20,
+            from the model's raw logits; None is off.
         prompt_logprobs: the same for each prompt token.
-        presence_penalty, frequency_penalty: in [-2, 2], subtracted once or per occurrence in the
-            output.
-        repetition_penalty: in [0.001, 1000], divides (multiplies) the positive (negative) logits
-            of tokens in the prompt or output; 1 is off.
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens in the
+            output, once or for each occurrence.
+        repetition_penalty: in [0.001, 1000]; for tokens in the prompt or output, positive logits
+            are divided by it and negative logits are multiplied by it; 1 is off.
         logit_bias: token id -> value in [-100, 100] added to its logit.
-        bad_words: strings that must not appear: the last token of each is dropped where the tokens
-            before it were just generated.
+        bad_words: strings that must not appear: the last token of a string is banned if its other
+            tokens were just generated.
         allowed_token_ids: only these can be drawn.
         structured_outputs: what the text must be: a map with one of `json` (a schema, or its JSON
             text), `json_object` (true), `regex`, `choice` (a list of texts) and `grammar` (Lark, or
             GBNF). JSON has no white space, unless `disable_any_whitespace` is false or there is a
-            `whitespace_pattern`. End of text can be drawn only where it may end, and does end it.
-        num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; `auto`, if the
-            engine's is: as pays in each step, also where the text of a seed then depends on what
-            else is in the batch; None: the engine's.
-        drafter: the drafter of this request, by its name in `drafters` of the engine, or `hybrid`:
+            `whitespace_pattern`. The end of text can be drawn only where the text may end. Drawing
+            it ends the output.
+        num_speculative_tokens: K of this request, from 0 (no drafts) to the engine's K; `auto`, if
+            the engine's K is `auto`: the number that pays in each step, even if the text of a
+            seeded request then depends on the rest of the batch; None: the engine's.
+        drafter: the drafter of this request, by its name in the engine's `drafters`, or `hybrid`:
             see docs/drafters.md; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
-            `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
-        prediction: a text that the output may be like, or its token ids, for the drafter
-            `prediction` to draft from; it changes how fast tokens come, and not what is likely.
+            `coupled`, or `synthetic` if that is the engine's rule; None: the engine's.
+        prediction: a text that the output may resemble, or its token ids, for the drafter
+            `prediction` to draft from; it changes the speed, not the distribution.
         truncate_prompt_tokens: keep this many of the prompt's last tokens, >= 1; -1: as many as
-            leave room for `max_tokens`, which must be given then; None keeps all.
-        cache_salt: a text of 1 to 1024 characters: blocks of the prefix cache are shared only among
-            requests that have the same. It changes no token.
-        priority: requests with lower ones have slots and blocks first, and keep them; of equal ones
-            those that came first. It changes when a text comes, and not the text.
-        trace: tell how each token came about: which draft it was, p, q and the random number that
-            decided, and which drafts came to nothing, and why.
+            leave room for `max_tokens`, which must then be given; None keeps all.
+        cache_salt: a text of 1 to 1024 characters; only requests with the same salt share blocks of
+            the prefix cache. It changes no token.
+        priority: requests with lower values get slots and blocks first and keep them. Of requests
+            with the same value, the earlier one does. It changes when a text comes, not the text.
+        trace: report for each token which draft it was, with p, q and the random number that
+            decided; also which drafts were not used, and why.
     """
 
     temperature: float = 1.0
@@ -221,50 +229,51 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, 1e6, "a number in [0, 1e6], >= 0")
+        """Raise `RequestError` for a number, flag or name that is not allowed."""
+        _check_number("temperature", self.temperature, 0.0, 1e6, "a number in [0, 1e6], >= 0")
         if 0.0 < self.temperature < 1e-5:
             raise RequestError(
                 "temperature", self.temperature, "0 or >= 1e-5", "Use 0 for greedy decoding."
             )
-        _number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
-        _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 (off)")
-        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _check_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
+        _check_integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 (off)")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
-        _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
+            _check_integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
+        _check_integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
             )
         bound, remedy = f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt again for more."
-        _integer("n", self.n, 1, bound, remedy, high=MAX_SAMPLES)
+        _check_integer("n", self.n, 1, bound, remedy, high=MAX_SAMPLES)
         if self.seed == -1:
             self.seed = None
         if self.seed is not None:
             bound = "an integer in [0, 2**64), or -1"
-            _integer("seed", self.seed, 0, bound, "None: the engine's.", high=2**64 - 1)
+            _check_integer("seed", self.seed, 0, bound, "None: the engine's.", high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 bound, remedy = f"an integer in [0, {MAX_LOGPROBS}]", ""
                 if value == -1:
                     remedy = "The whole vocabulary would be 10^5 entries for each token."
-                _integer(name, value, 0, bound, remedy, high=MAX_LOGPROBS)
+                _check_integer(name, value, 0, bound, remedy, high=MAX_LOGPROBS)
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
-        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        if (most := self.truncate_prompt_tokens) == -1 and self.max_tokens is None:
+            _check_number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
+        if (num_kept := self.truncate_prompt_tokens) == -1 and self.max_tokens is None:
             remedy = "Give `max_tokens`: -1 leaves room for it."
             raise RequestError("truncate_prompt_tokens", -1, "an integer >= 1", remedy)
-        if most is not None and most != -1:
-            _integer("truncate_prompt_tokens", most, 1, "an integer >= 1, or -1")
+        if num_kept is not None and num_kept != -1:
+            _check_integer("truncate_prompt_tokens", num_kept, 1, "an integer >= 1, or -1")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
         bound = "an integer in [-2**63, 2**63)"
-        _integer("priority", self.priority, -(2**63), bound, high=2**63 - 1)
+        _check_integer("priority", self.priority, -(2**63), bound, high=2**63 - 1)
         if self.num_speculative_tokens not in (None, AUTO):
             bound = f"an integer >= 0, or `{AUTO}`"
-            _integer("num_speculative_tokens", self.num_speculative_tokens, 0, bound)
+            _check_integer("num_speculative_tokens", self.num_speculative_tokens, 0, bound)
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise RequestError("drafter", self.drafter, "the name of a drafter, or None")
         rule = self.rejection_sample_method
@@ -273,6 +282,11 @@ class SamplingParams:
             raise RequestError("rejection_sample_method", rule, bound)
 
     def _check_lists(self) -> None:
+        """Check the fields that hold texts, lists or maps, and convert them to plain types.
+
+        Raises:
+            RequestError: a field is not valid.
+        """
         self.stop = _strings("stop", self.stop)
         if self.stop and not self.detokenize:
             remedy = "Use `stop_token_ids`, or have the text made."
@@ -287,7 +301,8 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
-            # Each sample reads them at its start: 0.4 s for 64 of 2**17 times the same id.
+            # Each sample reads all ids at its start. Without this, 64 samples with 2**17 times the
+            # same id would take 0.4 s.
             self.allowed_token_ids = tuple(dict.fromkeys(allowed))
         if isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = self.structured_outputs.given
@@ -307,46 +322,46 @@ class SamplingParams:
             if not _is_plain_bias(bias):
                 bias = {plain(token): plain(value) for token, value in bias.items()}
                 for token, value in bias.items():
-                    _integer("logit_bias", token, 0, "keyed by token ids >= 0")
-                    _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
+                    _check_integer("logit_bias", token, 0, "keyed by token ids >= 0")
+                    _check_number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
             self.logit_bias = bias
 
     if not TYPE_CHECKING:
         __getattr__ = absent_attribute
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
-        """Build from a dict of fields."""
-        return cls(**{str(name): value for name, value in given.items()})
+    def parse(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build the parameters from a map of their fields."""
+        return cls(**{str(name): value for name, value in values.items()})
 
     @classmethod
-    def from_optional(cls, **given: Any) -> SamplingParams:
-        """Build from fields of which None means the default, by the name that vLLM's users type."""
-        return cls(**{name: value for name, value in given.items() if value is not None})
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Build the parameters from fields in which None means the default. The name is vLLM's."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> SamplingParams:
-        """A checked copy, by the name that vLLM's users type."""
+        """A copy, checked again. The name is vLLM's."""
         return replace(self)
 
     @property
     def grammar(self) -> Grammar | None:
-        """`structured_outputs` of a request that was admitted: compiled."""
-        asked = self.structured_outputs
-        return asked if isinstance(asked, Grammar) else None
+        """The compiled grammar of `structured_outputs`. None without one, or before admission."""
+        outputs = self.structured_outputs
+        return outputs if isinstance(outputs, Grammar) else None
 
     @property
     def token_limit(self) -> int:
-        """`max_tokens` of a request that was admitted: a number in any case."""
+        """`max_tokens` of an admitted request, where it is always a number."""
         return cast(int, self.max_tokens)
 
     @property
     def filters_logits(self) -> bool:
-        """Whether tokens may be dropped after temperature."""
+        """Whether top-k, top-p or min-p may drop tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether rows of this request are edited before temperature."""
+        """Whether this request's logits are edited (bias, bans, penalties) before temperature."""
         return bool(
             self.logit_bias
             or self.structured_outputs is not None
@@ -364,4 +379,4 @@ _FLAGS = (
 )  # fmt: skip
 _NAMES = tuple(f.name for f in fields(SamplingParams))
 _PLAIN = {type(None), bool, int, float, str, tuple}
-"""Nearly all values, which are what `plain` makes of them."""
+"""Types of nearly all values; `plain` would return such values unchanged."""

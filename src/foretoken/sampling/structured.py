@@ -1,12 +1,12 @@
-"""`SamplingParams.structured_outputs` as users write it: one of vLLM's keys, checked, as texts.
+"""`SamplingParams.structured_outputs` as users write it: one of vLLM's keys, checked.
 
-Charter: what can be said without a tokenizer. Whether a schema, regex or grammar means anything is
-known when it is compiled (`grammar.py`).
+Charter: checks that need no tokenizer. Whether a schema, regex or grammar is valid shows when it is
+compiled (`grammar.py`).
 
-JSON schemas are written as llguidance takes them: compact by default, with nothing in them that it
-ignores. It refuses keywords that the schema's draft has and no grammar holds, and leaves others out
-in silence: `dependentRequired` where `$schema` names draft 7. Here they are refused whatever the
-draft, unless they change nothing.
+JSON schemas are rewritten for llguidance: compact by default, and without keywords that llguidance
+lacks. llguidance refuses a keyword that no grammar can express if it belongs to the schema's draft.
+It silently ignores such keywords of other drafts, for example `dependentRequired` if `$schema`
+names draft 7. Here all such keywords are refused, whatever the draft, unless they change nothing.
 """
 
 from __future__ import annotations
@@ -19,87 +19,100 @@ from urllib.parse import unquote
 from foretoken.errors import RequestError, check_known_keys
 
 MOST_CHARACTERS = 2**18
-"""Of a schema or grammar: 5 000 required properties (110 000 characters) compile in 0.2 s."""
+"""The limit of a schema or grammar. 5 000 required properties (110 000 characters) compile in
+0.2 s."""
 
 FIELD = "structured_outputs"
 WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
-"""Options in addition to what the text must be."""
+"""Options that may stand next to the key."""
 ANY_OBJECT = {"type": "object"}
 """The schema of `json_object`."""
 
 
-def read_structured_outputs(given: Any) -> dict[str, Any]:
-    """A checked copy that shares nothing with what was given, with one key.
+def read_structured_outputs(outputs: Any) -> dict[str, Any]:
+    """A checked, independent copy with exactly one key.
 
-    `json` is the text of a schema in it, which says how its white space is: there is none unless
-    the schema or an option says otherwise.
+    The value of `json` is a schema's text. It states the white space: none, unless the schema or an
+    option allows it.
 
     Raises:
-        RequestError: it names the key at fault.
+        RequestError: a key or its value is not allowed; it names the key.
     """
-    if not isinstance(given, Mapping):
-        raise RequestError(FIELD, given, f"a map with one of the keys {', '.join(_READ)}")
-    check_known_keys(FIELD, given, (*_READ, *WHITE_SPACE, *_ABSENT), RequestError)
-    given = {key: value for key, value in given.items() if value is not None}
-    for name, instead in _ABSENT.items():
-        if (absent := given.pop(name, False)) is not False:
-            raise RequestError(f"{FIELD}.{name}", absent, "left out", instead)
-    items = [(key, value) for key, value in given.items() if key in _READ]
+    if not isinstance(outputs, Mapping):
+        raise RequestError(FIELD, outputs, f"a map with one of the keys {', '.join(_READERS)}")
+    check_known_keys(FIELD, outputs, (*_READERS, *WHITE_SPACE, *_ABSENT), RequestError)
+    outputs = {key: value for key, value in outputs.items() if value is not None}
+    for name, remedy in _ABSENT.items():
+        if (value := outputs.pop(name, False)) is not False:
+            raise RequestError(f"{FIELD}.{name}", value, "left out", remedy)
+    items = [(key, value) for key, value in outputs.items() if key in _READERS]
     if len(items) != 1:
-        raise RequestError(FIELD, given, f"a map with exactly one of {', '.join(_READ)}")
+        raise RequestError(FIELD, outputs, f"a map with exactly one of {', '.join(_READERS)}")
     [(key, value)] = items
-    name, white_space = f"{FIELD}.{key}", _white_space(key, given)
-    read = _schema(name, value, white_space) if key == "json" else _READ[key](name, value)
+    name, white_space = f"{FIELD}.{key}", _white_space(key, outputs)
+    checked = _schema(name, value, white_space) if key == "json" else _READERS[key](name, value)
     if key == "json_object" and white_space:
-        key, read = "json", _schema(name, ANY_OBJECT, white_space)
-    size = sum(map(len, read)) if isinstance(read, (str, list)) else 0
+        key, checked = "json", _schema(name, ANY_OBJECT, white_space)
+    size = sum(map(len, checked)) if isinstance(checked, (str, list)) else 0
     if size > MOST_CHARACTERS:
         bound = f"at most {MOST_CHARACTERS} characters long"
         raise RequestError(f"{FIELD}.{key}", f"{size} characters", bound)
-    return {key: read}
+    return {key: checked}
 
 
-def _white_space(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options, as llguidance has them; those that change nothing may stand anywhere."""
-    found: dict[str, Any] = {}
-    if (compact := given.get("disable_any_whitespace")) is not None:
+def _white_space(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options for white space as llguidance's options; {} unless `kind` is JSON.
+
+    Raises:
+        RequestError: an option is not valid, or there is a pattern where it has no meaning.
+    """
+    options: dict[str, Any] = {}
+    if (compact := outputs.get("disable_any_whitespace")) is not None:
         if not isinstance(compact, bool):
             raise RequestError(f"{FIELD}.disable_any_whitespace", compact, "true or false")
-        found["whitespace_flexible"] = not compact
-    if (pattern := given.get("whitespace_pattern")) is not None:
+        options["whitespace_flexible"] = not compact
+    if (pattern := outputs.get("whitespace_pattern")) is not None:
         name = f"{FIELD}.whitespace_pattern"
         if compact or not kind.startswith("json"):
             bound = "left out beside " + ("`disable_any_whitespace`: true" if compact else kind)
             raise RequestError(name, pattern, bound)
-        found["whitespace_pattern"] = _text(name, pattern)
-    return found if kind.startswith("json") else {}
+        options["whitespace_pattern"] = _text(name, pattern)
+    return options if kind.startswith("json") else {}
 
 
 def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
+    """The text of a JSON schema for llguidance; `RequestError` if it is not valid.
+
+    Args:
+        value: the schema as a map or as JSON text.
+        white_space: llguidance's options, which take precedence over the schema's own.
+    """
     try:
         if isinstance(value, str):
             value = json.loads(value)
         if not isinstance(value, dict):
             raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
         own = value.get("x-guidance", {})
-        if isinstance(own, Mapping) and white_space:  # what is asked for outside the schema wins
+        if isinstance(own, Mapping) and white_space:  # options outside the schema win
             value = {**value, "x-guidance": {**own, **white_space}}
         return _text(name, as_text(name, value))
     except RequestError:
         raise
-    except (TypeError, ValueError) as error:  # its message says where
+    except (TypeError, ValueError) as error:  # the message says where in the schema
         raise RequestError(name, value, f"a JSON schema: {error}") from None
     except RecursionError:
         raise RequestError(name, "...", "a JSON schema that is nested less deep") from None
 
 
 def _true(name: str, value: Any) -> bool:
+    """True, the only value allowed; else `RequestError`."""
     if value is not True:
         raise RequestError(name, value, "true, or left out")
     return True
 
 
 def _text(name: str, value: Any) -> str:
+    """The value, which must be a text that is not empty; else `RequestError`."""
     if not isinstance(value, str) or not value:
         raise RequestError(name, value, "a non-empty text")
     try:
@@ -111,18 +124,20 @@ def _text(name: str, value: Any) -> str:
 
 
 def _choices(name: str, value: Any) -> list[str]:
+    """The value as a list; `RequestError` unless it is a list of texts that are not empty."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise RequestError(name, value, "a non-empty list of texts")
     return [_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
 
 
-_READ: dict[str, Callable[..., Any]] = {
+_READERS: dict[str, Callable[..., Any]] = {
     "json": _schema,
     "json_object": _true,
     "regex": _text,
     "choice": _choices,
     "grammar": _text,
 }
+"""By key: a function that checks the key's value and returns what is kept."""
 _ABSENT = {
     "disable_additional_properties": "Write `additionalProperties: false` into the schema.",
     "structural_tag": "Write a `grammar`.",
@@ -147,111 +162,131 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "extends": (),
     "disallow": (),
 }
-"""Keywords that llguidance does not have, and values at which each changes nothing."""
-# Where nothing but these may have evaluated a member, one keyword means the other.
+"""Keywords that llguidance lacks. Each has a list of values with which it changes nothing."""
+# A keyword on the left means the same as the one on the right, unless the schema also has a keyword
+# of `_IN_PLACE`: these may evaluate members, too.
 _SAME = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _IN_PLACE = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "not",
              "dependentSchemas"}  # fmt: skip
 _ANY_TEXT = ("path", "file-path", "directory-path", "password", "binary")
-"""Formats that every text has; llguidance refuses those that it does not know."""
-_OF_MAPS = ("properties", "patternProperties")
-_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_OF_ONE = ("items", "additionalItems", "additionalProperties")
-_DEFINED, _UNUSED = ("$defs", "definitions"), ("then", "else", "contentSchema")
-"""Where schemas lie that count for nothing unless something refers to them."""
+"""Formats that any text satisfies. llguidance refuses formats that it does not know."""
+# Keywords by what they hold: a map of schemas, a list of schemas, a single schema.
+_MAP_KEYWORDS = ("properties", "patternProperties")
+_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE_KEYWORDS = ("items", "additionalItems", "additionalProperties")
+_DEFINITION_MAPS, _UNUSED_SINGLES = ("$defs", "definitions"), ("then", "else", "contentSchema")
+"""Keywords with schemas that have no effect unless a reference leads to them."""
 _GUIDANCE = "x-guidance"  # where llguidance reads options in a schema
 
 
 def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
-    """A schema's text for llguidance, alone or within a grammar.
+    """A schema's text for llguidance, to be used by itself or within a grammar.
 
     Args:
         name: of the schema, for errors.
-        white_space: of llguidance's options what holds where the schema's own `x-guidance` says
-            nothing; by default there is none.
+        white_space: llguidance's options for white space. The schema's own `x-guidance` takes
+            precedence. Without either, JSON has no white space.
 
     Raises:
-        RequestError: a keyword that cannot be held is named with its place.
-        ValueError, TypeError, RecursionError: it is no JSON.
+        RequestError: a keyword cannot be expressed in a grammar; it names where the keyword is.
+        ValueError, TypeError, RecursionError: the schema is not JSON.
     """
     root = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
     own = root.get(_GUIDANCE, {})
     if not isinstance(own, dict):
         raise RequestError(f"{name}.{_GUIDANCE}", own, "an object of llguidance's options")
     root[_GUIDANCE] = own = {"whitespace_flexible": False, **white_space, **own}
-    if own.get("lenient") is not True and not _mend_all(name, root):
-        _mend_all(name, root, with_defined=True)
+    if own.get("lenient") is not True and not _rewrite_all(name, root):
+        _rewrite_all(name, root, with_definitions=True)
     return json.dumps(root, ensure_ascii=False)
 
 
-def _mend_all(name: str, root: dict[str, Any], *, with_defined: bool = False) -> bool:
-    """Mend what the root leads to, and, where asked, what is defined without a known use.
+def _rewrite_all(name: str, root: dict[str, Any], *, with_definitions: bool = False) -> bool:
+    """Call `_rewrite` for the root and for all schemas that it contains or refers to.
 
-    False: there are references by names, which may lead to any of what is defined.
+    Definitions that no known reference leads to are included only `with_definitions`. Returns False
+    if some reference could not be followed, so that any definition may be in use.
     """
-    seen, left, is_all = set[int](), [(name, root)], True
-    while left:
-        place, part = left.pop()
-        if not isinstance(part, dict) or id(part) in seen:
+    seen, pending, followed_all = set[int](), [(name, root)], True
+    while pending:
+        place, schema = pending.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
             continue
-        seen.add(id(part))
-        _mend(place, part)
-        left += _parts(place, part, with_defined=with_defined)
-        if isinstance(reference := part.get("$ref"), str):
-            left.append(_referred(name, reference, root))
-            is_all &= left[-1][1] is not None
-        if part is not root:  # pointers within a part that has a name begin at that part
-            is_all &= not {"$id", "id"} & part.keys()
-    return is_all
+        seen.add(id(schema))
+        _rewrite(place, schema)
+        pending += _subschemas(place, schema, with_definitions=with_definitions)
+        if isinstance(reference := schema.get("$ref"), str):
+            pending.append(_follow(name, reference, root))
+            followed_all &= pending[-1][1] is not None
+        if schema is not root:  # pointers within a schema that has an id start at that schema
+            followed_all &= not {"$id", "id"} & schema.keys()
+    return followed_all
 
 
-def _mend(place: str, schema: dict[str, Any]) -> None:
-    """Take out keywords that change nothing, or refuse them."""
-    for key, harmless in _IGNORED.items():
+def _rewrite(place: str, schema: dict[str, Any]) -> None:
+    """Remove the keywords that llguidance lacks, or replace them by equivalent ones, in place.
+
+    Raises:
+        RequestError: a keyword has an effect that no grammar can express.
+    """
+    for key, harmless_values in _IGNORED.items():
         if key not in schema:
             continue
-        value, same = schema.pop(key), _SAME.get(key)
-        if any(value == one and type(value) is type(one) for one in harmless):
+        value, equivalent = schema.pop(key), _SAME.get(key)
+        if any(value == other and type(value) is type(other) for other in harmless_values):
             continue
-        if same is None or _IN_PLACE & schema.keys():
+        if equivalent is None or _IN_PLACE & schema.keys():
             raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
-        is_tuple = same == "items" and isinstance(schema.get(same), list)
-        schema.setdefault("additionalItems" if is_tuple else same, value)
-    least = schema.get("minProperties", 0)
-    named = max(1, len(schema.get("required", ())))
-    if isinstance(least, int) and least > named and _has_open_keys(schema):
-        bound = f"at most {named} (1, or as many as are `required`): an open key may come twice"
-        raise RequestError(f"{place}.minProperties", least, bound)
+        is_tuple = equivalent == "items" and isinstance(schema.get(equivalent), list)
+        schema.setdefault("additionalItems" if is_tuple else equivalent, value)
+    min_keys = schema.get("minProperties", 0)
+    limit = max(1, len(schema.get("required", ())))  # of `minProperties`
+    if isinstance(min_keys, int) and min_keys > limit and _has_open_keys(schema):
+        bound = f"at most {limit} (1, or as many as are `required`): an open key may come twice"
+        raise RequestError(f"{place}.minProperties", min_keys, bound)
     if schema.get("format") in _ANY_TEXT:
         del schema["format"]
 
 
 def _has_open_keys(schema: Mapping[str, Any]) -> bool:
-    """Whether keys may come that have no name: grammars have no memory of those that did."""
+    """Whether keys may occur that the schema does not name.
+
+    A grammar cannot remember which of these keys have occurred already.
+    """
     return bool(schema.get("patternProperties")) or schema.get("additionalProperties") is not False
 
 
-def _parts(place: str, schema: dict[str, Any], *, with_defined: bool) -> Iterator[tuple[str, Any]]:
-    """What lies within a schema; definitions count where something refers to them, or if asked."""
-    of_maps = (*_OF_MAPS, *_DEFINED) if with_defined else _OF_MAPS
-    for key in of_maps:
-        if isinstance(named := schema.get(key), dict):
-            yield from ((f"{place}.{key}.{name}", part) for name, part in named.items())
-    for key in _OF_LISTS:
-        if isinstance(listed := schema.get(key), list):
-            yield from ((f"{place}.{key}[{i}]", part) for i, part in enumerate(listed))
-    of_one = (*_OF_ONE, *_UNUSED) if with_defined else _OF_ONE
-    yield from ((f"{place}.{key}", schema.get(key)) for key in of_one)
+def _subschemas(
+    place: str, schema: dict[str, Any], *, with_definitions: bool
+) -> Iterator[tuple[str, Any]]:
+    """The schemas directly within a schema, each with its place.
+
+    Schemas that need a reference to have an effect come only `with_definitions`.
+    """
+    map_keywords, single_keywords = [*_MAP_KEYWORDS], [*_SINGLE_KEYWORDS]
+    if with_definitions:
+        map_keywords += _DEFINITION_MAPS
+        single_keywords += _UNUSED_SINGLES
+    for key in map_keywords:
+        if isinstance(schemas := schema.get(key), dict):
+            yield from ((f"{place}.{key}.{name}", part) for name, part in schemas.items())
+    for key in _LIST_KEYWORDS:
+        if isinstance(schemas := schema.get(key), list):
+            yield from ((f"{place}.{key}[{i}]", part) for i, part in enumerate(schemas))
+    yield from ((f"{place}.{key}", schema.get(key)) for key in single_keywords)
 
 
-def _referred(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
-    """What a JSON pointer leads to, and its place; None where there is nothing, or no pointer."""
+def _follow(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
+    """The place and the target of a reference.
+
+    The target is None if the reference is not a JSON pointer, or leads nowhere.
+    """
     head, *steps = unquote(reference).split("/")
-    found: Any = root if head == "#" else None
+    target: Any = root if head == "#" else None
     for step in steps:
         step = step.replace("~1", "/").replace("~0", "~")
         try:
-            found = found[int(step)] if isinstance(found, list) else found[step]
+            target = target[int(step)] if isinstance(target, list) else target[step]
         except (LookupError, TypeError, ValueError):
-            found = None
-    return ".".join((name, *steps)), found
+            target = None
+    return ".".join((name, *steps)), target

@@ -1,11 +1,11 @@
-"""Synthetic acceptance: the three ways to state it, as conditional rates. No torch.
+"""Synthetic acceptance: the three ways to state it, converted to conditional rates. No torch.
 
-The rule `synthetic` accepts draft i with a chosen probability c_i once those before it are
-accepted, whatever target and draft say: it measures how fast an engine would be with a draft of
-that acceptance, without having one. Its text is meaningless by design.
+The rule `synthetic` accepts draft i with a chosen probability c_i once all drafts before it are
+accepted, whatever p and q are. It measures how fast an engine would be with a drafter of that
+acceptance, without such a drafter. The text that it makes is meaningless by design.
 
-Notation: i = 0..K-1 the draft's index, a_i = c_i conditional rates, joint_i = a_0 a_1 .. a_i the
-probability that the first i + 1 drafts are all accepted.
+Notation: i = 0..K-1 the draft's index, c_i its conditional rate, joint_i = c_0 c_1 .. c_i the
+probability that the first i + 1 drafts are all accepted, g the factor from c_i to c_{i+1}.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import cast
 
 from foretoken.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, check_int, check_synthetic
 
-DECAY = 0.85  # g: what acceptance loses from one position to the next
-_HALVINGS = 100  # of an interval within [0, 1]: far below the spacing of floats
+DECAY = 0.85  # g: conditional rates fall by this factor from one draft to the next
+_HALVINGS = 100  # bisection of [0, 1]: the last interval is far below the spacing of floats
 
 
 def conditional_rates(
@@ -29,21 +29,23 @@ def conditional_rates(
     synthetic_acceptance_rates: Sequence[float] | None = None,
     synthetic_acceptance_length: float | None = None,
 ) -> tuple[float, ...]:
-    """c_0..c_{K-1}, K = `num_speculative_tokens`, from exactly one of the three.
+    """The conditional rates c_0..c_{K-1}, K = `num_speculative_tokens`, from one of the options.
 
-    What `Backend.verify` takes as `synthetic_rate_K`, once it is a float64 tensor.
+    As a float64 tensor this is `synthetic_rate_K` of `Backend.verify`. Exactly one of the three
+    options must be set.
 
     Args:
-        synthetic_acceptance_rate: r in [0, 1], the mean of joint_i: a_i = a_0 g^i, so joint_i =
-            a_0^(i+1) g^(i(i+1)/2), with g = 0.85 if that reaches r with a_0 <= 1, else the smallest
-            g in [0.85, 1] that does; |mean - r| < 1e-8.
-        synthetic_acceptance_rates: K numbers in [0, 1], none above the one before: joint_i
-            themselves. c_i = joint_i / joint_{i-1}, 0 after a 0.
-        synthetic_acceptance_length: L in [1, K + 1], L = 1 + sum of joint_i: floor(L - 1) ones,
-            then the fraction, then zeros. No other rates of that length have less variance.
+        synthetic_acceptance_rate: r in [0, 1], the mean of all joint_i. The rates decay: c_i = c_0
+            g^i, so joint_i = c_0^(i+1) g^(i(i+1)/2). g is 0.85 if a c_0 <= 1 then gives the mean r;
+            else it is the smallest g in [0.85, 1] that does. |mean - r| < 1e-8.
+        synthetic_acceptance_rates: the K numbers joint_i, in [0, 1] and never rising. c_i = joint_i
+            / joint_{i-1}, or 0 if joint_{i-1} is 0.
+        synthetic_acceptance_length: L in [1, K + 1], L = 1 + sum of joint_i. The rates are floor(L
+            - 1) ones, then the fraction, then zeros. No other rates with this L have less variance
+            of the accepted length.
 
     Raises:
-        ConfigError: none of the three, two of them, or one out of range; it names which.
+        ConfigError: no option is set, or two are, or one is out of range; it names the option.
 
     Example:
         >>> from foretoken.sampling import conditional_rates, joint_rates
@@ -61,7 +63,7 @@ def conditional_rates(
     }
     check_synthetic("", num_speculative_tokens, options)
     if synthetic_acceptance_rate is not None:
-        return _decaying(synthetic_acceptance_rate, num_speculative_tokens)
+        return _decaying_rates(synthetic_acceptance_rate, num_speculative_tokens)
     if synthetic_acceptance_length is not None:
         ones = floor(synthetic_acceptance_length - 1)
         rates = [1.0] * ones + [synthetic_acceptance_length - 1 - ones]
@@ -72,7 +74,7 @@ def conditional_rates(
 
 
 def rates_of(config: SpeculativeConfig) -> tuple[float, ...]:
-    """`conditional_rates` of a configuration; () unless its rule is `synthetic`."""
+    """`conditional_rates` for these options; () unless their rule is `synthetic`."""
     if config.rejection_sample_method != "synthetic":
         return ()
     return conditional_rates(
@@ -88,24 +90,27 @@ def joint_rates(conditional: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(conditional, mul))
 
 
-def _decaying(rate: float, count: int) -> tuple[float, ...]:
-    def mean(first: float, decay: float) -> float:
+def _decaying_rates(rate: float, count: int) -> tuple[float, ...]:
+    """`count` conditional rates c_i = c_0 g^i with the mean joint rate `rate`."""
+
+    def mean_joint(first: float, decay: float) -> float:
         joint = joint_rates([first * decay**i for i in range(count)])
         return sum(joint) / count
 
-    decay = _least(lambda g: mean(1.0, g), rate, DECAY)
-    first = _least(lambda a: mean(a, decay), rate, 0.0)
+    decay = _smallest_argument(lambda g: mean_joint(1.0, g), rate, DECAY)
+    first = _smallest_argument(lambda c_0: mean_joint(c_0, decay), rate, 0.0)
     return tuple(first * decay**i for i in range(count))
 
 
-def _least(rising: Callable[[float], float], wanted: float, low: float) -> float:
-    """The smallest x in [low, 1] at which a rising function reaches `wanted`; 1 if none does."""
-    if rising(low) >= wanted:
+def _smallest_argument(rising: Callable[[float], float], min_value: float, low: float) -> float:
+    """The smallest x in [low, 1] with rising(x) >= min_value, found by bisection; 1 if there is
+    none."""
+    if rising(low) >= min_value:
         return low
     high = 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if rising(middle) >= wanted:
+        if rising(middle) >= min_value:
             high = middle
         else:
             low = middle

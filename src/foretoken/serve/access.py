@@ -1,7 +1,8 @@
-"""Who may call: a key that clients send, compared in constant time, or else a name of this machine.
+"""Access: clients must send a key or, if the server has none, call this machine by its own name.
 
-A page of any site can have its own name resolve to 127.0.0.1, and then calls a server here as its
-own origin (DNS rebinding). The `Host` that its browser sends is still the site's: it is refused.
+Keys are compared in constant time. The check of names is against DNS rebinding: any web site can
+have its own name resolve to 127.0.0.1, and a page of it then calls a server here as its own origin.
+The browser sends the site's name as `Host`, so such a request is refused.
 """
 
 from __future__ import annotations
@@ -23,23 +24,21 @@ PAGE = {
     **{f"/page/{name}": name for name in ("page.css", "icon.svg")},
     **{f"/page/{name}.js": f"{name}.js" for name in ("page", "api", "run", "detail", "compare")},
 }
-"""Paths of the page's files, which hold nothing of this server's."""
+"""The page's files by path; they hold no data of this server."""
 OPEN = frozenset(
     {"/health", "/health/ready", "/ping", "/load", "/metrics", "/version", "/docs", "/openapi.json"}
     | PAGE.keys()
 )
-"""Paths that need no key: probes and scrapers have none, the page asks for it, and documents of
-the API hold nothing of this server's."""
-
-
+"""Paths that need no key: probes and scrapers have none, the page asks its user for it, and the
+API's documents hold no data of this server."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Has every path begin with the one that a proxy has this server under, as ASGI wants it.
+    """Adds the prefix under which a proxy has this server to paths that lack it.
 
-    A proxy may leave it on or take it off, so a path that begins with it is as the client sent it.
-    The router takes it off once.
+    A proxy may keep the prefix or remove it. ASGI demands that paths have it; the router removes it
+    once.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -56,7 +55,7 @@ class RootPath:
 
 
 class KeyCheck:
-    """Answers 401 to who does not send one of the keys."""
+    """Answers 401 to requests without one of the keys."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -64,46 +63,50 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and own_path(scope) not in OPEN:
             headers = Headers(scope=scope)
-            scheme, _, sent = headers.get("authorization", "").partition(" ")
-            bearer = sent.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
-            has_key = False
-            for given, key in product((bearer, headers.get("x-api-key", "")), self._keys):
-                has_key |= hmac.compare_digest(given.encode("latin-1"), key)
+            scheme, _, credentials = headers.get("authorization", "").partition(" ")
+            bearer = credentials.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
+            has_key = False  # compared with all keys, so that the time tells nothing
+            for sent_key, key in product((bearer, headers.get("x-api-key", "")), self._keys):
+                has_key |= hmac.compare_digest(sent_key.encode("latin-1"), key)
             if not has_key:
-                told = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
-                refused = Refusal(401, told, "invalid_request_error", code="invalid_api_key")
-                await refused.response(scope)(scope, receive, send)
+                message = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
+                refusal = Refusal(401, message, "invalid_request_error", code="invalid_api_key")
+                await refusal.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 class HostCheck:
-    """Answers 421 to who calls this machine by a name that is not its own."""
+    """Answers 421 to requests that call this machine by another name than its own."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._allowed = app, {name.lower() for name in options.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what names this machine. HTTP/1.0, which no browser speaks, may name none."""
+        """Pass on a request if its `Host` is a name of this machine, or if it has no `Host`.
+
+        A request without `Host` is of HTTP/1.0, which no browser speaks.
+        """
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
-            told = (
+            message = (
                 f"`Host` is {host[:200]!r}. It must be one of {allowed}: without a key this "
                 "server answers by these names alone, so that no web page can reach it by its "
                 "own. Start it with --allowed-hosts, or with --api-key."
             )
-            refused = Refusal(421, told, "invalid_request_error", "Host", "host_not_allowed")
-            await refused.response(scope)(scope, receive, send)
+            refusal = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
+            await refusal.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_allowed(self, host: str) -> bool:
+        """Whether the name in a `Host` is the loopback's, or one of `allowed_hosts`."""
         if "*" in self._allowed:
             return True
-        if not (found := _HOST.fullmatch(host.strip().lower())):
+        if not (match := _HOST.fullmatch(host.strip().lower())):
             return False
-        name = found[1].strip("[]")
+        name = match[1].strip("[]")
         if name in self._allowed or name.rpartition(".")[2] == "localhost":  # RFC 6761, 6.3
             return True
         try:

@@ -1,4 +1,4 @@
-"""The application: an engine and its options as ASGI, and what stands before every application."""
+"""The application: an engine and its options as ASGI, and the middleware of every application."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from foretoken import __version__
 from foretoken.async_engine import AsyncEngine
 from foretoken.serve import errors
 from foretoken.serve.access import HostCheck, KeyCheck, RootPath
-from foretoken.serve.context import Context
 from foretoken.serve.limits import BodyLimits
 from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import generate, page, state
+from foretoken.serve.routes import Context, generate, page, state
 from foretoken.serve.running import Lifetime
 
 
@@ -31,11 +30,12 @@ def build_app(
     guarded: bool = True,
     life: Lifetime | None = None,
 ) -> FastAPI:
-    """OpenAI's API over an engine, which it closes when it ends.
+    """OpenAI's API over an engine. When the application ends, it closes the engine.
 
     Args:
-        guarded: whether it checks who calls, and logs that; False in a replica: the front has.
-        life: knows its requests; None: one of its own.
+        guarded: whether the application checks access and logs requests. That of a replica does
+            not, since the front of the replicas does both.
+        life: has the open requests; None: a new one.
 
     Raises:
         ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
@@ -47,36 +47,35 @@ def build_app(
         await engine.close()
 
     life = life or Lifetime(options, lambda: engine.status.failure)
-    context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
+    context = Context(engine, Served.from_engine(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
-        responses=errors.documented(errors.Refusal(400, "", "").body),
+        responses=errors.error_responses(errors.Refusal(400, "", "").body),
     )  # fmt: skip
     app.state.context = context
     errors.install(app)
     for part in (generate, state, page):
         app.include_router(part.router(context))
-    # The last one added is the first that sees a request: bodies of strangers are not read.
-    most = context.served.max_model_len
-    app.add_middleware(BodyLimits, options=options, max_model_len=most)
-    for kind, given in guards(options) if guarded else ():
-        app.add_middleware(kind, **given)
+    # The last middleware added sees a request first, so no body is read before access is checked.
+    longest = context.served.max_model_len
+    app.add_middleware(BodyLimits, options=options, max_model_len=longest)
+    for kind, arguments in guards(options) if guarded else ():
+        app.add_middleware(kind, **arguments)
     return app
 
 
 def guards(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
-    """Classes of ASGI that see a request before the application does, the last one first, and
-    what each is given."""
-    found: list[tuple[Any, dict[str, Any]]] = []
+    """Middleware classes for access and logs, with arguments. The last one sees a request first."""
+    middleware: list[tuple[Any, dict[str, Any]]] = []
     if options.keys:
-        found.append((KeyCheck, {"keys": options.keys}))
+        middleware.append((KeyCheck, {"keys": options.keys}))
     if options.allowed_origins:
-        every = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        shown = {"allow_origins": options.allowed_origins, "expose_headers": ["X-Request-Id"]}
-        found.append((CORSMiddleware, {**every, **shown}))
+        any_request = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        any_answer = {"allow_origins": options.allowed_origins, "expose_headers": ["X-Request-Id"]}
+        middleware.append((CORSMiddleware, {**any_request, **any_answer}))
     if options.checks_host:
-        found.append((HostCheck, {"options": options}))
-    found.append((RequestLog, {}))
+        middleware.append((HostCheck, {"options": options}))
+    middleware.append((RequestLog, {}))
     if options.root_path:
-        found.append((RootPath, {"root": options.root_path}))
-    return found
+        middleware.append((RootPath, {"root": options.root_path}))
+    return middleware

@@ -1,4 +1,4 @@
-"""`foretoken serve`: from options to a server that runs. Fastapi and Ray load when it is called."""
+"""`foretoken serve`: from options to a running server. FastAPI and Ray load in its functions."""
 
 from __future__ import annotations
 
@@ -10,29 +10,24 @@ from foretoken.config import EngineConfig
 from foretoken.config.checks import set_in_environment
 from foretoken.errors import ConfigError
 from foretoken.serve.fleet.config import ReplicaOptions
-from foretoken.serve.options import (
-    MAX_NUM_WAITING,
-    MAX_STEP_SECONDS,
-    ServeOptions,
-    described,
-)
+from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions, describe_model
 
 if TYPE_CHECKING:
     from foretoken.async_engine import AsyncEngine
 
 _OWN_CLUSTER = {
-    # Ray's ports are open to the network. By default it runs whatever is sent there; with a token
-    # only what the processes of this command send.
+    # Ray's ports are open to the network. By default Ray runs all code that is sent there; with a
+    # token it runs only the code that processes of this command send.
     "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",  # it sends nothing that nobody asked for
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
-    # By default replicas get what other processes leave of the machine, so that tokens of a small
-    # model wait for the client that reads them; and each message changes threads once more.
+    # By default replicas run at low priority, and tokens of a small model wait for the client that
+    # reads them. By default each message also changes threads once more.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
-"""What Ray reads of the environment when it is imported, where it starts for this command alone."""
+"""Environment variables that Ray reads when it is imported, for a cluster of this command only."""
 
 
 def with_defaults(engine: Mapping[str, Any], device_type: str) -> dict[str, Any]:
@@ -47,13 +42,13 @@ def start(
     say: Callable[[str], None],
     load: Callable[..., AsyncEngine] | None = None,
 ) -> None:
-    """Load the model and serve it until a signal ends that, and the process with it.
+    """Load the model and serve it until a signal; then end the process.
 
     Args:
-        load: makes the engine of its options; None: `AsyncEngine`.
+        load: makes the engine from its options; None: `AsyncEngine`.
 
     Raises:
-        ConfigError: an option, an address that is taken, or a package of the extra `serve` is
+        ConfigError: an option is wrong, the address is taken, or a package of the extra `serve` is
             missing.
     """
     config = EngineConfig.parse(**engine)
@@ -71,13 +66,13 @@ def start(
 
     engine = with_defaults(engine, choose_device(config.device).type)
     set_up(options.log_level)
-    with bind(options) as bound:  # which takes no time: a model may take minutes
+    with bind(options) as bound_socket:  # before the model, which may take minutes to load
         say(f"Loading {engine['model']}")
         app = build_app((load or AsyncEngine)(**engine), options)
         collect_when_idle()
         context = app.state.context
-        told = [described(context.served.names, config), context.served.format.told]
-        serve(app, context.lifetime, bound, told, say)
+        lines = [describe_model(context.served.names, config), context.served.format.summary]
+        serve(app, context.lifetime, bound_socket, lines, say)
     leave(0)
 
 
@@ -88,10 +83,10 @@ def start_replicas(
     address: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """The same with replicas, as `fleet.command.start`.
+    """Serve the model with replicas, by `fleet.command.start`, which has the same arguments.
 
     Raises:
-        ConfigError: what that raises, or a package of the extra `ray` is missing.
+        ConfigError: a package of the extra `ray` is missing; and all errors of that function.
     """
     if address is None:
         prepare_own_cluster()
@@ -104,5 +99,5 @@ def start_replicas(
 
 
 def prepare_own_cluster() -> None:
-    """Have Ray start for this command alone, once it is imported."""
+    """Set the environment for a Ray cluster of this command only, before Ray is imported."""
     set_in_environment(**_OWN_CLUSTER, RAY_AUTH_TOKEN=secrets.token_hex(32))

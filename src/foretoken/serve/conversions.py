@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` and `/v1/messages` as chats: the same request by other names."""
+"""Bodies of `/v1/responses` and `/v1/messages` as chats: the same request under other names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from foretoken.serve.protocol.responses import (
     ResponsesBody,
     TextFormat,
 )
-from foretoken.serve.requests import Asked, Served, read_chat
+from foretoken.serve.requests import GenerationRequest, Served, read_chat
 
 _IN_RESPONSES = {
     "messages": "input",
@@ -60,17 +60,19 @@ _IN_MESSAGES = {
 }
 
 
-def read_responses(body: ResponsesBody, served: Served) -> Asked:
-    """What `/v1/responses` is asked for; raises `RequestError`."""
+def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
+    """The request of a body of `/v1/responses`; raises `RequestError`."""
     choice: Any = body.tool_choice
     if isinstance(choice, AllowedFunctions):
-        names = AllowedNames(mode=choice.mode, tools=[*map(_named, choice.tools)])
+        names = AllowedNames(mode=choice.mode, tools=[*map(_named_tool, choice.tools)])
         choice = AllowedTools(type="allowed_tools", allowed_tools=names)
     elif choice is not None and not isinstance(choice, str):
-        choice = _named(choice)
-    tools = [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()]
+        choice = _named_tool(choice)
+    tools = [_chat_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()]
+    text_format = body.text.format if body.text else None
+    response_format = _response_format(text_format) if text_format else None
     chat = ChatBody(
-        **_shared(body),
+        **_shared_fields(body),
         messages=_with_system(body.instructions, _conversation(body.input)),
         max_completion_tokens=body.max_output_tokens,
         tools=tools or None,
@@ -80,34 +82,50 @@ def read_responses(body: ResponsesBody, served: Served) -> Asked:
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         stop=body.stop,
         structured_outputs=body.structured_outputs,
-        response_format=_format(body.text.format) if body.text and body.text.format else None,
+        response_format=response_format,
     )
-    return _read(chat, served, _IN_RESPONSES)
+    return _read_as_chat(chat, served, _IN_RESPONSES)
 
 
-def read_messages(body: CountBody, served: Served) -> Asked:
-    """What `/v1/messages` is asked for, or to count; raises `RequestError`."""
-    choice, parallel = _choice(body.tool_choice)
-    system, answer = body.system, {}
+def read_messages(body: CountBody, served: Served) -> GenerationRequest:
+    """The request of a body of `/v1/messages` or `/v1/messages/count_tokens`.
+
+    Raises:
+        RequestError: a field has a value that is not supported.
+    """
+    choice, parallel = _tool_choice(body.tool_choice)
+    answer_fields: dict[str, Any] = {}
+    system = body.system
     if isinstance(system, list):
         system = "\n".join(block.text for block in system)
     if isinstance(body, MessagesBody):
-        answer = {**_shared(body), "max_tokens": body.max_tokens, "stop": body.stop_sequences}
-        answer["response_format"] = _output(body)
-    turns = [m for i, turn in enumerate(body.messages) for m in _turn(f"messages[{i}]", turn)]
+        answer_fields = _shared_fields(body) | {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "response_format": _answer_schema(body),
+        }
+    messages: list[dict[str, Any]] = []
+    for i, turn in enumerate(body.messages):
+        messages += _chat_messages(f"messages[{i}]", turn)
+    tools = [
+        _chat_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()
+    ]
     chat = ChatBody(
-        **{"model": body.model, **answer},
-        messages=_with_system(system, turns),
-        tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
+        **{"model": body.model, **answer_fields},
+        messages=_with_system(system, messages),
+        tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         **_reasoning(body, served),
     )
-    return _read(chat, served, _IN_MESSAGES)
+    return _read_as_chat(chat, served, _IN_MESSAGES)
 
 
 def _reasoning(body: CountBody, served: Served) -> dict[str, Any]:
-    """What a chat says of reasoning; a budget changes nothing for a model that does not reason."""
+    """The fields of a chat about reasoning, from those of `/v1/messages`.
+
+    A budget is ignored if the model does not reason, and refused if it does.
+    """
     thinking, variables = body.thinking, body.chat_template_kwargs
     if thinking and thinking.budget_tokens is not None and served.format.reasons:
         bound = "left out: this model reasons as long as it likes"
@@ -123,138 +141,153 @@ def _reasoning(body: CountBody, served: Served) -> dict[str, Any]:
     }
 
 
-def _output(body: MessagesBody) -> ResponseFormat | None:
-    """The schema of the answer, by its present name or by the one that it had before."""
-    given = [body.output_format, body.output_config.format if body.output_config else None]
-    named = [one.schema_ for one in given if one]
-    if len(named) == 2 and named[0] != named[1]:
+def _answer_schema(body: MessagesBody) -> ResponseFormat | None:
+    """The schema of the answer, from `output_config.format` or its older name `output_format`."""
+    formats = [body.output_format, body.output_config.format if body.output_config else None]
+    schemas = [answer_format.schema_ for answer_format in formats if answer_format]
+    if len(schemas) == 2 and schemas[0] != schemas[1]:
         bound = "left out beside `output_config.format`, which is its newer name"
-        raise RequestError("output_format", named[0], bound)
-    schema = JsonSchema(schema=named[0]) if named else None
+        raise RequestError("output_format", schemas[0], bound)
+    schema = JsonSchema(schema=schemas[0]) if schemas else None
     return ResponseFormat(type="json_schema", json_schema=schema) if schema else None
 
 
-def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
+def _read_as_chat(chat: ChatBody, served: Served, names: Mapping[str, str]) -> GenerationRequest:
+    """The request of a chat; its errors name fields as in the body from which the chat was made.
+
+    Args:
+        names: names of fields in that body, by their names in a chat.
+    """
     with written_as(names):
-        asked = read_chat(chat, served)
-    chained = {
-        name: ", ".join(names.get(one, one) for one in written.split(", "))
-        for name, written in asked.written.items()
+        generation = read_chat(chat, served)
+    body_names = {
+        name: ", ".join(names.get(part, part) for part in written.split(", "))
+        for name, written in generation.written.items()
     }
-    return replace(asked, written={**names, **chained})
+    return replace(generation, written={**names, **body_names})
 
 
-def _shared(body: SamplingFields) -> dict[str, Any]:
+def _shared_fields(body: SamplingFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in SamplingFields.model_fields}
 
 
-def _tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+def _chat_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
     function = Function(name=name, description=description, parameters=parameters)
     return Tool(type="function", function=function)
 
 
-def _named(given: Any) -> NamedTool:
-    return NamedTool(type="function", function=NamedFunction(name=given.name))
+def _named_tool(choice: Any) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=choice.name))
 
 
-def _format(given: TextFormat) -> ResponseFormat:
-    schema = JsonSchema(schema=given.schema_) if given.type == "json_schema" else None
-    return ResponseFormat(type=given.type, json_schema=schema)
+def _response_format(text_format: TextFormat) -> ResponseFormat:
+    schema = JsonSchema(schema=text_format.schema_) if text_format.type == "json_schema" else None
+    return ResponseFormat(type=text_format.type, json_schema=schema)
 
 
 def _with_system(text: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages if text is None else [{"role": "system", "content": text}, *messages]
 
 
-def _conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: reasoning and calls belong to one message of the assistant."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    found: list[dict[str, Any]] = []
+def _conversation(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat from an `input`: a text, or items.
+
+    Reasoning and the calls or the message after it become one message of the assistant.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
     reasoning = ""
-    for i, raw in enumerate(given):
-        item = read_item(ITEMS, f"input[{i}]", raw, default="message")
+    for i, value in enumerate(items):
+        item = read_item(ITEMS, f"input[{i}]", value, default="message")
         if isinstance(item, ReasoningItem):
-            reasoning = _text(item.content or [])
+            reasoning = _joined_text(item.content or [])
         elif isinstance(item, MessageItem):
-            found.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _joined_text(item.content)})
         elif isinstance(item, CallOutputItem):
-            result = {"tool_call_id": item.call_id, "content": _text(item.output)}
-            found.append({"role": "tool", **result})
+            result = {"tool_call_id": item.call_id, "content": _joined_text(item.output)}
+            messages.append({"role": "tool", **result})
         elif isinstance(item, CallItem):
-            if not found or found[-1]["role"] != "assistant" or reasoning:
-                found.append({"role": "assistant", "content": None})
-            calls = found[-1].setdefault("tool_calls", [])
+            if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                messages.append({"role": "assistant", "content": None})
+            calls = messages[-1].setdefault("tool_calls", [])
             calls.append(call_fields(item.call_id, item.name, item.arguments))
-        if reasoning and found and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"], reasoning = reasoning, ""
-    return found
+        if reasoning and messages and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], reasoning = reasoning, ""
+    return messages
 
 
-def _text(content: str | Sequence[InputText]) -> str:
+def _joined_text(content: str | Sequence[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _choice(given: MessageToolChoice | None) -> tuple[Any, bool | None]:
-    """`tool_choice` and `parallel_tool_calls` of a chat."""
-    if given is None:
+def _tool_choice(choice: MessageToolChoice | None) -> tuple[Any, bool | None]:
+    """`tool_choice` and `parallel_tool_calls` of a chat, from Anthropic's `tool_choice`."""
+    if choice is None:
         return None, None
-    if (given.type == "tool") != (given.name is not None):
+    if (choice.type == "tool") != (choice.name is not None):
         bound = "given with `type`: tool, and only with it"
-        raise RequestError("tool_choice.name", given.name, bound)
-    choice: Any = {"any": "required"}.get(given.type, given.type)
-    if given.name is not None:
-        choice = _named(given)
-    alone = given.disable_parallel_tool_use
-    return choice, None if alone is None else not alone
+        raise RequestError("tool_choice.name", choice.name, bound)
+    chat_choice: Any = {"any": "required"}.get(choice.type, choice.type)
+    if choice.name is not None:
+        chat_choice = _named_tool(choice)
+    is_single = choice.disable_parallel_tool_use
+    return chat_choice, None if is_single is None else not is_single
 
 
-def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
-    """A message as the template reads it; each result of a tool is one of its own."""
+def _chat_messages(where: str, turn: Turn) -> list[dict[str, Any]]:
+    """The messages of a chat from a turn, which may hold several: one for each tool result.
+
+    Args:
+        where: the turn's name in errors.
+    """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     kinds = {"assistant": ASSISTANT_BLOCKS, "user": USER_BLOCKS}.get(turn.role, TEXT_BLOCKS)
     blocks = [
         read_item(kinds, f"{where}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]
-    found = []
+    messages = []
     for block in blocks:
         if block.type == "tool_result":
-            said = block.content or ""
-            text = said if isinstance(said, str) else "\n".join(part.text for part in said)
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            content = block.content or ""
+            text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
     texts = [{"type": "text", "text": block.text} for block in blocks if block.type == "text"]
     calls = [
         call_fields(block.id, block.name, json.dumps(block.input))
         for block in blocks
         if block.type == "tool_use"
     ]
-    if not found or texts:
-        found.append({"role": turn.role, "content": texts or (None if calls else "")})
+    if not messages or texts:
+        messages.append({"role": turn.role, "content": texts or (None if calls else "")})
     if calls:
-        found[-1]["tool_calls"] = calls
-    if thought := "".join(block.thinking for block in blocks if block.type == "thinking"):
-        found[-1]["reasoning_content"] = thought
-    return found
+        messages[-1]["tool_calls"] = calls
+    if reasoning := "".join(block.thinking for block in blocks if block.type == "thinking"):
+        messages[-1]["reasoning_content"] = reasoning
+    return messages
 
 
 T = TypeVar("T", bound=Fields)
 
 
 def read_item(kinds: Mapping[str, type[T]], where: str, item: Any, default: str | None = None) -> T:
-    """An item as its kind; null stands for a field that is left out, as clients echo them.
+    """An item or block as an object of the class that its `type` names.
+
+    A field that is null counts as left out: clients send earlier answers back with their nulls.
 
     Args:
-        where: the item, as errors name it.
-        default: its kind if it names none.
+        kinds: the classes by `type`.
+        where: the item's name in errors.
+        default: the `type` of an item without one; None: an error.
     """
     if not isinstance(item, dict):
         raise RequestError(where, item, "an object")
-    name = item.get("type", default)
-    if not isinstance(name, str) or name not in kinds:
-        raise RequestError(f"{where}.type", name, f"one of {', '.join(kinds)}")
+    kind = item.get("type", default)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise RequestError(f"{where}.type", kind, f"one of {', '.join(kinds)}")
     try:
-        given = {key: value for key, value in item.items() if value is not None}
-        return kinds[name].model_validate(given)
+        fields = {key: value for key, value in item.items() if value is not None}
+        return kinds[kind].model_validate(fields)
     except ValidationError as error:
-        raise field_error(kinds[name], error.errors(), where) from None
+        raise field_error(kinds[kind], error.errors(), where) from None

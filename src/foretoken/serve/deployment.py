@@ -1,66 +1,77 @@
-"""A fleet as an application of Ray Serve, for clusters that exist: `serve deploy` takes `build`.
+"""A fleet as an application of Ray Serve, for existing clusters: `serve deploy` calls `build`.
 
-Charter: deployments and their options. What a fleet is, `fleet/config.py` says; the same engines
-behind the server of one command are `fleet/command.py`'s. Needs the extra `ray`.
+Charter: deployments, their options, and calls of deployments, which raise our errors for Ray's.
+`fleet/config.py` defines a fleet. `fleet/command.py` puts our own server in front of the same
+engines. Needs the extra `ray`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.config import from_environment
+from foretoken.serve.errors import UnavailableError
+from foretoken.serve.fleet.call import MESSAGE_BYTES, Call
 from foretoken.serve.fleet.config import INGRESS, Fleet, FleetModel
-from foretoken.serve.fleet.front import Front
-from foretoken.serve.fleet.handles import RayReplicas
+from foretoken.serve.fleet.front import Front, Piece, ReplicaDiedError
 from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, needs_of
-from foretoken.serve.fleet.replica import Replica, told_briefly
+from foretoken.serve.fleet.replica import Replica, without_causes
 from foretoken.serve.logs import set_up
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
 
 STARTS = 3
-"""Failed starts after which a deployment is given up."""
+"""Failed starts after which Ray Serve gives a deployment up."""
 ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
-_UNBOUNDED = 100_000  # an engine refuses by `max_num_waiting`, in OpenAI's form
-_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0  # three in a row, and it is replaced
+_UNBOUNDED = 100_000  # the engine refuses instead (`max_num_waiting`), in OpenAI's form
+_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0  # after three failures a replica is replaced
 _log = logging.getLogger(__name__)
+_DIED = (
+    "The replica that answered has died, and another one is being started. Nothing is known to be "
+    "wrong with the request: send it again."
+)
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application of a file for `serve deploy`: engines, and an ingress in front of them.
 
-    Where the file has no key, clients must send the one in FORETOKEN_API_KEY, if the cluster's
-    processes have that in their environment.
+    If the file has no key, the key is FORETOKEN_API_KEY of the environment of the cluster's
+    processes. If that is missing, too, clients need no key.
 
     Args:
-        args: see `Fleet` and docs/scale.md.
+        args: the file's `args`; see `Fleet` and docs/scale.md.
 
     Raises:
-        ConfigError: an option is unknown or out of bounds, or the cluster has too little for it.
+        ConfigError: an option is unknown or out of bounds, or the cluster lacks resources.
     """
-    with told_briefly():
+    with without_causes():
         fleet = Fleet.parse(args)
         needs = cluster_needs(fleet)
     if not fleet.server.keys and (key := from_environment("FORETOKEN_API_KEY")):
         fleet = replace(fleet, server=replace(fleet.server, api_key=key))
     engines = [
-        engine(model, fleet.server, each) for model, each in zip(fleet.models, needs, strict=True)
+        engine_deployment(model, fleet.server, replica_needs)
+        for model, replica_needs in zip(fleet.models, needs, strict=True)
     ]
     ingress = serve.deployment(Ingress).options(
         name=INGRESS,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through it
+        graceful_shutdown_timeout_s=fleet.server.request_timeout,  # streams pass through here
         logging_config=_QUIET,
     )
     return ingress.bind(fleet, *engines)
@@ -68,10 +79,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 @serve.ingress()
 class Ingress:
-    """The application in front of the engines, behind Ray Serve's proxies.
+    """The application between Ray Serve's proxies and the engines.
 
     Args:
-        engines: handles of the models' deployments, in their order.
+        engines: handles of the models' deployments, in the order of `fleet.models`.
     """
 
     def __init__(self, fleet: Fleet, *engines: DeploymentHandle) -> None:
@@ -85,70 +96,132 @@ class Ingress:
         self._front = Front(fleet, models, Lifetime(fleet.server, lambda: None))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray Serve runs. Its proxies name each request in the answer, too."""
+        """The application for Ray Serve, without `x-request-id`: its proxies add their own."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            async def unnamed(message: Message) -> None:
+            async def send_unnamed(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    kept = [each for each in message["headers"] if each[0] != b"x-request-id"]
-                    message = {**message, "headers": kept}
+                    headers = [each for each in message["headers"] if each[0] != b"x-request-id"]
+                    message = {**message, "headers": headers}
                 await send(message)
 
-            await self._front.app(scope, receive, unnamed)
+            await self._front.app(scope, receive, send_unnamed)
 
         return app
 
 
-def engine(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
-    """The engines of one model."""
+def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
+    """The Ray deployment of one model: an engine in each replica.
+
+    Args:
+        needs: what each replica needs of a machine.
+    """
     scale, config = model.scale, model.engine
     config = replace(config, device="cuda" if needs.gpus else "cpu")
     if not needs.gpus and config.threads is None:
         config = replace(config, threads=engine_threads(needs.cpus))
     count = scale.replicas or 1
-    number: dict[str, Any] = {"num_replicas": count}
+    replica_count: dict[str, Any] = {"num_replicas": count}
     if scale.max_replicas is not None:
         scaling = AutoscalingConfig(
             min_replicas=count,
             max_replicas=scale.max_replicas,
             target_ongoing_requests=scale.target_requests or config.max_num_seqs,
         )
-        number = {"num_replicas": "auto", "autoscaling_config": scaling}
-    actor = {"num_cpus": needs.cpus, "num_gpus": needs.gpus}
-    made = serve.deployment(Replica).options(
+        replica_count = {"num_replicas": "auto", "autoscaling_config": scaling}
+    actor_options = {"num_cpus": needs.cpus, "num_gpus": needs.gpus}
+    deployment = serve.deployment(Replica).options(
         name=model.deployment,
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=actor | ({"memory": needs.memory} if needs.memory else {}),
+        ray_actor_options=actor_options | ({"memory": needs.memory} if needs.memory else {}),
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        # A replica that scaling removes may finish. At its end a front has drained all of them.
+        # The time for a replica that scaling removes to finish its requests. When a front ends, it
+        # has drained all replicas before.
         graceful_shutdown_timeout_s=server.request_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=STARTS,
         logging_config=_QUIET,
-        **number,
+        **replica_count,
     )
-    own = replace(
+    replica_server = replace(
         server, served_model_name=model.names, api_key=None, allowed_origins=(), host="0.0.0.0",
         allowed_hosts=(), ssl_keyfile=None, ssl_certfile=None, ssl_ca_certs=None, ssl_cert_reqs=0,
     )  # fmt: skip
-    return made.bind(config, own, __version__)
+    return deployment.bind(config, replica_server, __version__)
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:
-    """What a replica of each model needs, which the cluster has for all of them.
+    """What a replica of each model needs of a machine, in the order of `fleet.models`.
 
     Raises:
-        ConfigError: it has not; which resource, and for how many replicas it suffices.
+        ConfigError: the cluster lacks resources for all replicas, and does not grow. The error
+            names the resource, and how many replicas have room.
     """
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     needs = [needs_of(model, has_gpus=has_gpus) for model in fleet.models]
     if not fleet.grows:
-        nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
-        asked = {
-            model.names[0]: (model.scale.replicas or 1, each)
-            for model, each in zip(fleet.models, needs, strict=True)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        requested = {
+            model.names[0]: (model.scale.replicas or 1, replica_needs)
+            for model, replica_needs in zip(fleet.models, needs, strict=True)
         }
-        check_cluster(asked, nodes)
+        check_cluster(requested, nodes)
     return needs
+
+
+class RayReplicas:
+    """All replicas of one model, called through a handle."""
+
+    def __init__(self, names: Sequence[str], handle: DeploymentHandle) -> None:
+        self.names, self._handle = names, handle
+        # A message by gRPC takes a third of the CPU time of one through Ray's object store, but
+        # may have at most 4 MiB.
+        self._by_store = handle.options(method_name="answer", stream=True)
+        self._by_grpc = handle.options(method_name="answer", stream=True, _by_reference=False)
+
+    async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """Have one replica answer, as `Replicas.answer`; no second replica gets the request."""
+        handle = self._by_grpc if len(call.body) <= MESSAGE_BYTES else self._by_store
+        response = handle.remote(call)
+        is_over = False
+        try:
+            async for piece in response:
+                yield piece
+            is_over = True
+        except RayActorError:
+            is_over = True
+            raise ReplicaDiedError(_DIED) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise ReplicaDiedError(_DIED) from None  # the replica's task was cancelled, not ours
+        except (BackPressureError, DeploymentUnavailableError) as error:
+            is_over = True
+            raise UnavailableError(f"No replica can take the request: {error}") from None
+        except Exception as error:  # raised in the replica; Ray passes it on
+            is_over = True
+            _log.error("a replica failed by %s", type(error).__name__)
+            _log.debug("details of the failure", exc_info=error)
+            raise UnavailableError("The replica failed by an error: its log has it.") from None
+        finally:
+            if not is_over:
+                response.cancel()
+
+    async def ask(self, method: str, seconds: float) -> list[Any]:
+        """Call a method of all replicas, as `Replicas.ask`."""
+        try:
+            async with asyncio.timeout(seconds):
+                # `results_async` gives all results or none: one slow replica would hide the others.
+                responses = await self._handle.broadcast(method)._fetch_replica_results_async()
+        except (TimeoutError, RayError, RayServeException, RuntimeError):
+            return []
+        results = [asyncio.ensure_future(response.get_async()) for response in responses]
+        if not results:
+            return []
+        done, unfinished = await asyncio.wait(results, timeout=seconds)
+        for task in unfinished:
+            task.cancel()
+        return [task.result() for task in done if not task.cancelled() and not task.exception()]

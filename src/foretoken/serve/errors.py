@@ -1,8 +1,8 @@
 """Every error as OpenAI's body and a status.
 
-Charter: what a client may do about it decides the status: 4xx is theirs to mend, 429 and 503 pass,
-500 is a bug. A message names a field as the client wrote it; of a body it says
-in our words what is wrong with one field.
+Charter: the status says what a client can do. It can mend a request that got 4xx, and repeat one
+that got 429 or 503; 500 is our bug. A message names fields as the client wrote them. For a wrong
+body it names one field, and what its value must be.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from foretoken.errors import (
 from foretoken.serve.protocol.common import Fields
 
 _log = logging.getLogger(__name__)
-_OF_SEVERAL = {
+_BATCH_ERRORS = {
     EngineBrokenError: "The engine's device failed: it serves nobody any more.",
     EngineMemoryError: "The engine ran out of memory in work for several requests.",
     StepError: "The engine failed in work for several requests.",
 }
-_UNAVAILABLE = (*_OF_SEVERAL, UsageError)
+_UNAVAILABLE = (*_BATCH_ERRORS, UsageError)
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -50,9 +50,9 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_LATER = {"Retry-After": "1"}
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
-_HERE = (
+_RETRY_LATER = {"Retry-After": "1"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY_LATER, 503: _RETRY_LATER}
+_WHAT_IS_SERVED = (
     "This server generates text and does nothing else: no embeddings, scores, ranks or classes, no "
     "images or audio, no files. POST /v1/chat/completions, /v1/completions, /v1/responses or "
     "/v1/messages; GET /docs says the rest."
@@ -75,13 +75,13 @@ _BOUNDS = {
     "extra_forbidden": "left out: there is no such field",
     "value_error": "{error}",
 }
-"""What a value must be, by what pydantic calls an error of its type."""
+"""What a value must be, by pydantic's type of the error."""
 request_id = ContextVar("request_id", default="")
-"""The name of the request that this task serves; see `logs.py`."""
+"""The name of this task's request; see `logs.py`."""
 
 
 def own_path(scope: Scope) -> str:
-    """The path of a request without the one that a proxy has this server under."""
+    """The path of a request, without the prefix under which a proxy has this server."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 
@@ -108,36 +108,36 @@ class Refusal(NamedTuple):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, scope: Scope | None = None) -> Response:
-        """The same as an answer, in the shape that clients of this request's path read."""
-        is_theirs = scope is not None and own_path(scope).startswith("/v1/messages")
-        body = self.anthropic if is_theirs else self.body
-        # ASCII: what is quoted may be no Unicode.
+        """The error as a response, in the shape that clients of the request's path read."""
+        is_anthropic = scope is not None and own_path(scope).startswith("/v1/messages")
+        body = self.anthropic if is_anthropic else self.body
+        # ASCII, since a quoted value may be invalid Unicode.
         text = json.dumps(body, separators=(",", ":"))
         return Response(text, self.status, _HEADERS.get(self.status), "application/json")
 
 
-def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Errors of the shape of this one, as OpenAPI describes them."""
+def error_responses(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's `responses` for errors with bodies of the same shape as `body`."""
 
     def schema(value: Any) -> dict[str, Any]:
         if isinstance(value, dict):
             return {"type": "object", "properties": {k: schema(v) for k, v in value.items()}}
         return {"type": "string" if value is not None else ["string", "null"]}
 
-    told = {"description": "An error", "content": {"application/json": {"schema": schema(body)}}}
-    return {"4XX": told, "5XX": told}
+    error = {"description": "An error", "content": {"application/json": {"schema": schema(body)}}}
+    return {"4XX": error, "5XX": error}
 
 
 class UnavailableError(ForetokenError):
-    """The server cannot answer now: it ends, or has too much to do."""
+    """The server cannot answer now: it ends, or is too busy."""
 
 
 class UnknownModelError(RequestError):
-    """A model of another name than those that are served."""
+    """The request names a model that is not served."""
 
 
 def refusal(error: BaseException) -> Refusal:
-    """What a client is told of an error; one that is a bug of ours is logged here."""
+    """The refusal that a client gets for an error; engine faults and bugs are logged as well."""
     if isinstance(error, OverloadedError):
         return Refusal(429, str(error), "rate_limit_error", code="overloaded")
     if isinstance(error, UnknownModelError):
@@ -148,121 +148,134 @@ def refusal(error: BaseException) -> Refusal:
     if isinstance(error, UnavailableError):
         return Refusal(503, str(error), "server_error", code="unavailable")
     if isinstance(error, _UNAVAILABLE):
-        _log_where("not served", error)
-        name = request_id.get() if isinstance(error, (*_OF_SEVERAL,)) else None
+        _log_error("not served", error)
+        name = request_id.get() if isinstance(error, (*_BATCH_ERRORS,)) else None
         where = f" Look for request_id {name} there." if name else ""
-        return Refusal(503, told_of(error) + where, "server_error", code="unavailable")
-    _log_where("a request failed", error)
-    told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
-    return Refusal(500, told, "server_error", code="internal_error")
+        return Refusal(503, public_message(error) + where, "server_error", code="unavailable")
+    _log_error("a request failed", error)
+    message = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
+    return Refusal(500, message, "server_error", code="internal_error")
 
 
-def told_of(error: ForetokenError) -> str:
-    """What any client may read of an error: a whole batch's may quote what another client sent."""
-    for kind, told in _OF_SEVERAL.items():
+def public_message(error: ForetokenError) -> str:
+    """An error's message for clients.
+
+    The message of an error in work for several requests is replaced, since it may quote another
+    client's request.
+    """
+    for kind, message in _BATCH_ERRORS.items():
         if isinstance(error, kind):
-            return f"{told} The server's log says where."
+            return f"{message} The server's log says where."
     return str(error)
 
 
-def _log_where(what: str, error: BaseException) -> None:
-    """What was raised may quote a prompt: by default a log says where, and not what."""
+def _log_error(summary: str, error: BaseException) -> None:
+    """Log where an error was raised. Only `debug` logs its message, which may quote a prompt."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)[-1:]
     places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
-    _log.error("%s: %s in %s", what, type(cause).__name__, places or "another thread")
-    _log.debug("what it failed by", exc_info=error)
+    _log.error("%s: %s in %s", summary, type(cause).__name__, places or "another thread")
+    _log.debug("details of the failure", exc_info=error)
 
 
 @contextmanager
 def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors name fields as the client wrote them."""
+    """Have a `RequestError` raised within name its field as the client wrote it.
+
+    Args:
+        names: the client's name of each field, by our name.
+    """
     try:
         yield
     except RequestError as error:
-        whole = error.field
-        for ours in sorted(names, key=len, reverse=True):
-            if whole == ours or whole.startswith((f"{ours}.", f"{ours}[")):
-                whole = names[ours] + whole[len(ours) :]
-                raise type(error)(whole, error.value, error.bound, error.remedy) from None
+        for our_name in sorted(names, key=len, reverse=True):
+            if error.field == our_name or error.field.startswith((f"{our_name}.", f"{our_name}[")):
+                client_name = names[our_name] + error.field[len(our_name) :]
+                raise type(error)(client_name, error.value, error.bound, error.remedy) from None
         raise
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer with these bodies; `limits.py` does for what is a bug."""
+    """Have the application answer known errors as a `Refusal`; `BodyLimits` answers all others."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
         return _invalid(request, error.errors()).response(request.scope)
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         path = own_path(request.scope)
-        told, code = f"{request.method} {path}: {error.detail}", None
+        message, code = f"{request.method} {path}: {error.detail}", None
         if error.status_code == 404:
-            told, code = f"{request.method} {path} is not here. {_HERE}", "unknown_url"
-        answer = Refusal(error.status_code, told, "invalid_request_error", code=code)
+            message, code = f"{request.method} {path} is not here. {_WHAT_IS_SERVED}", "unknown_url"
+        answer = Refusal(error.status_code, message, "invalid_request_error", code=code)
         response = answer.response(request.scope)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(ForetokenError)
-    async def raised(request: Request, error: ForetokenError) -> Response:
+    async def on_our_error(request: Request, error: ForetokenError) -> Response:
         return refusal(error).response(request.scope)
 
 
 def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
-    """A body that is not of the schema: of several fields the first."""
-    first = errors[0]
-    is_named = len(first["loc"]) > 1 or isinstance(first.get("ctx", {}).get("error"), RequestError)
-    if first["type"] != "json_invalid" and is_named:
+    """The refusal of a body that does not fit the schema; it names the first wrong field."""
+    first_error = errors[0]
+    cause = first_error.get("ctx", {}).get("error")
+    is_named = len(first_error["loc"]) > 1 or isinstance(cause, RequestError)
+    if first_error["type"] != "json_invalid" and is_named:
         kind = get_type_hints(request.scope["endpoint"])["body"]
         return refusal(field_error(kind, [{**e, "loc": e["loc"][1:]} for e in errors]))
     bound = "a JSON object, sent as `Content-Type: application/json`"
-    if first["type"] == "value_error":
-        bound = str(first["ctx"]["error"])
-    elif first["type"] == "json_invalid":
-        bound = f"JSON: {first['ctx']['error']}, at character {first['loc'][1]}"
+    if first_error["type"] == "value_error":
+        bound = str(first_error["ctx"]["error"])
+    elif first_error["type"] == "json_invalid":
+        bound = f"JSON: {first_error['ctx']['error']}, at character {first_error['loc'][1]}"
     return Refusal(400, f"The body must be {bound}.", "invalid_request_error")
 
 
 def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> RequestError:
-    """The error of the first field that is wrong; of a union's members, of those that went far.
+    """The error of the first wrong field.
+
+    A union has errors for each of its members. The member that the value fits furthest is reported.
 
     Args:
-        kind: what was read.
-        errors: a `ValidationError`'s, their places within it.
-        where: its name, if it is not the body.
+        kind: the type that the value should have.
+        errors: errors of a `ValidationError`; their `loc` begins at an object of type `kind`.
+        where: name of this object in the body; empty: it is the body itself.
     """
-    near = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
-    # A wrong `type` says more than what the right one would have beside it.
-    first = max(near, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
-    name, fields = _place(kind, first["loc"], where)
-    told = first.get("ctx", {}).get("error")
-    if isinstance(told, RequestError):  # of a field that is not in the schema: see `foreign`
-        place = f"{name}.{told.field}" if name else told.field
-        return RequestError(place, told.value, told.bound, told.remedy)
-    if first["type"] == "extra_forbidden":
-        last = str(first["loc"][-1])
-        name = f"{name}.{last}" if name else last
-        found = get_close_matches(last, fields, n=1, cutoff=0.6)
-        remedy = f"Did you mean `{found[0]}`?" if found else ""
+    alternatives = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
+    # Prefer the error of a wrong `type` to errors about fields that another type needs.
+    first_error = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
+    name, fields = _place(kind, first_error["loc"], where)
+    own_error = first_error.get("ctx", {}).get("error")
+    if isinstance(own_error, RequestError):  # for a field of the table `foreign`
+        path = f"{name}.{own_error.field}" if name else own_error.field
+        return RequestError(path, own_error.value, own_error.bound, own_error.remedy)
+    if first_error["type"] == "extra_forbidden":
+        key = str(first_error["loc"][-1])
+        name = f"{name}.{key}" if name else key
+        close_names = get_close_matches(key, fields, n=1, cutoff=0.6)
+        remedy = f"Did you mean `{close_names[0]}`?" if close_names else ""
     else:
-        near = [e for e in near if _place(kind, e["loc"], where)[0] == name]
+        alternatives = [e for e in alternatives if _place(kind, e["loc"], where)[0] == name]
         remedy = ""
-    bound = ", or ".join(dict.fromkeys(map(_bound, near if name else [first])))
-    value = None if first["type"] == "missing" else first["input"]
-    return RequestError(name, value, bound, remedy)
-
-
-def _bound(error: Any) -> str:
-    return _BOUNDS.get(error["type"], "{msg}").format_map({**error, **error.get("ctx", {})})
+    bounds = [
+        _BOUNDS.get(e["type"], "{msg}").format_map({**e, **e.get("ctx", {})})
+        for e in (alternatives if name else [first_error])
+    ]
+    value = None if first_error["type"] == "missing" else first_error["input"]
+    return RequestError(name, value, ", or ".join(dict.fromkeys(bounds)), remedy)
 
 
 def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:
-    """The name of what is at a place, as its client wrote it, and the fields that may stand there.
+    """The client's name for a pydantic `loc`, and the fields that an object at this place may have.
 
-    Parts that are no fields are members of unions, or keys of a map.
+    Parts of `loc` that are not fields are names of a union's members, or keys of a map. The name
+    leaves them out.
+
+    Args:
+        name: the name of the object of type `kind` at which `loc` begins.
     """
     fields = dict(_fields(kind))
     for part in loc:
@@ -275,7 +288,7 @@ def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str
 
 
 def _fields(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Names and types of the fields of a type's objects, those of a union's members together."""
+    """Names and types of the fields of a type. A union has the fields of all its members."""
     if isinstance(kind, type) and issubclass(kind, Fields):
         for name, field in kind.model_fields.items():
             yield field.alias or name, field.annotation

@@ -1,7 +1,7 @@
-"""What a body may be before anybody reads it, and an answer for whatever is raised.
+"""Limits on a body before it is parsed, and an answer for every exception.
 
-Charter: the outermost part of the application. How long a client may take, and how long a head may
-be, is `connection.py`'s; what a field may hold is checked where it is read.
+Charter: the outermost part of the application. `connection.py` has a client's deadlines and the
+limit on heads; fields are checked where they are read.
 """
 
 from __future__ import annotations
@@ -28,140 +28,144 @@ from foretoken.serve.sse import aside
 
 BODILESS = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2
-_KINDS = np.zeros(256, np.int8)  # of bytes: how many levels deeper it is behind them, or quotes
+_KINDS = np.zeros(256, np.int8)  # by byte: how far it changes the depth, or `_QUOTE`
 _KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
 
 
 class BodyLimits:
-    """Reads a body, refuses one that is too long or too deep, and hands it on in one piece."""
+    """Reads a body, refuses one that is too long or too deep, and passes it on in one piece."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, max_model_len: int) -> None:
         self._app, self._options = app, options
         self._max_values = options.max_json_values or max(2**17, 2 * max_model_len)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve; whatever is raised before an answer has begun becomes one."""
+        """Serve a request; an exception becomes the answer, if none has begun yet."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         has_begun = False
 
-        async def noted(message: Message) -> None:
+        async def send_watched(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
         try:
             if scope["method"] in BODILESS:
-                await self._app(scope, receive, noted)
+                await self._app(scope, receive, send_watched)
             elif isinstance(body := await self._read(scope, receive), Refusal):
-                await body.response(scope)(scope, receive, noted)
+                await body.response(scope)(scope, receive, send_watched)
             elif body is not None:  # else the client has left
-                await self._app(scope, _replay(body, receive), noted)
+                await self._app(scope, _replay(body, receive), send_watched)
         except Exception as error:
-            told = refusal(error)
+            refused = refusal(error)  # which also logs it
             if not has_begun:
-                await told.response(scope)(scope, receive, send)
+                await refused.response(scope)(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
-        most = self._options.max_body_bytes
-        said = Headers(scope=scope).get("content-length", "0")
-        parts, size = [], int(said) if said.isdecimal() and len(said) < 20 else 0
+        """The body, or the refusal of one that exceeds a limit; None if the client disconnects."""
+        limit = self._options.max_body_bytes
+        length = Headers(scope=scope).get("content-length", "0")
+        parts, size = [], int(length) if length.isdecimal() and len(length) < 20 else 0
         is_announced = size > 0
         has_more = True
-        while has_more and size <= most:
+        while has_more and size <= limit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size += 0 if is_announced else len(parts[-1])
             has_more = message.get("more_body", False)
-        if size > most:
-            told = f"The body must have at most {most} bytes."
-            return Refusal(413, told, "invalid_request_error", code="body_too_large")
+        if size > limit:
+            text = f"The body must have at most {limit} bytes."
+            return Refusal(413, text, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return await aside(size, self._check, body) or body
 
     def _check(self, body: bytes) -> Refusal | None:
-        """Why what is in a body would take too long to read, if it would."""
-        if not json.detect_encoding(body).startswith("utf-8"):  # its brackets would not be seen
-            told = "The body must be UTF-8."
-            return Refusal(400, told, "invalid_request_error", code="body_not_utf8")
-        num_brackets, most = body.count(b"[") + body.count(b"{"), self._max_values
-        if num_brackets + body.count(b",") > most:
-            told = f"The body must have at most {most} commas and opening brackets."
-            return Refusal(400, told, "invalid_request_error", code="body_too_large")
-        deepest = self._options.max_json_depth
-        if num_brackets > deepest and json_depth(body) > deepest:
-            told = f"Lists and objects must not be nested more than {deepest} deep."
-            return Refusal(400, told, "invalid_request_error", code="body_too_deep")
+        """A refusal, if parsing the body would take too long."""
+        if not json.detect_encoding(body).startswith("utf-8"):  # brackets could not be counted
+            text = "The body must be UTF-8."
+            return Refusal(400, text, "invalid_request_error", code="body_not_utf8")
+        num_brackets, limit = body.count(b"[") + body.count(b"{"), self._max_values
+        if num_brackets + body.count(b",") > limit:
+            text = f"The body must have at most {limit} commas and opening brackets."
+            return Refusal(400, text, "invalid_request_error", code="body_too_large")
+        max_depth = self._options.max_json_depth
+        if num_brackets > max_depth and json_depth(body) > max_depth:
+            text = f"Lists and objects must not be nested more than {max_depth} deep."
+            return Refusal(400, text, "invalid_request_error", code="body_too_deep")
         return None
 
 
 class JsonRoute(APIRoute):
-    """A route that takes `body`, a JSON object, and perhaps `request`.
+    """A route with an endpoint that takes `body`, a JSON object, and perhaps `request`.
 
-    FastAPI describes it, and does not run it: what it does for dependencies, which these routes
-    lack, took nearly a fifth of the CPU time of a short request.
+    FastAPI only describes the route in OpenAPI; this class calls the endpoint. FastAPI's own way to
+    call it resolves dependencies, which these endpoints do not have, and took nearly a fifth of the
+    CPU time of a short request.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint, called with what was read."""
         endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
         takes_request = "request" in signature(endpoint).parameters
 
         async def handle(request: Request) -> Response:
-            given: dict[str, Any] = {"body": await _read_body(request, kind)}
+            arguments: dict[str, Any] = {"body": await _read_body(request, kind)}
             if takes_request:
-                given["request"] = request
-            response: Response = await endpoint(**given)
+                arguments["request"] = request
+            response: Response = await endpoint(**arguments)
             return response
 
         self._answer = handle
         return handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; errors are the application's, which has handlers for them around all routes."""
+        """Call the endpoint and send its response; the application's handlers catch its errors."""
         if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)  # which refuses it
+            await super().handle(scope, receive, send)  # which refuses the method
             return
         response = await self._answer(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
-    """The body as this model; `RequestValidationError` as FastAPI raises it."""
+    """The body as an object of class `kind`; errors are those that FastAPI would raise.
+
+    Raises:
+        HTTPException: the body is compressed.
+        RequestValidationError: the body is not JSON, or does not fit `kind`.
+    """
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
         raise HTTPException(415, f"Send the body as it is, without `Content-Encoding: {coding}`.")
-    said = await request.body()
-    return await aside(len(said), _parse, said, kind, is_json=_is_json(request))
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = content_type == "application/json" or (
+        content_type.startswith("application/") and content_type.endswith("+json")
+    )
+    body = await request.body()
+    return await aside(len(body), _parse, body, kind, is_json=is_json)
 
 
-def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
+def _parse(body: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
+    """As `_read_body`; a body that is not sent as JSON reaches the check of `kind` unparsed."""
     try:
-        if said and is_json:
-            # Python reads NaN and 1e999 as well, and answers could not say them.
-            said = json.loads(said, parse_constant=_finite, parse_float=_finite)
+        if body and is_json:
+            # Python also reads NaN and 1e999, which an answer's JSON could not hold.
+            body = json.loads(body, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
-        found = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
-        raise RequestValidationError([found]) from None
+        details = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
+        raise RequestValidationError([details]) from None
     except UnicodeDecodeError as error:
-        raise _unreadable(f"JSON in UTF-8, not {said[error.start : error.end]!r}") from None
+        raise _unreadable(f"JSON in UTF-8, not {body[error.start : error.end]!r}") from None
     except (ValueError, RecursionError) as error:
         raise _unreadable(f"JSON: {error}") from None
     try:
-        return kind.model_validate(said)
+        return kind.model_validate(body)
     except ValidationError as error:
         errors = error.errors(include_url=False)
         raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in errors]) from None
-
-
-def _is_json(request: Request) -> bool:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
-    )
 
 
 def _finite(text: str) -> float:
@@ -171,29 +175,28 @@ def _finite(text: str) -> float:
 
 
 def _unreadable(bound: str) -> RequestValidationError:
-    """The error of a body that must be something else."""
     return RequestValidationError([{"type": "value_error", "loc": (), "ctx": {"error": bound}}])
 
 
 def json_depth(text: bytes) -> int:
-    """How deep lists and objects are nested; brackets within texts do not count.
+    """How deep lists and objects are nested; brackets within strings do not count.
 
-    Of what is no JSON it is the depth up to the first wrong character, or more.
+    If the JSON is invalid, the result is at least the depth up to the first wrong character.
     """
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left are ends
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # remaining quotes delimit strings
     kinds = _KINDS[np.frombuffer(plain, np.uint8)]
     kinds = kinds[kinds != 0]
     is_quote = kinds == _QUOTE
-    is_within = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # which wraps at an even number
-    kinds[is_quote | is_within] = 0
+    is_in_string = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # wraps at 256, an even number
+    kinds[is_quote | is_in_string] = 0
     return int(np.cumsum(kinds, dtype=np.int32).max(initial=0))
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What the application receives: the body, then what comes after it."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """A `receive` that returns the body first, and then the messages of the given `receive`."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
-        return left.pop() if left else await receive()
+    async def receive_next() -> Message:
+        return pending.pop() if pending else await receive()
 
-    return replayed
+    return receive_next

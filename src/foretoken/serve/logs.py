@@ -1,7 +1,7 @@
-"""Logs: JSON, a line for each event, and an event for each request.
+"""Logs: one line of JSON for each event, and one event for each request.
 
-Charter: what is written about requests, which is never what they say: no text, no key, no query.
-Every line that is written while a request is served has its `request_id`.
+Charter: lines about requests never hold their content: no text, no key, no query string. Every
+line written while a request is served has its `request_id`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _ID = re.compile(REQUEST_ID)
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line: its time, level and message, then what is known of it by name."""
+    """A record as one line of JSON: time, level, message, and its further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON, with the name of the request during which it was logged."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -45,7 +46,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(level: str) -> None:
-    """Have this process write its logs to standard error: ours from this level on."""
+    """Have this process log to standard error, and Foretoken's loggers log at `level` and above."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler])
@@ -53,9 +54,9 @@ def set_up(level: str) -> None:
 
 
 class RequestLog:
-    """Names each request, by its `X-Request-Id` if it has one, and says what came of it.
+    """Names each request, by its valid `X-Request-Id` or by chance, and logs its outcome.
 
-    Probes, scrapes and the page's files are told of at level `debug`.
+    Probes, scrapes and the page's files are logged at level `debug`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -65,11 +66,11 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get("x-request-id", "")
-        name = sent if _ID.fullmatch(sent) else uuid.uuid4().hex
+        client_name = Headers(scope=scope).get("x-request-id", "")
+        name = client_name if _ID.fullmatch(client_name) else uuid.uuid4().hex
         start, status, is_complete = time.perf_counter(), 0, False
 
-        async def passed_on(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -79,7 +80,7 @@ class RequestLog:
 
         token = request_id.set(name)
         try:
-            await self._app(scope, receive, passed_on)
+            await self._app(scope, receive, send_named)
         finally:
             fields: dict[str, Any] = {
                 "method": scope["method"],
@@ -88,16 +89,16 @@ class RequestLog:
                 "seconds": round(time.perf_counter() - start, 4),
                 "complete": is_complete and status != 499,
             }
-            fields |= noted(scope.get("state", {}))
+            fields |= log_fields(scope.get("state", {}))
             level = logging.DEBUG if own_path(scope) in OPEN else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
             request_id.reset(token)
 
 
-def noted(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an application noted of a request in its `state`, for the line in the log.
+def log_fields(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for a request's line in the log, as the application noted them in its `state`.
 
-    Behind a front a replica notes it, which sends it as `log_fields`.
+    In a front, `state["log_fields"]` has the fields that the replica sent.
     """
     fields: dict[str, Any] = {**state.get("log_fields", {})}
     if answer_id := state.get("answer_id"):

@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: plain counts, made into its families when it asks.
+"""Metrics for Prometheus: plain counts, from which a scrape makes metric families.
 
-Charter: names that dashboards of this ecosystem read begin with `vllm:`, ours with `foretoken:`.
-A delta costs additions and one search in a list of bounds; all else is done at the scrape.
+Charter: names that existing dashboards read begin with `vllm:`, ours with `foretoken:`. Counting a
+delta takes additions and one search in a list of bounds; everything else is done at the scrape.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from prometheus_client.registry import Collector
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.outputs import RequestMetrics
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(m * 10**n for n in range(6) for m in (1, 2, 5))
 _PROCESS = ProcessCollector(registry=None)
-_BETWEEN = "Between tokens; of a step, its time over its tokens."
+_BETWEEN = "Time between tokens: that of a step, divided by its tokens."
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From request to first token.",
     "inter_token_latency_seconds": _BETWEEN,
@@ -44,7 +44,7 @@ _HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts of values by upper bounds."""
+    """Counts of values by upper bound, and the sum of the values."""
 
     def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
         self._bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -55,7 +55,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Bounds and how many values are at most so large."""
+        """For each upper bound the number of values up to it, as Prometheus wants them."""
         bounds = [*map(str, self._bounds), "+Inf"]
         return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
@@ -73,36 +73,38 @@ class Counts:
         }
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add a value, or several that are equal, to a histogram."""
         self.histograms[name].observe(value, times)
 
 
 class Record:
-    """What one request over HTTP adds to the counts, delta by delta."""
+    """Adds one request over HTTP to the counts, delta by delta."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._start = time.perf_counter()
-        self._last: dict[int, float] = {}
+        self._last: dict[int, float] = {}  # by prompt: the time of its last delta
+        # By prompt: the tokens of each of its samples so far.
         self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
-    def observe(self, news: News) -> None:
-        """Count a delta; a step's tokens came at equal distances, as far as a client can tell."""
-        number, delta = news
+    def observe(self, item: PromptDelta) -> None:
+        """Count a delta. Its tokens count as evenly spread over the time since the last delta."""
+        number, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
             counts.observe("request_prompt_tokens", len(delta.prompt_token_ids))
-        before = self._last.get(number)
+        last_time = self._last.get(number)
         for sample in delta.outputs:
-            size = len(sample.token_ids)
-            counts.generation_tokens += size
-            self._sizes[number][sample.index] += size
-            if size and before is not None:
-                counts.observe("inter_token_latency_seconds", (now - before) / size, size)
+            num_tokens = len(sample.token_ids)
+            counts.generation_tokens += num_tokens
+            self._sizes[number][sample.index] += num_tokens
+            if num_tokens and last_time is not None:
+                counts.observe(
+                    "inter_token_latency_seconds", (now - last_time) / num_tokens, num_tokens
+                )
             if sample.finish_reason is not None:
                 counts.finished[sample.finish_reason] += 1
-        if before is None and delta.outputs and delta.outputs[0].token_ids:
+        if last_time is None and delta.outputs and delta.outputs[0].token_ids:
             counts.observe("time_to_first_token_seconds", now - self._start)
         self._last[number] = now
         if delta.metrics is not None:
@@ -112,40 +114,44 @@ class Record:
             self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
 
     def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
-        """What the engine's own clock says of a prompt whose samples have so many tokens."""
-        counts, queued, first = self._counts, metrics.queue_time, metrics.time_to_first_token
+        """Count the phases of a prompt that has ended, by the engine's clock.
+
+        Args:
+            sizes: the number of tokens of each of its samples.
+        """
+        counts, queued, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
         for size in sizes:
             counts.observe("request_generation_tokens", size)
         if queued is None:
-            return  # it left before it had a slot
+            return  # the prompt's requests ended before one had a slot
         counts.observe("request_queue_time_seconds", queued)
-        if first is None or not metrics.tokens_per_second:
+        if first_token is None or not metrics.tokens_per_second:
             return
-        end = max(sum(sizes) / metrics.tokens_per_second, first)
-        counts.observe("request_prefill_time_seconds", first - queued)
-        counts.observe("request_decode_time_seconds", end - first)
+        end = max(sum(sizes) / metrics.tokens_per_second, first_token)
+        counts.observe("request_prefill_time_seconds", first_token - queued)
+        counts.observe("request_decode_time_seconds", end - first_token)
         counts.observe("request_inference_time_seconds", end - queued)
         if max(sizes) > 1:
-            each = (end - first) / (max(sizes) - 1)
-            counts.observe("request_time_per_output_token_seconds", each)
+            mean = (end - first_token) / (max(sizes) - 1)
+            counts.observe("request_time_per_output_token_seconds", mean)
 
 
 class EngineCollector(Collector):
-    """All families, with the name of the model as a label."""
+    """All metric families of a server, with the name of the model as a label."""
 
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
         pool, config = engine.engine.scheduler.pool, engine.config
         self._cache = {
             "block_size": pool.block_size,
-            "num_gpu_blocks": pool.num_blocks,  # on a CPU, too
+            "num_gpu_blocks": pool.num_blocks,  # vLLM's name, also on a CPU
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.memory_fraction,
             "cache_dtype": "auto",
         }
 
     def collect(self) -> Iterator[Metric]:
-        """The engine and the counts as they are now."""
+        """The metric families as they are now."""
         status, counts = self._engine.status, self._counts
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
@@ -163,46 +169,47 @@ class EngineCollector(Collector):
         yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
         for name, text in _HISTOGRAMS.items():
             yield self._histogram(name, text, counts.histograms[name])
-        name = "time_per_output_token_seconds"  # an older name of it
+        name = "time_per_output_token_seconds"  # older name of the inter-token latency
         yield self._histogram(name, _BETWEEN, counts.histograms["inter_token_latency_seconds"])
         yield self._cache_config()
         yield from self._speculation()
 
     def _cache_config(self) -> Metric:
-        """A gauge that is 1, whose labels say what there is, as vLLM's names have it."""
+        """A gauge of 1 with the cache's options as labels, under vLLM's names."""
         labels = ["model_name", *self._cache]
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "How the cache is made.", labels=labels
-        )
+        text = "Options of the cache."
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
         return family
 
     def _speculation(self) -> Iterator[Metric]:
+        """The metric families about drafts."""
         metrics = self._engine.metrics
         drafts = {
             "num_drafts": ("Verifications with drafts.", metrics.num_drafts),
             "num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
-            "num_accepted_tokens": ("Of those, accepted.", metrics.num_accepted_tokens),
+            "num_accepted_tokens": ("Drafted tokens accepted.", metrics.num_accepted_tokens),
         }
         for name, (text, value) in drafts.items():
             yield self._counter(f"vllm:spec_decode_{name}", text, {"": value})
-        lists = {
+        per_position = {
             "vllm:spec_decode_num_accepted_tokens_per_pos": metrics.accepted_per_position,
             "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,
         }
-        for name, values in lists.items():
-            yield self._counter(name, "By index of the draft.", _numbered(values), "position")
+        for name, values in per_position.items():
+            yield self._counter(name, "Drafts by index.", _numbered(values), "position")
         steps = _numbered(metrics.steps_per_k)
-        yield self._counter("foretoken:steps_per_k", "Steps by drafts verified.", steps, "k")
+        yield self._counter("foretoken:steps_per_k", "Steps by number of drafts.", steps, "k")
         synthetic = {"": metrics.num_synthetic_drafts}
         yield self._counter("foretoken:synthetic_drafts", "Verified by `synthetic`.", synthetic)
         for name in ("num_draft_tokens", "num_accepted_tokens"):
-            each = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
-            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", each, "drafter")
+            by_drafter = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
+            text = "Drafts by drafter."
+            yield self._counter(f"foretoken:drafter_{name}", text, by_drafter, "drafter")
         for name in ("estimated", "realised"):
             speedup = getattr(metrics, f"{name}_speedup", None)
-            if speedup is not None:  # K is fixed, or none was chosen yet
-                text = "Over plain decoding, where K is `auto`."
+            if speedup is not None:  # it is None if K is fixed, or none was chosen yet
+                text = "Speed over that of plain decoding, if K is `auto`."
                 yield self._gauge(f"{name}_speedup", text, speedup, prefix="foretoken")
 
     def _gauge(self, name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
@@ -211,7 +218,7 @@ class EngineCollector(Collector):
         return family
 
     def _counter(self, name: str, text: str, values: dict[str, int], label: str = "") -> Metric:
-        """A counter, or one for each value of a label."""
+        """A counter with one value, or with one for each value of a label."""
         labels = ["model_name", label] if label else ["model_name"]
         family = CounterMetricFamily(name, text, labels=labels)
         for key, value in values.items():
@@ -225,12 +232,12 @@ class EngineCollector(Collector):
 
 
 def process_metrics() -> list[Metric]:
-    """Families of this process (`process_*`)."""
+    """The metric families of this process (`process_*`)."""
     return list(_PROCESS.collect())
 
 
 def exposition(collector: Collector) -> bytes:
-    """All families as Prometheus reads them, and those of this process (`process_*`)."""
+    """The families of a collector and of this process (`process_*`), as text for Prometheus."""
     registry = CollectorRegistry()
     registry.register(collector)
     registry.register(_PROCESS)

@@ -1,4 +1,4 @@
-"""Options of `foretoken serve` beside the engine's. No fastapi."""
+"""Options of `foretoken serve`, except the engine's. No fastapi."""
 
 from __future__ import annotations
 
@@ -11,81 +11,84 @@ from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
 
 MAX_NUM_WAITING = 1024
-"""Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
+"""The default of `max_num_waiting`: samples that may wait for a slot; more are refused by 429."""
 _HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)*")
 _OWN_PATHS = {
     *("v1", "tokenize", "detokenize", "health", "ping", "load", "metrics", "version"),
     *("server_info", "tokenizer_info", "docs", "openapi.json", "page"),
 }
-"""How paths of the server begin: under such a `root_path` they would be taken for those of a proxy
-that took nothing off."""
+"""First parts of the server's own paths. With a `root_path` that begins in the same way, `RootPath`
+could not tell whether a path has the prefix."""
 MAX_STEP_SECONDS = 0.15
-"""`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
+"""The default of `max_step_seconds` on a CPU: how long a step may make streams wait, while it
+computes prompts of other requests."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where and to whom a model is served.
+    """How a model is served.
 
     Attributes:
-        host: address to listen on; `0.0.0.0` is every network that the machine has.
-        port: its port; 0 takes one that is free.
-        api_key: what clients must send as `Authorization: Bearer KEY`; of several any. None:
-            nothing. On a command line others of this machine can read it: FORETOKEN_API_KEY in the
-            environment does the same.
-        allowed_hosts: names by which clients may call a server of the loopback that wants no key,
-            as their `Host` has them, without a port, besides `localhost` and the loopback's
-            addresses; `*` is any. Others are refused: see docs/server.md. With a key, or another
-            `host`, any is answered, and this is to be left out.
-        served_model_name: names by which requests may call the model, and answers by the first of
-            them; by default the one that `model` has.
-        root_path: where a proxy has this server, as its clients see it, such as `/llm`. Requests
-            are answered with and without it.
-        ssl_keyfile: a private key in PEM: the server speaks TLS, by it and `ssl_certfile`.
-        ssl_certfile: the certificate of that key, and those between it and a root, in PEM.
+        host: address to listen on; `0.0.0.0` is every network of the machine.
+        port: port to listen on; 0 takes a free one.
+        api_key: key that clients must send as `Authorization: Bearer KEY`; of several keys, clients
+            send any one. None: no key is needed. Other users of this machine can read a command
+            line: FORETOKEN_API_KEY in the environment does the same.
+        allowed_hosts: names that a client's `Host` may have, without a port, besides `localhost`
+            and the loopback's addresses; `*` is any. Requests with other names are refused: see
+            docs/server.md. Names are checked only if `host` is an address of the loopback and there
+            is no key.
+        served_model_name: names of the model in requests; answers use the first. Default: `model`.
+        root_path: path under which a proxy has this server, such as `/llm`. Requests are answered
+            with and without it.
+        ssl_keyfile: a private key in PEM. With it and `ssl_certfile` the server speaks TLS.
+        ssl_certfile: the certificate of that key, and the intermediate certificates up to a root,
+            in PEM.
         ssl_ca_certs: CA certificates by which clients' certificates are checked, in PEM; see
             `ssl_cert_reqs`.
-        ssl_cert_reqs: client certificates: 0 not asked for, 1 optional, 2 required.
-        allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
-            model stands behind such a text.
-        chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
-        trust_request_chat_template: let a request bring a `chat_template`. It is a program, run in
-            the engine's thread: Jinja's sandbox keeps it from files, and not from taking long.
-        allow_priority: let requests set their `priority`. Whoever sends the lowest is served first,
-            and can have all others wait.
-        allowed_origins: web pages of other origins that a browser lets call this server; `*` is
-            any. By default none.
-        queue_timeout: seconds in which a request must get its first token; then it is refused
-            by 503.
-        request_timeout: seconds in which an answer must be complete; then it ends with what there
-            is, and its `finish_reason` is `length`, its `stop_reason` `timeout`.
-        io_timeout: seconds in which a client must send a request, head and body, or read what
+        ssl_cert_reqs: whether clients send certificates: 0 no, 1 optional, 2 required.
+        allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: such a
+            text means nothing.
+        chat_template: a Jinja template, or the name of one of the tokenizer's templates; None: the
+            tokenizer's own.
+        trust_request_chat_template: let a request bring a `chat_template`. A template is a program
+            that runs in the engine's thread: Jinja's sandbox keeps it from files, but not from
+            running long.
+        allow_priority: let requests set their `priority`. The request with the lowest number is
+            served first, and can keep all others waiting.
+        allowed_origins: origins, other than the server's own, of web pages that may call it from a
+            browser; `*` is any. Default: none.
+        queue_timeout: seconds until a request must have its first token; then it is refused by 503.
+        request_timeout: seconds until an answer must be complete; then it ends with its text so
+            far, with `finish_reason` `length` and `stop_reason` `timeout`.
+        io_timeout: seconds for a client to send a request, head and body, or to read data that
             waits to be sent; then its connection is closed.
-        drain_timeout: seconds for what is being answered once SIGTERM or Ctrl-C came; what is not
-            complete by then ends as at `request_timeout`, its `stop_reason` `shutdown`. The process
-            ends up to 7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
+        drain_timeout: seconds for requests under way after SIGTERM or Ctrl-C; answers not complete
+            by then end as at `request_timeout`, with `stop_reason` `shutdown`. The process ends up
+            to 7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
-        max_json_values: most commas and opening brackets in a body, those in texts included, since
-            nothing else runs while JSON is decoded (0.05 s for 2**17 of the slowest kind); None:
-            2**17, or two for each token of the context where that is more.
-        max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
-            is kept encoding what cannot fit; None: 64 for each token of the context.
-        max_samples: most samples of one request, prompts times `n`.
-        max_answer_logprobs: most log-probabilities in one answer: for each prompt its tokens times
-            `prompt_logprobs` + 1, with `echo` for each sample; for each sample the tokens that it
-            may have times `logprobs` + 1, of which a `max_tokens` that is left out takes what is
-            left; a token's trace counts as K + 1.
-        log_level: what is written to standard error, as lines of JSON: `info` has one for each
-            request, `debug` also for probes, and what failed, which may quote a request;
-            `warning`, `error`.
-        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
-            `none` (no tools are taken), or `auto`: as its template shows.
-        reasoning_parser: `think` (by vLLM's names `qwen3`, `deepseek_r1`) reads `<think>` and
-            `</think>`, `none` leaves them in the text, `auto`: as its template shows.
+        max_json_values: most commas and opening brackets in a body, including those in texts. The
+            bound exists because nothing else runs while JSON is decoded (0.05 s for 2**17 of the
+            slowest kind); None: 2**17, or two for each token of the context where that is more.
+        max_prompt_chars: most characters of a prompt or conversation, so that the engine's thread
+            does not encode a text that cannot fit; None: 64 for each token of the context.
+        max_samples: most samples of one request: its prompts times `n`.
+        max_answer_logprobs: most log-probabilities in one answer. A prompt counts as its tokens
+            times `prompt_logprobs` + 1, with `echo` once for each sample. A sample counts as its
+            `max_tokens` (by default the rest of the context) times `logprobs` + 1. A token's trace
+            counts as K + 1.
+        log_level: level of the log, which is lines of JSON on standard error: `debug`, `info`,
+            `warning` or `error`. `info` has a line for each request. `debug` also has lines for
+            probes, and details of failures, which may quote a request.
+        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json` or `mistral`.
+            With `none` tools are refused; `auto` finds the format in the chat template.
+        reasoning_parser: how reasoning in an answer is read: `think` (by vLLM's names `qwen3`,
+            `deepseek_r1`) reads `<think>` and `</think>`, `none` leaves them in the text, `auto`
+            finds out from the chat template.
     """
 
     host: str = "127.0.0.1"
@@ -141,8 +144,9 @@ class ServeOptions:
             from foretoken.serve.parsers.formats import FORMATS, REASONING_PARSERS
 
             formats = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_PARSERS}
-        for name, known in formats.items():  # which are empty, else `--help` would load torch
-            if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
+        # By default the formats are not imported, since that loads torch.
+        for name, format_names in formats.items():
+            if (value := getattr(self, name)) not in (names := ("auto", "none", *format_names)):
                 remedy = "No other format is read here; `auto` finds these in the template."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)
         if self.log_level not in LOG_LEVELS:
@@ -157,6 +161,7 @@ class ServeOptions:
             raise ConfigError("allowed_hosts", self.allowed_hosts, bound, "Any `Host` is answered.")
 
     def _check_tls(self) -> None:
+        """Raise `ConfigError` if options of TLS are given without those that they need."""
         check_int("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2)
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         if None in pair.values() and (self.has_tls or self.ssl_ca_certs or self.ssl_cert_reqs):
@@ -167,7 +172,7 @@ class ServeOptions:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that clients may send; empty: none is wanted."""
+        """The keys that clients may send; empty: no key is needed."""
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     @property
@@ -176,12 +181,12 @@ class ServeOptions:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others than this machine can call, and need no key to do so."""
+        """Whether clients on other machines can call the server without a key."""
         return not self.keys and not self._is_loopback
 
     @property
     def checks_host(self) -> bool:
-        """Whether `Host` must be known: nothing else keeps web pages out."""
+        """Whether `Host` is checked: without a key nothing else keeps web pages out."""
         return not self.keys and self._is_loopback
 
     @property
@@ -192,7 +197,7 @@ class ServeOptions:
             return self.host == "localhost"
 
     def check_engine(self, config: EngineConfig) -> None:
-        """Raise `ConfigError` for an engine whose texts would be meaningless unnoticed."""
+        """Raise `ConfigError` if the engine's rule is `synthetic`, and that is not allowed."""
         speculation = config.speculative_config
         rule = speculation.rejection_sample_method if speculation else None
         if rule == "synthetic" and not self.allow_synthetic:
@@ -200,10 +205,11 @@ class ServeOptions:
             raise ConfigError(where, rule, bound, "--allow-synthetic serves such texts.")
 
 
-def described(names: Sequence[str], config: EngineConfig) -> str:
-    """A line that says under which names a model is served, and what drafts for it."""
-    speculation, drafts = config.speculative_config, "nothing drafts"
+def describe_model(names: Sequence[str], config: EngineConfig) -> str:
+    """A line with the names under which a model is served, and its drafters."""
+    speculation, summary = config.speculative_config, "nothing drafts"
     if speculation is not None:
-        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
-        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
-    return f"{', '.join(names)}: {drafts}."
+        drafters, max_drafts = ", ".join(speculation.members), speculation.num_speculative_tokens
+        rule = speculation.rejection_sample_method
+        summary = f"drafts by {drafters}, K = {max_drafts}, rule {rule}"
+    return f"{', '.join(names)}: {summary}."

@@ -1,8 +1,9 @@
 """The process: an application, its lifetime, and uvicorn in front of them.
 
-Charter: a socket, signals, and how the process ends. The first SIGTERM or Ctrl-C lets what is under
-way be answered, and ends with 0; the second ends at once. An engine that failed ends the process,
-once everybody who waits has been told. Nothing is taken down that ends with the process anyway.
+Charter: a socket, signals, and the end of the process. After the first SIGTERM or Ctrl-C requests
+under way are answered, and the process ends with 0; a second signal ends it at once. If the engine
+fails, the process ends after all waiting clients have got an error. Resources that end with the
+process are not cleaned up.
 """
 
 from __future__ import annotations
@@ -33,57 +34,58 @@ from foretoken.serve.running import Lifetime
 Lifespan = Literal["on", "off"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
-_OLD = 10, 10_000
-"""Collections of the second generation before one of the third: when idle, and at the latest."""
+_MIN_BEFORE_FULL, _MAX_BEFORE_FULL = 10, 10_000
+"""Garbage collections of the second generation that come before one of the third: the minimum,
+which holds in an idle process, and the maximum, which holds in a busy one."""
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A socket at the address that the options say; nobody can connect before it listens.
+    """A socket at the options' address. It does not listen yet, so clients cannot connect.
 
     Raises:
-        ConfigError: there is no such address here, or another program listens there.
+        ConfigError: this machine has no such address, or another program listens there.
     """
-    bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    new_socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if bound.family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind((options.host, options.port))
+        new_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if new_socket.family == socket.AF_INET6:
+            new_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        new_socket.bind((options.host, options.port))
     except (OSError, UnicodeError) as error:
-        bound.close()
-        raise _taken(options, error) from None
-    return bound
+        new_socket.close()
+        raise _address_error(options, error) from None
+    return new_socket
 
 
 def check_tls(options: ServeOptions) -> None:
-    """Raise `ConfigError` where the files of TLS cannot be used, before a model is loaded."""
+    """Raise `ConfigError` if the files of TLS cannot be used; call it before loading a model."""
     if not options.has_tls:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    names, given = "ssl_certfile, ssl_keyfile", f"{options.ssl_certfile}, {options.ssl_keyfile}"
+    names, paths = "ssl_certfile, ssl_keyfile", f"{options.ssl_certfile}, {options.ssl_keyfile}"
     try:
         context.load_cert_chain(str(options.ssl_certfile), options.ssl_keyfile, lambda: b"")
         if options.ssl_ca_certs is not None:
-            names, given = "ssl_ca_certs", options.ssl_ca_certs
-            context.load_verify_locations(given)
+            names, paths = "ssl_ca_certs", options.ssl_ca_certs
+            context.load_verify_locations(paths)
     except OSError as error:  # `ssl.SSLError` is one
         bound = f"files of PEM, the key without a password: {error.strerror or error}"
-        raise ConfigError(names, given, bound) from None
+        raise ConfigError(names, paths, bound) from None
 
 
 def collect_when_idle() -> None:
-    """Have the process look for garbage in old objects when it has nothing else to do.
+    """Have the process collect garbage among old objects only when it is idle.
 
-    Nothing runs meanwhile, which was 0.2 s for what PyTorch and Transformers have loaded, and 0.3 s
-    for the 300 000 objects of the longest answers. What is loaded now is left out from here on.
+    A collection stops all threads: 0.2 s for the objects of PyTorch and Transformers, and 0.3 s for
+    the 300 000 objects of the longest answers. Objects that exist now are never examined again.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], _OLD[1])
+    gc.set_threshold(*gc.get_threshold()[:2], _MAX_BEFORE_FULL)
 
 
 def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.Config:
-    """Uvicorn as it serves an application; it says nothing of what it serves."""
+    """Uvicorn's options for this application. Uvicorn logs no requests."""
     options = life.options
     return uvicorn.Config(
         app,
@@ -104,50 +106,61 @@ def make_config(app: ASGIApp, life: Lifetime, *, lifespan: Lifespan) -> uvicorn.
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """A server of this application for a program that has other things to do."""
+    """A server of this application, for a program that runs the server itself."""
     return uvicorn.Server(make_config(app, app.state.context.lifetime, lifespan="on"))
 
 
 class Process(uvicorn.Server):
-    """A server that is all that its process does: it ends by signals, and by a failure."""
+    """A server that has the process to itself, and ends at a signal or when the engine fails.
+
+    Args:
+        is_front: whether the application is a fleet's front.
+
+    Attributes:
+        failure: the error that ended the server; None: it ended by a signal, or runs.
+    """
 
     def __init__(
         self, app: ASGIApp, life: Lifetime, say: Callable[[str], None], *, is_front: bool = False
     ) -> None:
         super().__init__(make_config(app, life, lifespan="on" if is_front else "off"))
-        self._life, self._say, self._has_said, self._is_front = life, say, False, is_front
-        self._is_hurried = False
+        self._life, self._say, self._is_front = life, say, is_front
+        self._has_announced_end, self._ends_at_once = False, False
         self.failure: ForetokenError | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; the next one finds no handler, or has a front end at once."""
+        """Drain at the first signal, and end at once at the second.
+
+        For the second signal the default handler is restored, which kills the process. A front must
+        end its replicas first, so it handles the second signal, too.
+        """
         if self._is_front and self._life.is_draining:
-            self._is_hurried = True
+            self._ends_at_once = True
             return
         if not self._is_front:
-            for each in _SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
         self._life.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is over."""
+        """Whether the server should end; uvicorn calls this ten times a second."""
         life = self._life
-        if life.is_draining and not self._has_said:  # a signal handler must not write
-            self._has_said = True
+        if life.is_draining and not self._has_announced_end:  # a signal handler must not write
+            self._has_announced_end = True
             seconds = life.options.drain_timeout
             self._say(f"Ending: requests left: {len(life.flights)} ({seconds:g} s at most).")
-        if not life.flights and gc.get_count()[2] > _OLD[0]:
+        if not life.flights and gc.get_count()[2] > _MIN_BEFORE_FULL:
             gc.collect()
-        if self._is_hurried:
+        if self._ends_at_once:
             life.num_cut = max(life.num_cut, len(life.flights))
             for flight in [*life.flights]:
                 flight.cut("shutdown")
         self.failure = life.failed()
-        is_over = self._is_hurried or self.failure is not None or life.is_over()
+        is_over = self._ends_at_once or self.failure is not None or life.is_over()
         return await super().on_tick(counter) or is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for clients to read the ends of their answers, as long as there is time."""
+        """Close the server; clients get the seconds that are left to read the ends of answers."""
         self.config.timeout_graceful_shutdown = math.ceil(self._life.seconds_left())
         await super().shutdown(sockets)
 
@@ -155,39 +168,39 @@ class Process(uvicorn.Server):
 def serve(
     app: ASGIApp,
     life: Lifetime,
-    bound: socket.socket,
-    told: Sequence[str],
+    bound_socket: socket.socket,
+    lines: Sequence[str],
     say: Callable[[str], None],
     *,
     is_front: bool = False,
 ) -> None:
-    """Serve until a signal ends that. Threads of an engine go on: `leave` does not wait for them.
+    """Serve until a signal. The engine's threads still run then; `leave` does not wait for them.
 
     Args:
-        told: lines about what is served.
-        is_front: whether it has replicas elsewhere. Then the application learns when it begins and
-            ends, and this returns at a second signal, too, so that they can be ended.
+        lines: messages about the model, for the user.
+        is_front: whether the application is a fleet's front. A front gets ASGI's lifespan events,
+            and at a second signal the function returns, so that the caller can end the replicas.
 
     Raises:
         ConfigError: another program has begun to listen at this address.
-        ForetokenError: what `life` failed by.
+        ForetokenError: the failure that `life` reports.
     """
     options = life.options
     try:
-        bound.listen(_BACKLOG)
-    except OSError as error:  # another began to listen meanwhile
-        raise _taken(options, error) from None
-    host, port = bound.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+        bound_socket.listen(_BACKLOG)
+    except OSError as error:  # another program began to listen meanwhile
+        raise _address_error(options, error) from None
+    host, port = bound_socket.getsockname()[:2]
+    shown_host = f"[{host}]" if ":" in host else host
     if options.is_exposed:
-        say(f"WARNING: whoever reaches {shown} can use this server: there is no --api-key.")
-    for line in told:
+        say(f"WARNING: whoever reaches {shown_host} can use this server: there is no --api-key.")
+    for line in lines:
         say(line)
-    say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
+    say("Ctrl-C or SIGTERM ends it after requests under way are answered; a second one at once.")
     scheme = "https" if options.has_tls else "http"
-    say(f"Serving on {scheme}://{shown}:{port}")
+    say(f"Serving on {scheme}://{shown_host}:{port}")
     process = Process(app, life, say, is_front=is_front)
-    process.run(sockets=[bound])
+    process.run(sockets=[bound_socket])
     if process.failure is not None:
         raise process.failure
     num_cut = life.num_cut
@@ -195,21 +208,21 @@ def serve(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, with all that it has written.
+    """End this process now, after flushing its output.
 
-    Python would take 3 000 modules and 400 000 objects apart first, which took 1.4 to 2.7 s, and
-    wait for the engine's step, which may take as long as it likes.
+    Python would first destroy 3 000 modules and 400 000 objects, which took 1.4 to 2.7 s, and wait
+    for the engine's step, which has no time limit.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # who should read it has left, or it is closed
+        with suppress(OSError, ValueError):  # the stream has no reader any more, or is closed
             if stream is not None:
                 stream.flush()
     os._exit(code)
 
 
-def _taken(options: ServeOptions, error: Exception) -> ConfigError:
-    told = getattr(error, "strerror", None) or error
-    bound = f"an address of this machine that is free: {told}"
+def _address_error(options: ServeOptions, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    bound = f"an address of this machine that is free: {reason}"
     remedy = "Give another --host or --port; --port 0 takes a port that is free."
     return ConfigError("host, port", f"{options.host}, {options.port}", bound, remedy)

@@ -1,9 +1,10 @@
-"""An answer as it is sent: whole, or as server-sent events, and what keeps that from blocking.
+"""Sending an answer, whole or as server-sent events, without blocking the event loop.
 
-Charter: the stream of one answer, from its first delta to its end, and what takes time on the event
-loop in proportion to an answer or a body. An answer is made piece by piece, and after some
-milliseconds of work the loop rests for as long; what a step brings is one write, unless making it
-takes long. A long body is read in a thread, where Python lets others have the interpreter.
+Charter: the stream of one answer, from its first delta to its end, and all work on the event loop
+that grows with an answer or a body. An answer is written in slices: after `SLICE` seconds of work
+the task sleeps for the same time. The tokens of a step are sent together, unless writing them takes
+longer than a slice. A long body is read in a thread, so that Python can run other threads
+meanwhile.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.serve.answers.events import Event, EventReader, Usage
 from foretoken.serve.errors import Refusal, refusal
-from foretoken.serve.running import News
+from foretoken.serve.running import PromptDelta
 
 SLICE = 0.002
-"""Seconds of work on an answer, then of rest. The engine's thread takes the interpreter many times
-in a step, and waits for what is left of a slice each time; the rests are its own."""
+"""Seconds of work on an answer, and then of sleep. The engine's thread takes the interpreter many
+times in a step. Each time it waits for the rest of a slice, except while the task sleeps."""
 LONG_BODY = 2**15
-"""Bytes: a body of so many takes a millisecond or two, a thread 0.1 ms."""
+"""Bytes from which a body counts as long. Reading a body of this size takes a millisecond or two,
+starting a thread 0.1 ms."""
 DONE = b"data: [DONE]\n\n"
 Choices = dict[int, list[Event]]
-"""All events of an answer, by choice. It is emptied as it is written: to free it at once would
-stall the loop."""
+"""All events of an answer, by the index of their choice. Writers remove the choices that they have
+written, since freeing all events at once would stall the event loop."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Rows:
-    """A long list in an answer: its items are made when they are written, once."""
+class LazyList:
+    """A long list in an answer. Its items are made while they are written, and only once."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -48,71 +50,75 @@ class Rows:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON of a value without `Rows`."""
+    """The JSON of a value that contains no `LazyList`."""
     try:
         return to_json(value, inf_nan_mode="null")
-    except ValueError:  # half a surrogate pair, which a tool's description may have
+    except ValueError:  # half a surrogate pair, for example in a tool's description
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """JSON of a value: of dicts each value, and of `Rows` each item, is a piece."""
+    """The JSON of a value in pieces: one for each value of a dict and each item of `LazyList`."""
     if isinstance(value, dict):
-        before = b"{"
+        prefix = b"{"
         for name, item in value.items():
-            yield before + dumps(name) + b":"
+            yield prefix + dumps(name) + b":"
             yield from pieces(item)
-            before = b","
+            prefix = b","
         yield b"}" if value else b"{}"
-    elif isinstance(value, Rows):
-        before = b"["
+    elif isinstance(value, LazyList):
+        prefix = b"["
         for item in value:
-            yield before + dumps(item)
-            before = b","
-        yield b"[]" if before == b"[" else b"]"
+            yield prefix + dumps(item)
+            prefix = b","
+        yield b"[]" if prefix == b"[" else b"]"
     else:
         yield dumps(value)
 
 
 async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The parts, joined to what was made in one slice."""
-    made: list[bytes] = []
+    """The parts, joined into one chunk per slice of work. After each slice the task sleeps.
+
+    Args:
+        parts: an iterator that makes the parts, which is the work.
+    """
+    chunk: list[bytes] = []
     start = perf_counter()
     for part in parts:
-        made.append(part)
+        chunk.append(part)
         if perf_counter() - start > SLICE:
-            yield b"".join(made)
-            made = []
+            yield b"".join(chunk)
+            chunk = []
             await asyncio.sleep(SLICE)
             start = perf_counter()
-    yield b"".join(made)
+    yield b"".join(chunk)
 
 
 async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns: done here, or in a thread if it is for a body of many bytes."""
+    """The result of `work` on a body of `size` bytes; work on a long body runs in a thread."""
     if size < LONG_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 class AnswerWriter(Protocol):
-    """How an API writes one answer: in pieces, in order, each of which is made quickly."""
+    """How an API writes one answer: in order, and in pieces that each take little time to make."""
 
     def body(self, choices: Choices, usage: Usage) -> Iterable[bytes]:
         """The whole answer."""
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterable[bytes]:
-        """What is new; nothing if a client would learn nothing."""
+        """Chunks of the stream for these events; none if they tell the client nothing new."""
 
     def last(self, usage: Usage) -> Iterable[bytes]:
-        """What closes the stream."""
+        """The end of the stream."""
 
     def failed(self, refused: Refusal) -> Iterable[bytes]:
         """An error that ends the stream."""
 
 
 class WholeAnswer(Response):
-    """JSON that is complete when its first byte is sent, and goes out by parts."""
+    """A response of JSON that is complete before its first byte is sent, and is sent in parts."""
 
     media_type = "application/json"
 
@@ -121,37 +127,41 @@ class WholeAnswer(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; the next part when the client has read most of those before it."""
+        """Send the parts; each waits until the client has read most of the parts before it."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        *most, last = self._parts
-        for part in most:
+        *parts, last = self._parts
+        for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": last})
 
 
 class EventStream(StreamingResponse):
-    """An answer that has begun with `first`; it ends with its client: nothing is made for nobody.
+    """A streamed answer, which ends early if its client disconnects.
 
-    Of Starlette's response it has the head alone: one task takes a step's news from the engine to
-    the socket.
+    Of Starlette's response only the head is used: one task takes each delta from the engine to the
+    socket.
+
+    Args:
+        first, rest: the deltas.
+        observe: is called with each delta, to count it.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: News,
-        rest: AsyncGenerator[News, None],
+        first: PromptDelta,
+        rest: AsyncGenerator[PromptDelta, None],
         reader: EventReader,
         writer: AnswerWriter,
-        observe: Callable[[News], None],
+        observe: Callable[[PromptDelta], None],
     ) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first, self._rest = first, rest
         self._reader, self._writer, self._observe = reader, writer, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; however that ends, and if it never began, nothing is left open."""
+        """Send the whole stream; in the end `rest` is closed, also if it was never read."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._rest):
             with suppress(ClientDisconnect):
@@ -159,7 +169,8 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        item: News | None = self._first
+        """Send the events of all deltas, and then the end of the stream or its error."""
+        item: PromptDelta | None = self._first
         body: Message = {"type": "http.response.body", "more_body": True}
         try:
             while item is not None:
@@ -169,7 +180,7 @@ class EventStream(StreamingResponse):
                     if part:
                         await send({**body, "body": part})
                 item = await anext(self._rest, None)
-        except Exception as error:  # the status has been sent: the client reads it here
+        except Exception as error:  # the status is sent, so only the stream can report it
             last = self._writer.failed(refusal(error))
         else:
             last = self._writer.last(self._reader.usage)
@@ -179,33 +190,34 @@ class EventStream(StreamingResponse):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of this work; ends it and raises `ClientDisconnect` when the client leaves.
+    """The result of `work`; if the client disconnects, cancel `work` and raise `ClientDisconnect`.
 
-    It is done in the task that asks for it, which is cancelled as `asyncio.timeout` does that.
+    `work` runs in the calling task. As in `asyncio.timeout`, this task is cancelled, and the
+    cancellation is taken back.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
-    before, has_left, is_over = task.cancelling(), False, False
+    num_cancellations, has_cancelled, is_over = task.cancelling(), False, False
 
-    def leave(gone: asyncio.Task[None]) -> None:
-        nonlocal has_left
+    def cancel_work(disconnected: asyncio.Task[None]) -> None:
+        nonlocal has_cancelled
         if not is_over:
-            has_left = task.cancel()
+            has_cancelled = task.cancel()
 
-    gone = asyncio.ensure_future(_gone(receive))
-    gone.add_done_callback(leave)
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+    disconnected.add_done_callback(cancel_work)
     try:
         return await work
     except asyncio.CancelledError:
-        if has_left and task.cancelling() == before + 1:
+        if has_cancelled and task.cancelling() == num_cancellations + 1:
             raise ClientDisconnect from None
         raise
     finally:
         is_over = True
-        gone.cancel()
-        if has_left:
+        disconnected.cancel()
+        if has_cancelled:
             task.uncancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,1 +1,1 @@
-"""What is kept by request slot: a step as a message, a step on the device, the table."""
+"""State by request slot (`table`), and the records of a step (`step`)."""

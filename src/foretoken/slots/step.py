@@ -1,36 +1,170 @@
-"""A step on the device, and what came of it.
+"""The records of a step: the message that asks for it, its state on the device, its result.
 
-Charter: the records between slots, runner, drafters and engine. Nothing here decides or computes
-what a step is about.
+Charter: records that engine, runner, slots and drafters exchange, and the form of a message as
+bytes. Nothing is decided here. A `StepPlan` names slots, not requests: it can be recorded, replayed
+in another process, or sent to other ranks. The step reads the true lengths of requests from the
+slots. `PackedEdits` (`sampling/edits.py`) may follow as a second message of the same step, once the
+step's drafts are known.
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, T packed
+A request *decides* in a step if the step draws new tokens for it.
+
+Shape suffixes: B requests of the step, D deciding requests, K drafts, N rows of logits, T packed
 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Evidence, ForwardOutput, Logprobs, Rule, SlotParams
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
-from foretoken.slots.plan import NO_STEP, StepInput
+from foretoken.sampling.edits import PackedEdits
+from foretoken.sampling.grammar import Grammar
+from foretoken.sampling.params import SamplingParams
+
+NONE = -1
+"""In place of a number of log-probabilities: the request wants none."""
+
+
+class Admission(NamedTuple):
+    """The state of a request that gets a slot; `StepPlan.new_blocks` has its blocks.
+
+    Attributes:
+        key: the 64-bit key of the request's noise.
+        token_ids: known tokens, of which the first `num_prompt` are the prompt.
+        limit: most tokens that the request may have, prompt included.
+        num_computed: number of leading tokens with K/V in the cache.
+        drafter: the number of the request's drafter.
+    """
+
+    slot: int
+    key: int
+    params: SamplingParams
+    rule: Rule
+    token_ids: Sequence[int]
+    num_prompt: int
+    limit: int
+    num_computed: int = 0
+    drafter: int = 0
+
+    @property
+    def shows_drafts(self) -> bool:
+        """Whether the request's tokens depend on the drafts.
+
+        Under the lossless rules their distribution never does.
+        """
+        if self.rule is Rule.SYNTHETIC:
+            return True
+        return self.params.temperature > 0 and self.rule is not Rule.COUPLED
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the request's output must match a grammar."""
+        return self.params.grammar is not None
+
+
+class StepInput(NamedTuple):
+    """Requests of one step, in batch order.
+
+    Attributes:
+        slot_B: the requests' slots.
+        num_tokens_B: known tokens to compute.
+        max_drafts_B: most drafts to verify after the known tokens. The true number K_b is smaller
+            if fewer tokens may follow, or if the drafter makes fewer.
+        decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
+        num_logprobs_B: how many of the likeliest tokens to report with each drawn token; NONE: no
+            log-probabilities.
+        num_prompt_logprobs_B: the same for each token of the prompt; these reports need the logits
+            of all rows.
+        traces_B: whether the evidence of the decisions is wanted.
+    """
+
+    slot_B: Sequence[int] = ()
+    num_tokens_B: Sequence[int] = ()
+    max_drafts_B: Sequence[int] = ()
+    decides_B: Sequence[bool] = ()
+    num_logprobs_B: Sequence[int] = ()
+    num_prompt_logprobs_B: Sequence[int] = ()
+    traces_B: Sequence[bool] = ()
+
+    @property
+    def most_logprobs(self) -> int:
+        """The largest number of likeliest tokens to report; NONE if no request wants a report."""
+        return max([*self.num_logprobs_B, *self.num_prompt_logprobs_B, NONE])
+
+    @property
+    def slot_D(self) -> list[int]:
+        """Slots of the deciding requests."""
+        return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
+
+    @property
+    def of_B(self) -> list[int]:
+        """For each request, its index d among the deciding requests; -1 if it does not decide."""
+        index = count()
+        return [next(index) if decides else -1 for decides in self.decides_B]
+
+    @property
+    def traced_D(self) -> list[int]:
+        """Indices d of the deciding requests that want evidence."""
+        if True not in self.traces_B:
+            return []
+        return [d for d, traces in zip(self.of_B, self.traces_B, strict=True) if traces and d >= 0]
+
+    @property
+    def reported_D(self) -> list[int]:
+        """Indices d of the deciding requests that want log-probabilities of drawn tokens."""
+        columns = zip(self.of_B, self.num_logprobs_B, strict=True)
+        return [d for d, num_logprobs in columns if num_logprobs != NONE and d >= 0]
+
+    @property
+    def reported_prompts_B(self) -> list[int]:
+        """Indices b of the requests that want log-probabilities of their prompt's tokens."""
+        counts = enumerate(self.num_prompt_logprobs_B)
+        return [b for b, num_logprobs in counts if num_logprobs != NONE]
+
+
+NO_STEP = StepInput()
+
+
+class StepPlan(NamedTuple):
+    """A step, and the changes of slots and blocks before it, in the order in which they apply.
+
+    Attributes:
+        released: slots of requests that ended or were preempted.
+        admissions: requests that are new to their slots.
+        new_blocks: (slot, first column, block ids): entries to append to block tables.
+        fresh_blocks: blocks handed out, which still hold the data of their last owner.
+        step: the requests to compute. If there are none, the rest of the plan is still applied.
+        timed: whether to time the phases of the step; `StepResult` has the times.
+    """
+
+    released: Sequence[int] = ()
+    admissions: Sequence[Admission] = ()
+    new_blocks: Sequence[tuple[int, int, Sequence[int]]] = ()
+    fresh_blocks: Sequence[int] = ()
+    step: StepInput = NO_STEP
+    timed: bool = False
 
 
 class StepShape(NamedTuple):
-    """What a captured step depends on besides tensors.
+    """Everything that a captured step depends on besides tensors.
 
     Attributes:
         size: requests, padding included; all of them decode.
         most_drafts: columns of drafts.
         has_filters, rules: as in `SlotParams`.
-        samples: whether a request draws at random, so that the q of drafts is kept.
-        drafters: numbers of those that its requests may have.
+        samples: whether any request draws at random, so that the drafts' q is kept.
+        drafters: numbers of the drafters that the step's requests may have.
     """
 
     size: int
@@ -45,17 +179,18 @@ class StepRequests(NamedTuple):
     """The requests of a step as tensors on the slots' device. Numbers of drafts are upper bounds.
 
     Attributes:
-        step: the same requests as numbers.
-        params: the parameters of all slots, with what is promised of them in this step.
-        drafters: numbers of the drafters that its requests may have.
+        step: the same requests as Python numbers.
+        params: the parameters of all slots; the flags hold for this step.
+        drafters: numbers of the drafters that the step's requests may have.
         slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
-            may follow padding: the spare slot, with one token and no drafts.
-        slot_D, max_drafts_D: int64; of those that decide.
-        of_B: int64, which of these each of the B requests is, -1: none; None: all are, in order.
-        most_drafts: no request has more.
-        samples: whether a request draws at random; True says nothing.
-        shape: of a captured step; None runs operator by operator.
-        others: drafts may be another drafter's than the one that reads this.
+            there may be padding: the spare slot, with one token and no drafts.
+        slot_D, max_drafts_D: int64; slots and most drafts of the deciding requests.
+        of_B: int64; for each request, its index d among the deciding requests, or -1 if it does not
+            decide. None: all requests decide, in order.
+        most_drafts: the most drafts of any request.
+        samples: False: no request draws at random; True: some may.
+        shape: the shape of a captured step; None: the step runs operator by operator.
+        others: for a drafter that observes the step: another drafter may have made some drafts.
     """
 
     step: StepInput
@@ -74,15 +209,15 @@ class StepRequests(NamedTuple):
 
 @dataclass(slots=True)
 class OpenStep:
-    """A step whose drafts and pass were launched; what is drawn is not decided yet.
+    """A step after the launch of drafting and of the target's pass, before verification.
 
     Attributes:
-        tokens: what is computed of each request.
-        seconds: that the step took on the host so far.
+        tokens: which tokens of each request the target computes.
+        seconds: the host's time for the step so far.
     """
 
     requests: StepRequests
-    asked: DraftRequests
+    draft_requests: DraftRequests
     drafts: DraftBlock
     tokens: StepTokens
     batch: ForwardBatch
@@ -91,28 +226,29 @@ class OpenStep:
 
     @property
     def logits_NV(self) -> Tensor:
-        """Raw rows of the requests that decide."""
+        """The target's raw logits in the rows of deciding requests."""
         return self.batch.deciding(self.output.logits_NV)
 
-    def drafted(self) -> list[list[int]]:
-        """Drafts of each deciding request; reading blocks."""
+    def read_drafts(self) -> list[list[int]]:
+        """The drafts of each deciding request; waits for the device."""
         columns = zip(self.drafts.token_BK.tolist(), self.drafts.num_B.tolist(), strict=True)
         return [token_K[:num] for token_K, num in columns]
 
 
 class Outcome(NamedTuple):
-    """One request's part of a result, on the host.
+    """The result of a step for one request, on the host.
 
     Attributes:
-        token_ids: accepted drafts and the one token after them; empty in the midst of a prefill.
+        token_ids: accepted drafts and the one token after them; empty within a prefill.
         num_drafts, num_accepted: drafts that were verified, and how many of them were accepted.
-        is_finite: False if there is no token after the accepted drafts: the target's logits were
-            not finite, or, if `bans_all`, the request's own parameters left no token.
-        fault: what its own part of the step raised; its tokens are void.
-        logprobs: one row per token, if asked for.
-        prompt_logprobs: rows of the prompt tokens after those computed here, if asked for.
-        drafter: the number of the one that made the drafts; None: the one that was asked for.
-        evidence: its row of each part, if asked for.
+        is_finite: False if there is no token after the accepted drafts. Then the target's logits
+            were not finite, or, if `bans_all`, the request's own parameters ban every token.
+        fault: an exception raised by work for this request only; its tokens are void.
+        logprobs: one row per token, if requested.
+        prompt_logprobs: if requested, one row for each prompt token that follows a token computed
+            in this step.
+        drafter: the number of the drafter that made the drafts; None: the request's own drafter.
+        evidence: this request's row of each tensor in `Evidence`, if requested.
     """
 
     token_ids: list[int]
@@ -128,7 +264,7 @@ class Outcome(NamedTuple):
 
     @property
     def origins(self) -> list[str]:
-        """Of each of the tokens, as in `CompletionOutput.origins`."""
+        """The origin of each token, as in `CompletionOutput.origins`."""
         last = "bonus" if self.num_accepted == self.num_drafts else "resampled"
         return ["accepted"] * self.num_accepted + [last if self.num_drafts else "plain"]
 
@@ -138,21 +274,22 @@ _UNDECIDED = Outcome([])
 
 @dataclass
 class StepResult:
-    """What a step computed. Only reading blocks; everything it reads then is its own.
+    """What a step computed. Only reading it blocks. Later steps change nothing of it except `aux`.
 
     Attributes:
-        step: its requests.
-        packet: of `Steps.advance`; num_padded: requests in it that are padding, all of which
-            decide.
-        faults: by slot, what drafting for one request alone raised.
-        source_D: numbers of the drafters that made the drafts; None: those that were asked for.
-        is_finite_N: whether each row that decided was before edits; None: they are not the cause
-            of a row that is not.
-        logprobs: `num_drafts + 1` rows for each deciding request that wants some, padded to the
-            request with most, then those of prompts; None if no request wants any.
-        evidence: of requests that want it; None if none does.
-        seconds: that the step took here; events: the marks that it left on a GPU.
-        phases: seconds of each phase, if they were to be timed.
+        step: the requests of the step.
+        packet: the numbers that `Steps.advance` returns.
+        num_padded: how many requests in the packet are padding; all of these decide.
+        faults: by slot, exceptions of drafting for one request only.
+        source_D: numbers of the drafters that made the drafts; None: the requests' own drafters.
+        is_finite_N: whether each deciding row was finite before edits; None: no row became
+            non-finite by edits.
+        logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows,
+            padded to the same number for all; then rows of prompts. None: no request wants any.
+        evidence: the `Evidence` of the requests that want it; None: no request does.
+        seconds: the host's time for the step in the runner.
+        events: (phase, event) for each event recorded on a GPU.
+        phases: seconds of each phase, if timed.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
             batch; overwritten by the next step.
     """
@@ -172,18 +309,22 @@ class StepResult:
 
     @cached_property
     def decisions(self) -> dict[int, Outcome]:
-        """What was decided, by slot."""
+        """The outcomes of deciding requests, by slot.
+
+        The packet starts with one number per request (see `Steps.advance`), padding included. Then
+        each deciding request has numbers of drafts and of accepted drafts, a flag, and tokens.
+        """
         if self.packet is None:
             return {}
         numbers, slot_D = self.packet.wait()[0].tolist(), self.step.slot_D
-        at = len(self.step.slot_B) + self.num_padded
-        width = (len(numbers) - at) // max(len(slot_D) + self.num_padded, 1)
+        first = len(self.step.slot_B) + self.num_padded
+        width = (len(numbers) - first) // max(len(slot_D) + self.num_padded, 1)
         decisions = {}
         for slot in slot_D:
-            drafted, accepted, finite = numbers[at : at + 3]
-            tokens = numbers[at + 3 : at + 3 + accepted + finite]
-            decisions[slot] = Outcome(tokens, drafted, accepted, finite > 0)
-            at += width
+            num_drafts, num_accepted, finite = numbers[first : first + 3]
+            tokens = numbers[first + 3 : first + 3 + num_accepted + finite]
+            decisions[slot] = Outcome(tokens, num_drafts, num_accepted, finite > 0)
+            first += width
         return decisions
 
     def read(self) -> dict[int, Outcome]:
@@ -207,30 +348,83 @@ class StepResult:
         return outcomes
 
     def _read_bans(self, outcomes: dict[int, Outcome], is_finite_N: list[bool]) -> None:
-        """Tell what a request's own edits ruled out from logits that were not finite."""
-        first = 0
+        """Set `bans_all` of requests with logits that only their own edits made non-finite."""
+        first = 0  # the request's first row
         for slot, outcome in self.decisions.items():
-            raw = all(is_finite_N[first : first + outcome.num_accepted + 1])
-            if raw and not outcome.is_finite:
+            was_finite = all(is_finite_N[first : first + outcome.num_accepted + 1])
+            if was_finite and not outcome.is_finite:
                 outcomes[slot] = outcomes[slot]._replace(bans_all=True)
             first += outcome.num_drafts + 1
 
-    def _read_logprobs(self, outcomes: dict[int, Outcome], found: Logprobs) -> None:
+    def _read_logprobs(self, outcomes: dict[int, Outcome], logprobs: Logprobs) -> None:
+        """Set `logprobs` and `prompt_logprobs` of outcomes; `StepResult.logprobs` has the order."""
         step, slot_D = self.step, self.step.slot_D
         reported, prompts = step.reported_D, step.reported_prompts_B
-        num_decided = len(found.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
+        num_drawn = len(logprobs.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
         for i, d in enumerate(reported):
-            outcome, first = outcomes[slot_D[d]], i * num_decided // len(reported)
-            rows = _some_rows(found, first, len(outcome.token_ids))
+            outcome, first = outcomes[slot_D[d]], i * num_drawn // len(reported)
+            rows = _some_rows(logprobs, first, len(outcome.token_ids))
             outcomes[slot_D[d]] = outcome._replace(logprobs=rows)
-        first = num_decided
+        first = num_drawn
         for b in prompts:
-            # What follows the prompt is no part of it.
-            rows = _some_rows(found, first, step.num_tokens_B[b] - step.decides_B[b])
+            # The last row of a prompt predicts a drawn token, not a token of the prompt.
+            rows = _some_rows(logprobs, first, step.num_tokens_B[b] - step.decides_B[b])
             slot, first = step.slot_B[b], first + step.num_tokens_B[b]
             outcomes[slot] = outcomes[slot]._replace(prompt_logprobs=rows)
 
 
-def _some_rows(logprobs: Logprobs, begin: int, count: int) -> Logprobs | None:
-    """So many rows from this one on, None if there are none."""
-    return Logprobs(*(column[begin : begin + count] for column in logprobs)) if count else None
+def _some_rows(logprobs: Logprobs, first: int, count: int) -> Logprobs | None:
+    """`count` rows, starting with row `first`; None if `count` is 0."""
+    return Logprobs(*(column[first : first + count] for column in logprobs)) if count else None
+
+
+def encode(message: StepPlan | PackedEdits) -> bytes:
+    """A message as JSON; floats keep every bit."""
+    if isinstance(message, StepPlan):
+        admissions = [a._replace(params=_params_dict(a.params)) for a in message.admissions]  # type: ignore[arg-type]
+        plan = message._replace(admissions=admissions)
+        return json.dumps({"plan": plan}, default=list).encode()  # `list` for ranges
+    return json.dumps({"edits": [_array_to_json(array) for array in message]}).encode()
+
+
+def decode(data: bytes, compile_grammar: Callable[[Any], Grammar | None]) -> StepPlan | PackedEdits:
+    """The message that `encode` wrote.
+
+    Args:
+        compile_grammar: compiles a grammar from its source, in the reading process.
+    """
+    message = json.loads(data)
+    if "edits" in message:
+        row_4E, mask_RW, *entries = map(_array_from_json, message["edits"])
+        return PackedEdits(row_4E, mask_RW, *entries)
+    released, admissions, new_blocks, fresh_blocks, step, timed = message["plan"]
+    decoded = []
+    for slot, key, params, rule, *numbers in admissions:
+        params["logit_bias"] = dict(params["logit_bias"]) if params["logit_bias"] else None
+        params["structured_outputs"] = compile_grammar(params["structured_outputs"])
+        decoded.append(Admission(slot, key, SamplingParams(**params), Rule(rule), *numbers))
+    return StepPlan(released, decoded, new_blocks, fresh_blocks, StepInput(*step), timed)
+
+
+def _params_dict(params: SamplingParams) -> dict[str, Any]:
+    """The fields of `params` as JSON can hold them; of a compiled grammar, its source."""
+    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    values["logit_bias"] = list((params.logit_bias or {}).items())
+    values["structured_outputs"] = params.grammar and params.grammar.asked
+    return values
+
+
+def _array_to_json(array: np.ndarray[Any, Any] | None) -> list[Any] | None:
+    """An array as [dtype, shape, base64 of its bytes]."""
+    if array is None:
+        return None
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return [array.dtype.str, array.shape, data]
+
+
+def _array_from_json(item: list[Any] | None) -> Any:
+    """The array that `_array_to_json` wrote."""
+    if item is None:
+        return None
+    dtype, shape, data = item
+    return np.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()

@@ -1,21 +1,21 @@
-"""Everything that is kept by request slot: one table of tensors, on any device.
+"""The state of requests by slot: one table of tensors, on any device.
 
 A slot is a request's permanent index from admission to release. Nothing is ever reordered: a batch
 gathers the rows it needs.
 
 Charter: the one owner of request state that a step reads and writes. The scheduler's view of a
-request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
-all) they register, so that one `release` reaches all of it and one check finds what is left over.
-What a plan brings is written in one go, when its step begins. Then the runner calls `begin`,
-`count_drafts`, `write_drafts`, `pack` and `advance`, in this order.
+request may be a step late; lengths here are the truth. Other parts that keep state by slot (mainly
+drafters) register here, so that one `release` reaches all state and one check finds leaks. A plan
+is written when its step begins. Then the runner calls `begin`, `count_drafts`, `write_drafts`,
+`pack` and `advance`, in this order.
 
-After the slots of requests stands one more, the spare: padding of a captured step names it. It has
-one token, may have no more, and its blocks are all the cache's last one, which no request is given.
-A request that may have no more tokens (its limit is reached, or its logits were not finite) may
-still take part in a step: then the spare is computed in its place, and nothing of it is kept.
+The table has one more slot than requests: the spare, which pads captured steps. The spare has one
+token and may have no more; all its blocks are the cache's last block, which no request gets. A
+request that may have no more tokens (its limit is reached, or its logits were not finite) may still
+take part in a step: then the spare is computed instead, and no outcome is kept.
 
-Shape suffixes: S slots, L tokens or blocks of a slot, A admissions, B requests, D deciding
-requests, K drafts.
+Shape suffixes: S slots, L tokens or blocks of a slot, A admissions, B requests, D requests that
+decide (the step draws tokens for them), K drafts.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from foretoken.ops import DraftBlock, SlotParams, Verdict
 from foretoken.ops.pinned import Staging, to_device
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.sampling.noise_key import to_int64
-from foretoken.slots.plan import Admission, StepInput, StepPlan
-from foretoken.slots.step import StepRequests, StepShape
+from foretoken.slots.step import Admission, StepInput, StepPlan, StepRequests, StepShape
 
 _log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
 LEAST_TOP_P = 2.0**-149
-"""Smaller values round to 0 in float32, which is out of range; both keep the likeliest token."""
+"""A smaller top_p would round to 0 in float32, which is out of range. At either value only the
+likeliest token is left."""
 
 
 class SlotSizes(NamedTuple):
-    """How large a table is.
+    """The sizes of a table.
 
     Attributes:
-        num_slots: requests that run at the same time.
-        max_tokens, max_drafts: of a request.
+        num_slots: most requests that run at the same time.
+        max_tokens, max_drafts: most tokens and drafts of a request.
         num_blocks: columns of a block table.
-        spare_block: the cache block of whatever is computed for no request.
+        spare_block: the cache block of the spare slot.
     """
 
     num_slots: int
@@ -65,27 +65,29 @@ class SlotSizes(NamedTuple):
 
 
 class SlotOwner(Protocol):
-    """Keeps something by slot outside of the table."""
+    """Keeps state by slot outside of the table."""
 
     def release(self, slot: int) -> None:
-        """Forget the request in this slot: it ended, or was preempted and will be admitted anew."""
+        """Forget the request in this slot: it ended, or was preempted."""
 
     def held_slots(self) -> Iterable[int]:
-        """Slots for which something is kept."""
+        """Slots with state."""
 
 
 class SlotTable:
     """State by slot.
 
     Args:
-        steps_of: `Backend.steps`: what reads and changes the state in a step.
-        on_host: whether the numbers of a step are known as soon as it was launched, so that they
-            may be read at once; only on a CPU.
+        steps_of: `Backend.steps`: makes the functions that read and change the state in a step.
+        on_host: whether the state may be read as soon as a step was launched; True only on a CPU.
 
     Attributes:
         state: tokens, blocks and lengths.
-        drafter_S: int64, numbers of drafters.
-        admitted: what is known of the requests in slots, as they were admitted.
+        params: sampling parameters. Their tensors are never replaced. The flags `has_filters` and
+            `rules` describe the requests in slots, and are known without reading the device.
+        drafter_S: int64, the number of each request's drafter.
+        drafters: the numbers in `drafter_S` of the requests in slots.
+        admitted: by slot, the admission of the request in it.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class SlotTable:
 
         blocks = (count, sizes.num_blocks)
         self.state = SlotState(
-            torch.zeros(count, width, dtype=torch.int32, device=device),  # the last column: unread
+            # The last column of tokens is never read.
+            torch.zeros(count, width, dtype=torch.int32, device=device),
             torch.full(blocks, sizes.spare_block, dtype=torch.int64, device=device),
             length_S=column(1),
             computed_S=column(0),
@@ -114,28 +117,29 @@ class SlotTable:
         )
         self.steps = steps_of(self.state)
         self.drafter_S = column(0)
-        self._params = SlotParams(
+        self.params = SlotParams(
             key_S=column(0),
             temperature_S=column(1, torch.float32),
             top_k_S=column(0),
             top_p_S=column(1, torch.float32),
             min_p_S=column(0, torch.float32),
             rule_S=column(0),
-            values_fit=True,  # `SamplingParams` saw to it
+            has_filters=False,
+            rules=frozenset(),
+            values_fit=True,  # `SamplingParams` has checked them
         )
-        self._drafters = frozenset[int]()
+        self.drafters = frozenset[int]()
         self.admitted: dict[int, Admission] = {}
-        self._has_changed = True
-        self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
-        # Weakly: a drafter holds the slots, too, and what is frozen (`engine/build.py`) is freed
-        # by its last reference or never.
+        self._inputs: dict[int, Tensor] = {}  # of captured steps, by padded size
+        # Weak, because a drafter refers to the slots, too. After `gc.freeze` (`engine/build.py`) a
+        # cycle of references would never be freed.
         self._owners = WeakValueDictionary[str, SlotOwner]()
         if on_host:
             views = (column.numpy() for column in self.state)
             self.token_SL, self.block_SL, self.length_S, self.computed_S, self.limit_S = views
 
     token_SL: Array
-    """`state.token_SL`, as the host reads it; this and the next four only where `on_host`."""
+    """`state.token_SL` as a numpy view; this and the next four exist only if `on_host`."""
     block_SL: Array
     length_S: Array
     computed_S: Array
@@ -143,51 +147,64 @@ class SlotTable:
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
-        """Memory of one slot, without a few numbers."""
+        """Bytes of a slot's tokens and block table."""
         return 4 * max_tokens + 8 * -(-max_tokens // block_size)
 
     def text(self, slot: int, first: int = 0) -> Array:
-        """Known tokens of a slot from this one on, int32; only where `on_host`."""
+        """Known tokens of a slot, starting with index `first`, int32; only if `on_host`."""
         return self.token_SL[slot, first : self.length_S[slot]]
 
     def have_ended(self, slots: Sequence[int]) -> bool:
-        """Whether none of these requests may have more tokens, as far as that is known at once."""
+        """Whether none of these requests may have more tokens; always False unless `on_host`."""
         return self.on_host and all(self.length_S[s] >= self.limit_S[s] for s in slots)
 
     def register(self, name: str, owner: SlotOwner) -> None:
-        """Have what `owner` keeps by slot released and checked with the table's own, as long as
-        something else holds it."""
+        """Release and check the state of `owner` together with the table's own; the table keeps
+        only a weak reference to it."""
         self._owners[name] = owner
 
     def apply(self, plan: StepPlan) -> None:
-        """Write what a plan brings besides its step."""
+        """Write all of a plan except its step."""
         for slot in plan.released:
             self._release(slot)
+        for admission in plan.admissions:
+            self._release(admission.slot)
+        self.admitted |= {admission.slot: admission for admission in plan.admissions}
+        if plan.released or plan.admissions:
+            self._set_flags()
         if plan.admissions:
-            for admission in plan.admissions:
-                self._release(admission.slot)
-            self.admitted |= {admission.slot: admission for admission in plan.admissions}
-            self._write_admitted(plan.admissions)
+            self._write_admissions(plan.admissions)
         if plan.new_blocks:
             self._write_blocks(plan.new_blocks)
 
-    def _release(self, slot: int) -> None:
-        """Forget a request; its numbers stay until the slot's next request.
+    def _set_flags(self) -> None:
+        """Derive the flags of `params`, and `drafters`, from the requests in slots."""
+        requests = self.admitted.values()
+        has_filters = any(request.params.filters_logits for request in requests)
+        rules = frozenset(request.rule for request in requests)
+        self.params = replace(self.params, has_filters=has_filters, rules=rules)
+        self.drafters = frozenset(request.drafter for request in requests)
 
-        What an owner raises concerns a request that is over: it is logged, and no other request
-        ends for it.
+    def _release(self, slot: int) -> None:
+        """Forget the request in a slot; its row of the state stays until the next admission.
+
+        Exceptions of owners are only logged: they concern a request that has ended.
         """
         self.admitted.pop(slot, None)
-        self._has_changed = True
         for name, owner in self._owners.items():
             try:
                 owner.release(slot)
             except Exception:
                 _log.exception("What `%s` keeps of slot %d could not be released.", name, slot)
 
-    def _write_admitted(self, admissions: Sequence[Admission]) -> None:
-        params, state = self._params, self.state
-        numbers = [
+    def _write_admissions(self, admissions: Sequence[Admission]) -> None:
+        """Write the tensors of requests that get a slot.
+
+        The numbers of all requests go to the device in few copies: one of integers, one of floats,
+        one of tokens.
+        """
+        params, state = self.params, self.state
+        integers = [
             (params.key_S, [to_int64(a.key) for a in admissions]),
             (params.top_k_S, [min(max(a.params.top_k, 0), 2**31) for a in admissions]),  # > V: off
             (params.rule_S, [int(a.rule) for a in admissions]),
@@ -196,95 +213,72 @@ class SlotTable:
             (state.computed_S, [a.num_computed for a in admissions]),
             (state.limit_S, [a.limit for a in admissions]),
         ]
-        fractions = [
+        floats = [
             (params.temperature_S, [a.params.temperature for a in admissions]),
             (params.top_p_S, [max(a.params.top_p, LEAST_TOP_P) for a in admissions]),
             (params.min_p_S, [a.params.min_p for a in admissions]),
         ]
         slots = [a.slot for a in admissions]
-        rows: Array = np.array([slots, *(values for _, values in numbers)], dtype=np.int64)
-        slot_A, *sent = self._sent(rows)
-        sent += self._sent(np.array([values for _, values in fractions], dtype=np.float32))
-        for (column, _), value_A in zip([*numbers, *fractions], sent, strict=True):
-            column[slot_A] = value_A
-        known = [a.token_ids for a in admissions]
-        tokens: Array = np.zeros((len(known), max(map(len, known))), dtype=np.int32)
-        for row, ids in zip(tokens, known, strict=True):
+        rows: Array = np.array([slots, *(values for _, values in integers)], dtype=np.int64)
+        slot_A, *columns = self._send(rows)
+        columns += self._send(np.array([values for _, values in floats], dtype=np.float32))
+        for (target_S, _), value_A in zip([*integers, *floats], columns, strict=True):
+            target_S[slot_A] = value_A
+        texts = [a.token_ids for a in admissions]
+        token_AL: Array = np.zeros((len(texts), max(map(len, texts))), dtype=np.int32)
+        for row, ids in zip(token_AL, texts, strict=True):
             row[: len(ids)] = ids
-        state.token_SL[slot_A, : tokens.shape[1]] = self._sent(tokens)
-        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # none of the last request's
+        state.token_SL[slot_A, : token_AL.shape[1]] = self._send(token_AL)
+        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # drop the last request's blocks
 
-    def _write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+    def _write_blocks(self, new_blocks: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """Write `StepPlan.new_blocks` into block tables; of two entries for a place, the later."""
         width = self.state.block_SL.shape[1]
-        latest = {  # of two for the same place the later one holds
+        block_at = {
             slot * width + column: block
-            for slot, first, block_ids in ranges
+            for slot, first, block_ids in new_blocks
             for column, block in enumerate(block_ids, first)
         }
-        sent = self._sent(np.array([[*latest], [*latest.values()]], dtype=np.int64))
-        self.state.block_SL.view(-1)[sent[0]] = sent[1]
+        places, blocks = self._send(np.array([[*block_at], [*block_at.values()]], dtype=np.int64))
+        self.state.block_SL.view(-1)[places] = blocks
 
     def draws_at_random(self, slots: Iterable[int]) -> bool:
-        """Whether one of these requests does."""
+        """Whether one of these requests draws at random."""
         return any(self.admitted[slot].params.temperature > 0 for slot in slots)
-
-    @property
-    def params(self) -> SlotParams:
-        """The slots' parameters, always in the same tensors.
-
-        `has_filters` and `rules` are those of the slots in use, known without looking at the
-        device, and stated anew only once a request has come or gone.
-        """
-        self._refresh()
-        return self._params
-
-    @property
-    def drafters(self) -> frozenset[int]:
-        """Numbers of drafters: no slot in use has another."""
-        self._refresh()
-        return self._drafters
-
-    def _refresh(self) -> None:
-        """Look at the requests once some have come or gone."""
-        if self._has_changed:
-            requests = self.admitted.values()
-            has_filters = any(request.params.filters_logits for request in requests)
-            rules = frozenset(request.rule for request in requests)
-            self._drafters = frozenset(request.drafter for request in requests)
-            self._params = replace(self._params, has_filters=has_filters, rules=rules)
-            self._has_changed = False
 
     def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests:
         """A step's requests as tensors.
 
         Args:
-            shape: of a step that is captured or replayed, which promises no more than this.
+            shape: the shape of a captured or replayed step; its flags replace those of the
+                requests.
         """
         params, drafters = self.params, self.drafters
         if shape is None:
-            most, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
+            most_drafts, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
         else:
-            most, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
+            most_drafts, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
             params = replace(params, has_filters=shape.has_filters, rules=shape.rules)
         slot_B, num_tokens_B, max_drafts_B = self._send_numbers(step, shape)
         slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
-            chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
-            chosen = np.ascontiguousarray(chosen[:, list(step.decides_B)])  # numpy gives columns
-            # In an even number of columns: then rows lie at multiples of 16 bytes; for others
-            # kernels are compiled anew.
-            padded = np.pad(chosen, ((0, 0), (0, chosen.shape[1] % 2)))
-            slot_D, max_drafts_D = self._sent(padded)[:, : chosen.shape[1]].unbind()
-            of_B = self._sent(np.array(step.of_B, dtype=np.int64))
+            deciding: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
+            # Indexing by a list yields column order; kernels need contiguous rows.
+            deciding = np.ascontiguousarray(deciding[:, list(step.decides_B)])
+            # With an even number of columns, rows are aligned to 16 bytes; for other alignments
+            # kernels would be compiled again.
+            padded = np.pad(deciding, ((0, 0), (0, deciding.shape[1] % 2)))
+            slot_D, max_drafts_D = self._send(padded)[:, : deciding.shape[1]].unbind()
+            of_B = self._send(np.array(step.of_B, dtype=np.int64))
         return StepRequests(
-            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most,
+            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most_drafts,
             samples, shape,
         )  # fmt: skip
 
     def _send_numbers(self, step: StepInput, shape: StepShape | None) -> Iterable[Tensor]:
-        """Slots, known tokens and most drafts, padded to the shape.
+        """Slots, known tokens and most drafts on the device, padded to the size of the shape.
 
-        A captured step reads them where it read them when it was captured.
+        All steps of one captured size share one tensor, because graphs read fixed addresses.
         """
         count = len(step.slot_B)
         if shape is None and self.device.type == "cpu":
@@ -304,7 +298,7 @@ class SlotTable:
         return sent[:, :size].unbind()
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
-        """How many drafts each deciding request may have, K_b, and where they stand."""
+        """How many drafts each deciding request may have, K_b, and the position of the first."""
         slot_D = requests.slot_D
         num_D, position_D = self.steps.count_drafts(slot_D, requests.max_drafts_D)
         return DraftRequests(
@@ -312,23 +306,26 @@ class SlotTable:
             requests.drafters,
         )  # fmt: skip
 
-    def write_drafts(self, asked: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
-        """Write drafts after the known tokens, ids past the last as the last."""
-        self.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
+    def write_drafts(self, requests: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
+        """Write drafts after the known tokens; ids above `last_id` become `last_id`."""
+        self.steps.write_drafts(requests, drafts.num_B, drafts.token_BK, last_id)
 
     def pack(
         self, requests: StepRequests, tokens: StepTokens, most: int, block_size: int
     ) -> ForwardBatch:
-        """What the target computes: the requests' next known tokens, then drafts of who decides.
+        """The target's batch: the requests' next known tokens, and drafts of deciding requests.
 
-        Rows that decide come first, then those of prompts whose log-probabilities are wanted.
+        The rows of logits are first those of deciding requests, then those of prompts that want
+        log-probabilities.
 
         Args:
-            tokens: of each request; most: no request has more drafts.
+            tokens: which tokens of each request to compute.
+            most: the most drafts of any request.
         """
         step = requests.step
         size_B, size_D = len(requests.slot_B), len(requests.slot_D)
-        num_tokens = sum(step.num_tokens_B) + size_B - len(step.slot_B)
+        num_padded = size_B - len(step.slot_B)  # padding computes one token each
+        num_tokens = sum(step.num_tokens_B) + num_padded
         queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
         sizes = PackSizes(
             num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
@@ -343,20 +340,21 @@ class SlotTable:
         ]
         row_N = torch.cat([batch.logit_row_N, *row_P])
         if len(row_N) == len(batch.token_T):
-            # As many rows as tokens are all tokens in order, which these are not: one more, unread.
+            # T rows would mean all tokens in order (`ForwardBatch`). One more row, which is never
+            # read, avoids that.
             row_N = torch.cat([row_N, row_N[:1]])
         return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """Take over a step: see `Steps.advance`."""
+        """Write the outcome of a step to the slots; returns the packet of `Steps.advance`."""
         return self.steps.advance(tokens, verdict)
 
     def check_integrity(self, live: set[int]) -> None:
-        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
+        """Raise `IntegrityError` if there is state for a slot that no request has."""
         held = {name: owner.held_slots() for name, owner in self._owners.items()}
         for name, slots in ({"requests": self.admitted.keys()} | held).items():
             if leaked := set(slots) - live:
                 raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
 
-    def _sent(self, array: Array) -> Tensor:
+    def _send(self, array: Array) -> Tensor:
         return to_device(array, self.device)

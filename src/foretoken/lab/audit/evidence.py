@@ -1,19 +1,21 @@
-"""The evidence against losslessness, draw by draw: e-values whose average may be read at any time.
+"""The evidence against losslessness, draw by draw: an average of e-values, valid at any time.
 
-An e-value is a product of betting factors, each of mean 1 if the subject is lossless, so that the
-product exceeds 1/alpha *ever* with probability alpha at most (Ville's inequality); an average of
-several is one, too. Those averaged here:
+An e-value is a product of betting factors, each with mean 1 if the subject is lossless. Therefore
+the product *ever* exceeds 1/alpha with probability at most alpha (Ville's inequality). An average
+of e-values is an e-value, too. The average here is over:
 
-- per bug of the gallery the likelihood ratio of its distribution to the target's, over all toys;
-- per toy a Dirichlet mixture of all distributions, for bugs that nobody thought of;
-- bets that more drafts are accepted than any lossless rule could, which look at no distribution.
+- for each bug of the gallery, the likelihood ratio of its distribution to the target's, over all
+  toys;
+- for each toy, a Dirichlet mixture of all distributions, for unknown bugs;
+- bets that more drafts are accepted than any lossless rule could accept.
 
-Where a model allows for a distance `delta`, likelihoods are compared with the best that any
-distribution within it reaches, which is no less than the true one's: the bound on e holds
-(universal inference, Wasserman et al. 2020). Such evidence is read once per call of `add`.
+If a model allows for a distance `delta`, likelihoods are compared with the largest likelihood of
+any distribution within that distance. This is at least the likelihood of the true distribution, so
+that the bound on e holds (universal inference, Wasserman et al. 2020). Such evidence is read once
+per call of `add`.
 
-The verdict names the bug whose e-value has the largest share. Beside it stand a bound on total
-variation and a G-test, each per source.
+The verdict names the bug with the largest share of the evidence. For each source there are also a
+bound on total variation and a G-test.
 """
 
 from __future__ import annotations
@@ -29,25 +31,26 @@ import numpy as np
 from foretoken.lab.laws.findings import g_test, upper_tail
 
 ALPHA = 1e-3
-CONFIDENCE = 0.99  # of bounds
+CONFIDENCE = 0.99  # of all bounds
 UNKNOWN, TOO_MUCH = "unknown", "accepts_too_much"
 WEIGHTS = {"bugs": 0.4, UNKNOWN: 0.4, TOO_MUCH: 0.2}
-# Pseudo-counts of the Dirichlet mixtures: how far from the target's distribution to look. Few see
-# gross differences at once, many see small ones at all.
+# Pseudo-counts of the Dirichlet mixtures. Few pseudo-counts detect large differences quickly; many
+# detect small differences that few would miss.
 CONCENTRATIONS = (8.0, 300.0, 10_000.0)
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.8)  # of the bets on acceptance
-LEAST = 1e-30  # stands for the probability of what cannot happen
-OWN = 0.98  # of a bug's distribution; the rest is the target's, in case it is met in part
-SURE = 0.99  # share of the evidence that a name must have
+LEAST = 1e-30  # used as the probability of impossible outcomes
+# Weight of a bug's own distribution; the rest is the target's, since a bug may act only in part.
+OWN = 0.98
+SURE = 0.99  # share of the evidence that a bug needs to be named
 
 
-class Shown(NamedTuple):
-    """How a plot tells of the outcomes of one source.
+class PlotText(NamedTuple):
+    """The texts in a plot of a source's outcomes.
 
     Attributes:
-        axis: what their names are.
-        about: sentences: what an outcome is, and where the target's share of it comes from.
-        names: of the outcomes in order; () for their numbers.
+        axis: the meaning of the outcomes' names.
+        about: sentences that say what an outcome is, and where the target's share comes from.
+        names: names of the outcomes in order; (): their numbers.
     """
 
     axis: str = "number of the outcome"
@@ -56,20 +59,23 @@ class Shown(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of one source of outcomes before any is drawn.
+    """What is known about one source of outcomes before the draws.
 
     Attributes:
         null: P(outcome) of a lossless subject, [cells].
-        bugs: the same of each bug, `null` where ratios are given with each outcome.
-        rounds: drafts of a round; 0: acceptance is not told.
-        most_accepted: of them, what the best lossless rule accepts on average.
-        usual_accepted: what `usual_rule` accepts; 0: what is given with each outcome.
-        together: outcomes that may depend on each other: tokens of one text.
-        delta: total variation by which arithmetic alone may move the subject from `null`.
-        closed: the last cell is for what cannot be: `delta` adds nothing to its probability.
-        given: groups of as many cells each, one after another. What is tested is an outcome's cell
-            given its group, `null` is P(cell | group), and groups may be as frequent as they like.
-        shown: for plots.
+        bugs: P(outcome) under each bug; `null` for bugs whose likelihood ratios come with outcomes.
+        rounds: number of drafts of a round; 0: acceptance is unknown.
+        most_accepted: mean number of drafts of a round that the best lossless rule accepts.
+        usual_accepted: mean number that `usual_rule` accepts; 0: the number that comes with
+            each outcome.
+        together: number of outcomes that may depend on each other, such as tokens of one text.
+        delta: total variation from `null` that may be due only to arithmetic.
+        closed: whether the last cell is for impossible outcomes; `delta` then does not add to its
+            probability.
+        groups: number of groups, each of equally many consecutive cells. The test is about an
+            outcome's cell given its group: `null` is P(cell | group), and the frequencies of groups
+            do not matter.
+        shown: texts for plots.
     """
 
     name: str
@@ -82,13 +88,19 @@ class Model(NamedTuple):
     delta: float = 0.0
     usual_rule: str = "standard"
     closed: bool = False
-    given: int = 1
-    shown: Shown = Shown()
+    groups: int = 1
+    shown: PlotText = PlotText()
 
 
 @dataclass
 class Source:
-    """What was drawn from one model: tokens of an engine, first rounds of a toy."""
+    """The outcomes drawn from one model, as counts; for example the tokens of an engine.
+
+    Attributes:
+        counts: number of draws by cell.
+        accepted: number of drafts accepted in all draws.
+        best: mean number of drafts that the best lossless rule accepts in as many draws.
+    """
 
     model: Model
     counts: Any
@@ -98,32 +110,37 @@ class Source:
 
     @property
     def distance(self) -> float:
-        """Total variation between what was drawn and what should be."""
+        """Total variation between the drawn outcomes and `null`."""
         if self.draws == 0:
             return 1.0
         return float(np.abs(self.counts - self.expected).sum() / 2 / self.draws)
 
     @property
     def expected(self) -> Any:
-        """Counts that a lossless subject has on average, in groups of the size that was seen."""
-        grouped = self.counts.reshape(self.model.given, -1)
+        """The expected counts of a lossless subject, for the observed number of draws per group."""
+        grouped = self.counts.reshape(self.model.groups, -1)
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
 
     @property
     def reach(self) -> Any:
-        """How far a share that is right strays from the expected one, up and down, with
-        `CONFIDENCE` for each outcome by itself: the normal approximation."""
-        grouped = self.counts.reshape(self.model.given, -1).sum(axis=1, keepdims=True)
-        null = self.model.null.reshape(self.model.given, -1)
+        """Half-widths of intervals around the expected shares of outcomes.
+
+        Each interval contains the observed share of a correct subject with `CONFIDENCE` (normal
+        approximation).
+        """
+        grouped = self.counts.reshape(self.model.groups, -1).sum(axis=1, keepdims=True)
+        null = self.model.null.reshape(self.model.groups, -1)
         spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)
         return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread + self.model.delta
 
     def distance_bound(self, sources: int) -> float:
-        """Of the subject's true total variation: all bounds hold with `CONFIDENCE` together.
+        """Upper bound of the true total variation.
 
-        The mean of `distance` is not below the truth (it is convex in the counts), and falls short
-        of its mean by e with probability exp(-2 n e^2) at most (McDiarmid), n counting what is
-        independent. It is for a number of draws fixed beforehand.
+        The bounds of all `sources` sources hold together with `CONFIDENCE`. The mean of `distance`
+        is not below the true value, since `distance` is convex in the counts. `distance` falls
+        short of its mean by e with probability at most exp(-2 n e^2) (McDiarmid), where n is the
+        number of independent draws. The bound assumes that the number of draws was fixed
+        beforehand.
         """
         if self.draws == 0:
             return 1.0
@@ -133,9 +150,11 @@ class Source:
 
     @property
     def p_value(self) -> float:
-        """Of the G-test, which is valid for a number of draws fixed beforehand; of groups, their
-        sum."""
-        shape = self.model.given, -1
+        """p-value of the G-test; with groups, of the sum of the groups' statistics.
+
+        It assumes that the number of draws was fixed beforehand.
+        """
+        shape = self.model.groups, -1
         rows = zip(self.counts.reshape(shape), self.model.null.reshape(shape), strict=True)
         tests = [g_test(counts.tolist(), null.tolist()) for counts, null in rows]
         degrees = sum(max(test.degrees, 0) for test in tests)
@@ -143,11 +162,12 @@ class Source:
 
     @property
     def allowance(self) -> float:
-        """By how much the log-likelihood of `counts` is higher than under `null`, within `delta`.
+        """The largest gain in log-likelihood over `null` of any distribution within `delta`.
 
-        The best distribution there raises the cells with the most draws for their probability to
-        one common ratio, and lowers those with the fewest to another, by `delta` each. If it is
-        `closed`, the last cell stays where it is, however many draws it has.
+        The best distribution differs from `null` in two sets of cells. In cells with many draws for
+        their probability, the probability is raised until their ratios of draws to probability are
+        equal; in cells with few draws it is lowered in the same way. Each set changes by `delta` in
+        total. If the model is `closed`, the probability of the last cell is not raised.
         """
         delta, null = self.model.delta, np.maximum(self.model.null, LEAST)
         if delta == 0 or self.draws == 0:
@@ -169,7 +189,7 @@ class Source:
 
     @property
     def acceptance(self) -> tuple[float, float, float]:
-        """Drafts accepted per draw, how far that mean reaches (Hoeffding, Azuma), the optimum."""
+        """Accepted drafts per draw, its confidence half-width (Hoeffding, Azuma), the optimum."""
         draws = max(self.draws, 1)
         reach = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * draws))
         return self.accepted / draws, self.model.rounds * reach, self.best / draws
@@ -182,11 +202,13 @@ class Source:
 
 @dataclass
 class Evidence:
-    """E-values of one subject; `add` consumes draws in order.
+    """The e-values of one subject; `add` consumes draws in order.
 
     Attributes:
-        refuted_at: after how many draws their average was above 1/alpha; None: it never was.
-        path: (draws, log10 of the average), for plots.
+        draws: number of draws so far.
+        refuted_at: number of draws after which the average first exceeded 1/alpha, or None.
+        highest: log of the highest average so far.
+        path: (number of draws, log10 of the average), for plots.
     """
 
     models: Sequence[Model]
@@ -210,6 +232,7 @@ class Evidence:
         self._logs = np.zeros(len(groups))
 
     def _ratios_of(self, model: Model) -> Any:
+        """Log-likelihood ratios of each bug to `null`, [bugs, cells]."""
         null = np.maximum(model.null, LEAST)
         rows = [
             np.log(OWN * np.maximum(model.bugs.get(bug, null), 0) / null + 1 - OWN)
@@ -227,15 +250,16 @@ class Evidence:
     ) -> None:
         """Consume outcomes of model `number`.
 
-        Tokens of one text are outcomes of several models at once, and which of them a round began
-        with tells of their neighbours: that each factor has mean 1 holds from one wave of texts to
-        the next. The evidence of such models is read when all of them have had their outcomes.
+        If tokens of one text are outcomes of several models, their betting factors are not
+        independent: the factors of a whole wave of texts have mean 1, but not those of single
+        outcomes. The evidence of such models is therefore read only after the last model of a wave.
 
         Args:
-            accepted: drafts that each accepted in its first round.
-            chance: how many a lossless rule accepts there at most, on average, if that is not the
-                model's `most_accepted`.
-            ratios: of some bugs, the likelihood ratio of each outcome, given all before it.
+            cells: the outcomes' cells.
+            accepted: number of drafts accepted in each outcome's first round.
+            chance: for each outcome, the mean number that the best lossless rule accepts in that
+                round; None: the model's `most_accepted`.
+            ratios: for some bugs, the likelihood ratio of each outcome, given all earlier outcomes.
         """
         source, model = self.sources[number], self.models[number]
         steps = np.zeros((len(self._logs), len(cells)))
@@ -245,12 +269,13 @@ class Evidence:
         first = len(self._bugs) + number * len(CONCENTRATIONS)
         steps[first : first + len(CONCENTRATIONS)] = self._mixtures(source, cells)
         if accepted is not None and model.rounds:
-            most = np.full(len(cells), model.most_accepted) if chance is None else chance
-            gain = (accepted - most) / model.rounds
-            source.best += float(most.sum())
+            optimum = np.full(len(cells), model.most_accepted) if chance is None else chance
+            gain = (accepted - optimum) / model.rounds
+            source.best += float(optimum.sum())
             steps[-len(STAKES) :] = np.log1p(np.array(STAKES)[:, None] * gain)
             source.accepted += int(accepted.sum())
-        logs = np.column_stack([self._logs, steps]).cumsum(axis=1)  # before, and after each
+        # Columns: before these outcomes, and after each of them; `after` counts the draws.
+        logs = np.column_stack([self._logs, steps]).cumsum(axis=1)
         self._logs, after = logs[:, -1], np.arange(len(cells) + 1) + self.draws
         source.counts += np.bincount(cells, minlength=len(model.null))
         source.draws += len(cells)
@@ -260,7 +285,7 @@ class Evidence:
                 return
             logs, after = logs[:, -1:], after[-1:]
         if any(model.delta for model in self.models):
-            logs, after = self._allowed()[:, None], after[-1:]
+            logs, after = self._logs_within_delta()[:, None], after[-1:]
         total = _log_sum(logs + self._prior[:, None])
         above = np.flatnonzero(total >= -math.log(self.alpha))
         if self.refuted_at is None and len(above):
@@ -269,18 +294,22 @@ class Evidence:
         self.path.append((self.draws, float(total[-1]) / math.log(10)))
 
     def _mixtures(self, source: Source, cells: Any) -> Any:
-        """Predictive probability of each outcome after all before it, over its true one; logs."""
-        null, each = np.maximum(source.model.null, LEAST), np.arange(len(cells))
-        hot = np.zeros((len(cells) + 1, len(null)))
-        hot[each + 1, cells] = 1
-        known = source.counts + hot.cumsum(axis=0)[:-1]
-        given, size = source.model.given, len(null) // source.model.given
-        before = known.reshape(len(cells), given, size).sum(axis=2)[each, cells // size]
-        prior = np.array(CONCENTRATIONS)[:, None]
-        return np.log((prior * null[cells] + known[each, cells]) / (prior + before) / null[cells])
+        """Log-likelihood ratios of each outcome: the Dirichlet mixtures to `null`.
 
-    def _allowed(self) -> Any:
-        """Logs of all e-values against the best distribution within each model's `delta`."""
+        A mixture's probability of an outcome depends on the earlier outcomes.
+        """
+        null, index = np.maximum(source.model.null, LEAST), np.arange(len(cells))
+        one_hot = np.zeros((len(cells) + 1, len(null)))
+        one_hot[index + 1, cells] = 1
+        earlier = source.counts + one_hot.cumsum(axis=0)[:-1]  # counts before each outcome
+        groups, size = source.model.groups, len(null) // source.model.groups
+        in_group = earlier.reshape(len(cells), groups, size).sum(axis=2)[index, cells // size]
+        prior = np.array(CONCENTRATIONS)[:, None]
+        chance = (prior * null[cells] + earlier[index, cells]) / (prior + in_group)
+        return np.log(chance / null[cells])
+
+    def _logs_within_delta(self) -> Any:
+        """Logs of all e-values, with the best distribution within `delta` in place of `null`."""
         gains = [source.allowance for source in self.sources]
         logs = self._logs.copy()
         logs[: len(self._bugs)] -= sum(gains)
@@ -292,7 +321,10 @@ class Evidence:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the evidence, by bug; likelihoods alone: bets on acceptance only when nothing else."""
+        """The share of each bug in the evidence.
+
+        Bets on acceptance count only if no likelihood ratio speaks for a bug.
+        """
         logs: dict[str, float] = {}
         for name, log in zip(self._names, self._logs + self._prior, strict=True):
             logs[name] = np.logaddexp(logs.get(name, -math.inf), log)
@@ -305,25 +337,25 @@ class Evidence:
 
     @property
     def name(self) -> str | None:
-        """The bug with at least `SURE` of the evidence, `UNKNOWN` among them; None: none has it.
+        """The bug (or `UNKNOWN`) with a share of at least `SURE` in the evidence, or None.
 
-        An unknown bug is named `TOO_MUCH` if the bets on acceptance weigh more.
+        An unknown bug is called `TOO_MUCH` if the bets on acceptance are stronger evidence.
         """
         best, share = max(self.shares.items(), key=lambda item: item[1])
         if share < SURE:
             return None
-        told = zip(self._logs + self._prior, self._names, strict=True)
-        _, most = max((log, name) for log, name in told if name in (UNKNOWN, TOO_MUCH))
-        return most if best == UNKNOWN else best
+        logs = zip(self._logs + self._prior, self._names, strict=True)
+        _, strongest = max((log, name) for log, name in logs if name in (UNKNOWN, TOO_MUCH))
+        return strongest if best == UNKNOWN else best
 
     @property
     def log10_e(self) -> float:
-        """Of the average, the highest that it was."""
+        """log10 of the highest average so far."""
         return self.highest / math.log(10)
 
     @property
     def accepts_less(self) -> Source | None:
-        """The first source whose subject surely accepts less than is usual, or None."""
+        """The first source that accepts fewer drafts than usual, with `CONFIDENCE`; or None."""
         for source in self.sources:
             mean, reach, _ = source.acceptance
             if source.model.rounds and mean + reach < source.usual:
@@ -337,7 +369,10 @@ def _log_sum(logs: Any) -> Any:
 
 
 def _level(falling: Callable[[float], float], low: float, high: float, goal: float) -> float:
-    """Where a function that falls, or stays, reaches a goal; bisection of logarithms."""
+    """The argument between `low` and `high` at which a non-increasing function reaches `goal`.
+
+    Found by bisection of logarithms.
+    """
     for _ in range(100):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if falling(middle) > goal else (low, middle)

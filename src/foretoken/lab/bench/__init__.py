@@ -1,4 +1,4 @@
 """How fast is it, and does speculation pay here? Latency and throughput under load.
 
-Nothing is imported here: options are made without torch.
+Nothing is imported here, so that options are made without torch.
 """

@@ -1,7 +1,7 @@
-"""Requests sent at a fixed concurrency or at a Poisson rate, and when each piece of an answer came.
+"""Send requests at a fixed concurrency or at a Poisson rate, and time each piece of the answers.
 
-Charter: when requests are sent, and what is kept of them. How one is sent is a `Client`'s affair:
-`offline.py` has an engine in this process, `server.py` any server of OpenAI's API.
+Charter: when requests are sent, and the records of requests. A `Client` sends them: `offline.py` to
+an engine in this process, `server.py` to any server with OpenAI's API.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any, NamedTuple
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import UsageError
 from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.options import Case, Load
+from foretoken.lab.bench.options import BenchCase, Load
 from foretoken.outputs import SpeculationMetrics
 
 MOST_FAILURES = 10
-"""So many failed requests in a row end a run: there is nothing left to measure."""
+"""A run ends after so many failed requests in a row."""
 
 
 class RequestFailedError(Exception):
-    """One request got no answer, or a wrong one; says why. Counted, and the run goes on."""
+    """A request got no answer or a wrong answer; the message says why. The run continues."""
 
 
 class ServerGoneError(Exception):
-    """Nobody listens any more; says why. The run ends with what it has."""
+    """The server refuses connections; the message says why. The run ends."""
 
 
-class Asked(NamedTuple):
-    """One request.
+class BenchRequest(NamedTuple):
+    """A request of a benchmark.
 
     Attributes:
         prompt: token ids, a text, or the messages of a chat.
-        num_output: tokens that it generates, exactly where the server can be told so.
+        num_output: number of tokens to generate; the answer may have fewer if the server cannot
+            ignore an end of text.
     """
 
     prompt: str | list[int] | list[dict[str, Any]]
@@ -48,19 +49,22 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """What came of a request; times are seconds of `time.perf_counter`.
+    """The record of one request; times are seconds of `time.perf_counter`.
 
-    Latencies begin when it was due: a sender that is late must not hide what its users wait for.
+    Latencies begin at the time when a request was due, so that a client that sends late does not
+    hide waiting time.
 
     Attributes:
-        due: when it had to be sent: under a rate as drawn beforehand, else once there was room.
-        arrivals: when each piece of the answer that held tokens came.
-        ended: when the answer was complete; None: it is not, or failed.
-        num_input, num_output: tokens of the prompt, 0 if nobody told, and of the answer.
-        origins: of each token, where the client sees them: `CompletionOutput.origins`.
-        error: why it failed, or None.
-        sent: under a rate, when the client began with it, which is to connect.
-        num_first: tokens of the first piece.
+        due: the time at which the request had to be sent. Under a rate it was drawn beforehand; at
+            a fixed concurrency it is the time at which the request could be sent.
+        arrivals: the arrival time of each piece of the answer that contained tokens.
+        ended: the time at which the answer was complete; None: it is not complete.
+        num_input: number of tokens of the prompt, 0 if unknown.
+        num_output: number of tokens of the answer.
+        origins: the origin of each token (`CompletionOutput.origins`), if the client knows it.
+        error: the reason why the request failed, or None.
+        sent: under a rate, the time at which the client began to connect.
+        num_first: number of tokens of the first piece.
     """
 
     due: float
@@ -75,7 +79,7 @@ class Record:
 
 
 class Step(NamedTuple):
-    """One step of the engine; `seconds` count from the end of the one before it."""
+    """One step of the engine; `seconds` count from the end of the previous step."""
 
     seconds: float
     trace: StepTrace
@@ -83,15 +87,15 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """One case under one load.
+    """The records of one case under one load.
 
     Attributes:
-        seconds: from the first request to the last answer, or to the early end.
-        steps: what the engine did meanwhile, where it is in this process.
-        speculation: counts of these requests, where the client has them.
-        stopped: why the run ended early; empty if it did not.
-        concurrency: requests that were under way at any time; 0 under a rate.
-        failed_in_a_row: requests since the last that was answered.
+        seconds: time from the first request to the last answer, or to an early end.
+        steps: the engine's steps during the run, if the engine is in this process.
+        speculation: counts of drafts in these requests, if the client knows them.
+        stopped: the reason why the run ended early; empty if it did not.
+        concurrency: number of requests that were under way at any time; 0 under a rate.
+        failed_in_a_row: number of failed requests since the last answered request.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -104,95 +108,96 @@ class Run:
 
     @property
     def done(self) -> list[Record]:
-        """Requests whose answers are complete."""
+        """Requests with a complete answer."""
         return [record for record in self.records if record.ended is not None]
 
     @property
     def failed(self) -> list[str]:
-        """Why requests failed, one text for each."""
+        """The reason of each failed request."""
         return [record.error for record in self.records if record.error is not None]
 
 
 class Client(ABC):
-    """Who answers: engines that are made here one after another, or a server.
+    """The connection to the system under test: engines in this process, or a server.
 
-    What it does by itself is right for one of which nothing but its answers is seen.
+    The defaults of this class are for a system of which only the answers are known.
 
     Attributes:
-        floor: of the engine that was made last, if one was.
-        notes: what a reader of the results must know of it.
-        keeps_prefixes: whether a prompt that was sent before may cost less.
+        floor: the floor of the last engine, or None.
+        notes: lines for readers of the results.
+        keeps_prefixes: whether a prompt may cost less if it was sent before.
     """
 
     floor: Floor | None = None
     notes: list[str]
     keeps_prefixes: bool = True
 
-    def opened(self, cases: Sequence[Case]) -> AbstractAsyncContextManager[None]:
-        """Inside, requests of these cases can be sent."""
+    def opened(self, cases: Sequence[BenchCase]) -> AbstractAsyncContextManager[None]:
+        """A context in which requests of these cases can be sent."""
         return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
-        """What is sent inside, the system sees at once, where that can be had."""
+        """A context that collects requests; if possible, they reach the system all at once."""
         return nullcontext()
 
     @abstractmethod
-    async def send(self, asked: Asked, case: Case, record: Record) -> None:
-        """Send a request and keep its answer in `record`, piece by piece.
+    async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
+        """Send a request, and add its answer to `record`, piece by piece.
 
         Raises:
-            RequestFailedError: the answer is wrong, broken off or late.
-            ServerGoneError: no connection.
+            RequestFailedError: the answer is wrong, incomplete or late.
+            ServerGoneError: there is no connection.
             ForetokenError: the engine failed.
         """
 
     @abstractmethod
     async def counts(self) -> SpeculationMetrics | None:
-        """Speculation of all requests so far; None if nobody tells."""
+        """Counts of drafts in all requests so far; None if unknown."""
 
     def watch(self, steps: list[Step] | None) -> None:  # noqa: B027
-        """Have every step of the engine added to this list; None: no longer."""
+        """Begin to add every step of the engine to this list; None: end this."""
 
     @abstractmethod
     async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text; empty if nobody tells."""
+        """The token ids of a text; empty if unknown."""
 
     def vocabulary(self) -> list[int]:
-        """Ids to make random prompts of; empty if they are not known."""
+        """Token ids for random prompts; empty if unknown."""
         return []
 
     @abstractmethod
     def shapes(self) -> dict[str, Any]:
-        """What stays equal over the rows of a results file."""
+        """The settings that all rows of a results file share."""
 
 
 async def drive(
     client: Client,
-    case: Case,
+    case: BenchCase,
     load: Load,
-    requests: Sequence[tuple[float, Asked]],
+    requests: Sequence[tuple[float, BenchRequest]],
     run: Run,
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send all requests and wait for their answers; `run` holds what there is at any time.
+    """Send all requests and wait for their answers; `run` always holds the records so far.
 
     Args:
-        requests: seconds from the one before, which count under a rate alone, and the request.
-        on_end: called when one has ended.
+        requests: each with the seconds since the previous request, which count only under a rate.
+        on_end: called when a request has ended.
     """
     before, run.concurrency = await client.counts(), load.concurrency
     client.watch(run.steps)
     start = time.perf_counter()
     tasks: list[asyncio.Task[None]] = []
 
-    async def one(asked: Asked, due: float | None = None) -> None:
+    async def send_one(request: BenchRequest, due: float | None = None) -> None:
         now = time.perf_counter()
-        await _send(client, asked, case, run, Record(now) if due is None else Record(due, sent=now))
+        record = Record(now) if due is None else Record(due, sent=now)
+        await _send(client, request, case, run, record)
         on_end()
 
     async def worker() -> None:
-        for _, asked in waiting:
-            await one(asked)
+        for _, request in waiting:
+            await send_one(request)
             if run.stopped:
                 return
 
@@ -201,32 +206,34 @@ async def drive(
         if load.rate is None:
             with client.together():
                 tasks += [asyncio.create_task(worker()) for _ in range(load.concurrency)]
-                await asyncio.sleep(0)  # all of them begin
+                await asyncio.sleep(0)  # so that all workers begin
         else:
-            for gap, asked in waiting:
+            for gap, request in waiting:
                 due += gap
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 if run.stopped:
                     break
-                tasks.append(asyncio.create_task(one(asked, due)))
+                tasks.append(asyncio.create_task(send_one(request, due)))
         await asyncio.gather(*tasks)
     finally:
         run.seconds = time.perf_counter() - start
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with suppress(UsageError):  # an engine that failed is closed, and its own error is told
+        with suppress(UsageError):  # a failed engine is closed; its own error is already reported
             client.watch(None)
     after = await client.counts()
     if before is not None and after is not None:
         run.speculation = difference(before, after)
 
 
-async def _send(client: Client, asked: Asked, case: Case, run: Run, record: Record) -> None:
-    """One request; whether the run goes on behind it."""
+async def _send(
+    client: Client, request: BenchRequest, case: BenchCase, run: Run, record: Record
+) -> None:
+    """Send one request; a failure may stop the run."""
     run.records.append(record)
     try:
-        await client.send(asked, case, record)
+        await client.send(request, case, record)
         record.ended, run.failed_in_a_row = time.perf_counter(), 0
     except RequestFailedError as error:
         record.error = str(error)
@@ -238,12 +245,12 @@ async def _send(client: Client, asked: Asked, case: Case, run: Run, record: Reco
 
 
 def difference(before: SpeculationMetrics, after: SpeculationMetrics) -> SpeculationMetrics:
-    """What was counted between two looks at the same counts."""
-    made = SpeculationMetrics()
+    """The counts between two readings of the same counters."""
+    result = SpeculationMetrics()
     for count in fields(SpeculationMetrics):
         old, new = getattr(before, count.name), getattr(after, count.name)
         if isinstance(new, list):
-            setattr(made, count.name, [b - a for a, b in zip_longest(old, new, fillvalue=0)])
+            setattr(result, count.name, [b - a for a, b in zip_longest(old, new, fillvalue=0)])
         elif isinstance(new, int):
-            setattr(made, count.name, new - old)
-    return made
+            setattr(result, count.name, new - old)
+    return result

@@ -1,4 +1,4 @@
-"""An engine in this process as what answers a load."""
+"""Engines in this process as the system under test."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import RequestError
 from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.load import Asked, Client, Record, RequestFailedError, Step
-from foretoken.lab.bench.options import Case, speculation_of
+from foretoken.lab.bench.load import BenchRequest, Client, Record, RequestFailedError, Step
+from foretoken.lab.bench.options import BenchCase, speculation_of
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 
 class Engines(Client):
-    """Engines of one target, made one after another.
+    """Engines of one target in this process, loaded one after another.
 
-    Plain decoding beside speculative is the same engine, whose requests have K = 0: same weights,
-    kernels and caches, and what the drafter costs where nothing is drafted stays in the figure.
+    Plain and speculative decoding use the same engine: plain requests have K = 0. So both have the
+    same weights, kernels and caches, and plain figures include the drafter's cost of drafting
+    nothing.
 
     Args:
-        options: of `AsyncEngine`; `speculative_config` among them, parsed.
-        params: what all requests share.
-        bandwidth: GB/s; None: measured.
+        options: options of `AsyncEngine`, with a parsed `speculative_config`.
+        params: sampling parameters of all requests.
+        bandwidth: GB/s at which the device reads its memory; None: it is measured.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class Engines(Client):
         self._options, self._params, self._bandwidth = options, params, bandwidth
         self._shapes: dict[str, Any] = {}
         self._engine: Any = None
-        self._before = 0.0
+        self._last_step_end = 0.0
         self.floor: Floor | None = None
         self.notes: list[str] = []
         self.keeps_prefixes = bool(options.get("enable_prefix_caching", True))
 
     @asynccontextmanager
-    async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
-        """Makes an engine with what these cases set, and closes it behind them."""
+    async def opened(self, cases: Sequence[BenchCase]) -> AsyncIterator[None]:
+        """A context with an engine for these cases: loaded at its start, closed at its end."""
         speculation = speculation_of(self._options["speculative_config"], cases[-1])
         start = time.perf_counter()
         self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
@@ -59,17 +60,18 @@ class Engines(Client):
             await self._engine.close()
 
     def shapes(self) -> dict[str, Any]:
-        """Of the first engine; those that are swept are labels of the rows."""
+        """The settings of the first engine; swept settings are labels of the rows."""
         return self._shapes
 
     def _describe(self, engine: AsyncEngine, floor: Floor) -> dict[str, Any]:
+        """The settings of an engine, for `shapes`."""
         config, model = engine.config, engine.engine.runner.model
-        given = self._options["speculative_config"]
+        speculation = self._options["speculative_config"]
         return {
             "model": _shown(config.model),
             "device": model.device.type,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "speculation": set_fields(given) if given else None,
+            "speculation": set_fields(speculation) if speculation else None,
             "sampling": set_fields(self._params, without=("seed",)),
             "engine": set_fields(config, without=("model", "speculative_config")),
             "target_weights_gb": floor.target.weights / 1e9,
@@ -81,31 +83,27 @@ class Engines(Client):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """The engine's thread begins no step meanwhile: the first takes all that was sent."""
-        sent = threading.Event()
-        self._engine._worker.call(lambda engine: sent.wait())
+        """A context without new steps: the engine's next step has all requests sent in it."""
+        all_sent = threading.Event()
+        self._engine._worker.call(lambda engine: all_sent.wait())
         try:
             yield
         finally:
-            sent.set()
+            all_sent.set()
 
-    async def send(self, asked: Asked, case: Case, record: Record) -> None:
-        """As `Client.send`; an engine never goes, and whatever it raises ends the run."""
-        params = replace(
-            self._params,
-            max_tokens=asked.num_output,
-            ignore_eos=True,
-            seed=asked.seed,
-            **case.fields,
-        )
-        is_chat = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], dict)
-        ask = self._engine.chat if is_chat else self._engine.generate
+    async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
+        """See `Client.send`; an error of the engine ends the run."""
+        fields: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
+        params = replace(self._params, ignore_eos=True, **fields, **case.fields)
+        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
+        submit = self._engine.chat if is_chat else self._engine.generate
         try:
-            await self._read(ask(asked.prompt, params, deltas=True), record)
-        except RequestError as error:  # this prompt is too long, or there is no chat template
+            await self._read(submit(request.prompt, params, deltas=True), record)
+        except RequestError as error:  # the prompt is too long, or there is no chat template
             raise RequestFailedError(str(error)) from error
 
     async def _read(self, deltas: Any, record: Record) -> None:
+        """Add the pieces of an answer to a record as they arrive."""
         async with aclosing(deltas):
             async for delta in deltas:
                 if delta.error is not None:
@@ -121,28 +119,28 @@ class Engines(Client):
                     record.origins += sample.origins
 
     async def counts(self) -> SpeculationMetrics:
-        """Of all that the engine ever did."""
+        """Counts of drafts since the engine was loaded."""
         counts: SpeculationMetrics = self._engine.metrics
         return counts
 
     def watch(self, steps: list[Step] | None) -> None:
-        """Keep every step; called while the engine is idle."""
-        self._before = time.perf_counter()
+        """See `Client.watch`; called while the engine is idle."""
+        self._last_step_end = time.perf_counter()
 
-        def keep(trace: StepTrace) -> None:
+        def add(trace: StepTrace) -> None:
             now = time.perf_counter()
             if steps is not None:
-                steps.append(Step(now - self._before, trace))
-            self._before = now
+                steps.append(Step(now - self._last_step_end, trace))
+            self._last_step_end = now
 
-        self._engine.engine.on_step = None if steps is None else keep
+        self._engine.engine.on_step = None if steps is None else add
 
     async def tokens(self, text: str) -> list[int]:
-        """By the checkpoint's tokenizer, if it has one."""
+        """The token ids of a text, by the checkpoint's tokenizer; empty if it has none."""
         return await self._engine.encode(text) if self._engine.engine.tokenizer else []
 
     def vocabulary(self) -> list[int]:
-        """All but special tokens."""
+        """The ids of all tokens that are not special."""
         engine = self._engine.engine
         special = set(getattr(engine.tokenizer, "all_special_ids", ()))
         return [i for i in range(engine.limits.vocab_size) if i not in special]
@@ -151,7 +149,7 @@ class Engines(Client):
 def set_fields(
     config: SamplingParams | EngineConfig | SpeculativeConfig, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Fields that differ from their defaults."""
+    """The fields of a configuration that differ from their defaults, except `without`."""
     return {
         field.name: _shown(value)
         for field in fields(config)
@@ -162,6 +160,6 @@ def set_fields(
 
 
 def _shown(value: Any) -> Any:
-    """Of a path only the name: where it lay is this machine's affair."""
+    """A value for the results file; a path loses its folder, which concerns only this machine."""
     is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
     return Path(value).name if is_path else value

@@ -1,4 +1,4 @@
-"""Measures every case under every load, in turns, with prompts cut from a text or a dataset."""
+"""Measure every case under every load, with prompts from a text or a dataset; cases take turns."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import Any, NamedTuple
 
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import figures, latencies
-from foretoken.lab.bench.load import Asked, Client, Run, drive
-from foretoken.lab.bench.options import DATASETS, BenchOptions, Case, Load
+from foretoken.lab.bench.load import BenchRequest, Client, Run, drive
+from foretoken.lab.bench.options import DATASETS, BenchCase, BenchOptions, Load
 from foretoken.lab.workloads import heldout
 
 _ROLES = {role: role for role in ("system", "user", "assistant")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
-_CHARS_PER_TOKEN = 4  # of a server that does not say how it cuts a text into tokens
+_CHARS_PER_TOKEN = 4  # assumed if a server does not report tokens
 
 
 class Item(NamedTuple):
-    """A line of a dataset: a text or messages, and how many tokens its answer has, if it says."""
+    """An entry of a dataset: a text or messages, and the length of its answer, if given."""
 
     prompt: str | list[dict[str, Any]]
     num_output: int | None = None
 
 
-class Source(NamedTuple):
-    """What the requests of a benchmark are cut or chosen from.
+class PromptSource(NamedTuple):
+    """The material from which requests are cut or chosen.
 
     Attributes:
-        ids: token ids, of which prompts are pieces; text: the same where nobody says the tokens.
-        shuffled: prompts are random ids out of `ids` instead.
-        items: lines of a dataset, each a request.
-        notes: what was left out.
+        ids: token ids; prompts are pieces of them.
+        text: a text to cut prompts from, if its tokens are not known.
+        shuffled: prompts are random ids out of `ids` instead of pieces.
+        items: entries of a dataset, each a request.
+        notes: lines about what was left out.
     """
 
     ids: Sequence[int] = ()
@@ -46,15 +47,17 @@ class Source(NamedTuple):
 
 
 class Workload:
-    """Draws the requests of each run, the same ones for the same options.
+    """Draws the requests of each run; equal options give equal requests.
 
-    Every run has prompts of its own, so that none finds the keys and values of another in a cache.
-    Cases that take turns have the same ones; where that would let one of them find the other's,
-    pieces of a text begin a token later for each case, and lines of a dataset are others.
+    Every run has new prompts, so that no run finds the keys and values of an earlier run in a
+    cache. Cases that take turns have equal prompts. The exception are systems in which a case would
+    then find the prompts of another case in a cache: there, pieces of a text begin one token later
+    for each case, and each case has its own entries of a dataset.
 
     Args:
-        lengths: least and most tokens of prompts and of outputs; each request's are drawn between.
-        apart: cases that must not find each other's prompts; 1: all have the same.
+        lengths: smallest and largest number of tokens of prompts, and of outputs. The numbers of a
+            request are drawn between these.
+        apart: number of cases that must not have equal prompts; 1: all cases have equal prompts.
 
     Raises:
         ConfigError: the text has fewer tokens than a prompt.
@@ -62,104 +65,110 @@ class Workload:
 
     def __init__(
         self,
-        source: Source,
+        source: PromptSource,
         lengths: tuple[tuple[int, int], tuple[int, int]],
         seed: int,
         apart: int = 1,
     ) -> None:
         self._source, self._lengths, self._seed = source, lengths, seed
-        self._apart = apart
+        self._num_apart = apart
         self._items = [*source.items]
         random.Random(seed).shuffle(self._items)
-        longest, there = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
-        there -= apart - 1
-        if not source.items and not source.shuffled and longest > there:
-            raise ConfigError("input_len", longest, f"at most {there}, the tokens of the text")
+        longest, size = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
+        size -= apart - 1
+        if not source.items and not source.shuffled and longest > size:
+            raise ConfigError("input_len", longest, f"at most {size}, the tokens of the text")
 
     def requests(
         self, load: Load, before: int, count: int, case: int = 0
-    ) -> list[tuple[float, Asked]]:
-        """Those of one run, with the seconds between them; the same ones for the same arguments.
+    ) -> list[tuple[float, BenchRequest]]:
+        """The requests of one run, each with the seconds since the previous request; deterministic.
 
         Args:
-            before: requests of all former runs of the case.
-            case: its number; of no consequence where cases have the same prompts.
+            before: number of requests of all earlier runs of the case.
+            case: number of the case; ignored if all cases have equal prompts.
         """
-        chance, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._apart
-        made = []
+        random_, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._num_apart
+        requests = []
         for i in range(count):
-            # With one seed for all, requests would share their noise, and be accepted together.
-            gap, seed = chance.expovariate(load.rate) if load.rate else 0.0, self._seed + before + i
-            num_input, num_output = (chance.randint(*bounds) for bounds in self._lengths)
+            # Each request has its own seed: with a shared seed, drafts would be accepted together.
+            gap, seed = (
+                random_.expovariate(load.rate) if load.rate else 0.0,
+                self._seed + before + i,
+            )
+            num_input, num_output = (random_.randint(*bounds) for bounds in self._lengths)
             if self._items:
-                line = self._apart * before + case * count + i
-                item = self._items[line % len(self._items)]
-                made.append((gap, Asked(item.prompt, item.num_output or num_output, seed)))
+                index = self._num_apart * before + case * count + i
+                item = self._items[index % len(self._items)]
+                request = BenchRequest(item.prompt, item.num_output or num_output, seed)
             else:
-                made.append((gap, Asked(self._piece(chance, num_input, case), num_output, seed)))
-        return made
+                request = BenchRequest(self._piece(random_, num_input, case), num_output, seed)
+            requests.append((gap, request))
+        return requests
 
-    def _piece(self, chance: random.Random, size: int, shift: int) -> Any:
-        """Of the text, so many tokens later than drawn."""
-        source, more = self._source, self._apart - 1
+    def _piece(self, random_: random.Random, size: int, shift: int) -> Any:
+        """A random piece of the source, of `size` tokens, which begins `shift` tokens later."""
+        source, max_shift = self._source, self._num_apart - 1
         if source.shuffled:
-            return chance.choices(source.ids, k=size + more)[shift : shift + size]
+            return random_.choices(source.ids, k=size + max_shift)[shift : shift + size]
         text: Any = source.ids or source.text
         size = size if source.ids else size * _CHARS_PER_TOKEN
-        start = chance.randrange(len(text) - size - more + 1) + shift
+        start = random_.randrange(len(text) - size - max_shift + 1) + shift
         return text[start : start + size]
 
 
 def read_text(prompts: str) -> str:
-    """`heldout`: all texts of it, prompts and how they go on; else those of a file."""
+    """The text of a file; for `heldout` and `random`, all held-out prompts and references."""
     if prompts in ("heldout", "random"):
         return "".join(item.prompt + item.reference for item in heldout())
     return _read(prompts)
 
 
-def read_dataset(path: str) -> Source:
-    """A dataset's requests: `{"prompt": ...}`, `{"messages": ...}`, `{"conversations": ...}`.
+def read_dataset(path: str) -> PromptSource:
+    """Read a dataset: objects with `prompt`, with `messages`, or with `conversations`.
 
-    One object per line, or a list of them in one file. Messages are sent up to the last that is no
-    answer, of `conversations` (the shape of ShareGPT) the turns before the first. What is none of
-    these is counted and left out.
+    The file has one object per line, or one list of objects. `messages` are sent without the
+    answers at their end, `conversations` (the format of ShareGPT) only up to their first answer.
+    Other entries are counted and left out.
 
     Raises:
-        ConfigError: there is no such file, or nothing in it can be sent.
+        ConfigError: there is no such file, or no entry can be sent.
     """
-    text, items, wrong = _read(path), list[Item](), list[str]()
-    whole = text.lstrip().startswith("[")
-    pieces = [text] if whole else text.split("\n")
-    for i, piece in enumerate(pieces, start=1):
-        try:
-            found = json.loads(piece) if piece.strip() else []
-        except (ValueError, RecursionError) as error:
-            wrong.append(f"line {i}: {error}")
+    text, items, errors = _read(path), list[Item](), list[str]()
+    is_list = text.lstrip().startswith("[")
+    for i, part in enumerate([text] if is_list else text.split("\n"), start=1):
+        if not part.strip():
             continue
-        for j, entry in enumerate(found if whole else [found] if piece.strip() else [], start=1):
+        try:
+            data = json.loads(part)
+        except (ValueError, RecursionError) as error:
+            errors.append(f"line {i}: {error}")
+            continue
+        for j, entry in enumerate(data if is_list else [data], start=1):
             try:
                 items.append(_item(entry))
             except ValueError as error:
-                wrong.append(f"{f'entry {j}' if whole else f'line {i}'}: {error}")
+                errors.append(f"{f'entry {j}' if is_list else f'line {i}'}: {error}")
     if not items:
-        remedy = f"The first is wrong in {wrong[0]}." if wrong else ""
+        remedy = f"The first is wrong in {errors[0]}." if errors else ""
         raise ConfigError("prompts", path, "a dataset with a request in it", remedy)
-    total, first = len(items) + len(wrong), "; ".join(wrong[:5])
-    said = f"{Path(path).name}: {len(wrong)} of {total} requests were left out: {first}."
-    return Source(items=items, notes=[said] if wrong else [])
+    total, first = len(items) + len(errors), "; ".join(errors[:5])
+    note = f"{Path(path).name}: {len(errors)} of {total} requests were left out: {first}."
+    return PromptSource(items=items, notes=[note] if errors else [])
 
 
-def _item(given: Any) -> Item:
-    """One object of a dataset; `ValueError` says what is wrong with it."""
-    if not isinstance(given, dict):
+def _item(entry: Any) -> Item:
+    """Read an entry of a dataset; `ValueError` says what is wrong with the entry."""
+    if not isinstance(entry, dict):
         raise ValueError("not an object")
-    most = given.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+    length = entry.get("max_tokens")
+    is_integer = isinstance(length, int) and not isinstance(length, bool)
+    if length is not None and (not is_integer or length < 1):
         raise ValueError("`max_tokens` is no integer >= 1")
-    prompt = given.get("prompt")
+    prompt = entry.get("prompt")
     if isinstance(prompt, str) and prompt:
-        return Item(prompt, most)
-    turns = given.get("messages", given.get("conversations"))
+        return Item(prompt, length)
+    turns = entry.get("messages", entry.get("conversations"))
     if not isinstance(turns, list) or not turns:
         raise ValueError("no `prompt`, `messages` or `conversations`")
     messages: list[dict[str, Any]] = []
@@ -170,17 +179,18 @@ def _item(given: Any) -> Item:
         content = turn.get("content", turn.get("value"))
         if role is None or not isinstance(content, str):
             raise ValueError("a turn without a known role and a text")
-        if role == "assistant" and "messages" not in given:
+        if role == "assistant" and "messages" not in entry:
             break
         messages.append({"role": role, "content": content})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise ValueError("nothing said by a user before the answer")
-    return Item(messages, most)
+    return Item(messages, length)
 
 
 def _read(path: str) -> str:
+    """The text of a file; `ConfigError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -189,17 +199,18 @@ def _read(path: str) -> str:
 
 
 Report = Callable[[int, str], None]
-"""Gets how many requests have ended, warm-up included, and what runs."""
+"""Called with the number of ended requests, including warm-up, and the name of the current run."""
 
 
 @dataclass
 class Measured:
-    """What there is of a case under a load.
+    """The measurements of a case under a load so far.
 
     Attributes:
-        repeats: figures of its runs in order, empty of one without an answer: turns stay together.
+        repeats: figures of each run, in order. A run without an answer has an empty entry, so that
+            the repeats of all cases have equal numbers.
         samples: latencies of all requests, by name.
-        partial: it is of a run that was cut short.
+        partial: whether the figures are of a run that was cut short.
     """
 
     repeats: list[dict[str, float]] = field(default_factory=list)
@@ -208,32 +219,32 @@ class Measured:
 
 
 class Bench:
-    """Measures what a client stands for.
+    """Measures the system that a client connects to.
 
     Attributes:
-        groups: cases that take turns, a list for each engine.
+        groups: for each engine, the list of cases that take turns.
         measured: figures of all runs so far, by load and case.
-        failed: why requests failed, and how many of them so, warm-up included.
-        notes: of the prompts.
+        failed: number of failed requests by reason, including warm-up.
+        notes: lines about the prompts.
     """
 
     def __init__(
-        self, options: BenchOptions, client: Client, groups: Sequence[Sequence[Case]]
+        self, options: BenchOptions, client: Client, groups: Sequence[Sequence[BenchCase]]
     ) -> None:
         self.options, self.client, self.groups = options, client, groups
-        self.measured: dict[tuple[Load, Case], Measured] = {}
+        self.measured: dict[tuple[Load, BenchCase], Measured] = {}
         self.failed: Counter[str] = Counter()
         self.notes: list[str] = []
         self._workload: Workload | None = None
-        turns = options.warmup + options.repeats
+        runs = options.warmup + options.repeats
         counts = [options.requests_of(load) for load in options.loads]
-        self.num_requests = sum(counts) * turns * sum(map(len, groups))
+        self.num_requests = sum(counts) * runs * sum(map(len, groups))
 
     async def run(self, report: Report = lambda done, what: None) -> None:
-        """Measure everything; `measured` holds what is done, however it ends.
+        """Measure all cases. `measured` holds all finished runs, even after an error.
 
         Raises:
-            ConfigError: requests failed: all the same, the others were measured.
+            ConfigError: requests failed; the other requests were measured nevertheless.
             ForetokenError: the engine failed.
         """
         done = 0
@@ -254,12 +265,12 @@ class Bench:
                     report(done, title)
                     count, before = self.options.requests_of(load), self._before(load, repeat)
                     requests = workload.requests(load, before, count, cases.index(case))
-                    run, whole = Run(), False
+                    run, is_complete = Run(), False
                     try:
                         await drive(self.client, case, load, requests, run, ended)
-                        whole = not run.stopped
+                        is_complete = not run.stopped
                     finally:
-                        self._keep(load, case, run, number > 0, whole)
+                        self._keep(load, case, run, number > 0, is_complete)
                     if run.stopped:
                         raise self._failure(run.stopped)
         if self.failed:
@@ -268,34 +279,39 @@ class Bench:
                 f"{self.failed.most_common(1)[0][0]}"
             )
 
-    def _keep(self, load: Load, case: Case, run: Run, counts: bool, whole: bool) -> None:
-        """A run that was cut short is kept only where there is no whole one."""
+    def _keep(
+        self, load: Load, case: BenchCase, run: Run, is_measured: bool, is_complete: bool
+    ) -> None:
+        """Add a run's figures to `measured`, unless it is a warm-up run.
+
+        The figures of an incomplete run are added only if there is no complete run.
+        """
         self.failed.update(run.failed)
-        if not counts:
+        if not is_measured:
             return
-        kept = self.measured.setdefault((load, case), Measured())
-        if whole or (run.done and not any(kept.repeats)):
+        measured = self.measured.setdefault((load, case), Measured())
+        if is_complete or (run.done and not any(measured.repeats)):
             bounds = self.options.bounds
-            kept.repeats.append(figures(run, self.client.floor, bounds) if run.done else {})
-            kept.partial = not whole
+            measured.repeats.append(figures(run, self.client.floor, bounds) if run.done else {})
+            measured.partial = not is_complete
             for name, values in latencies(run.done).items():
-                kept.samples[name] += values
+                measured.samples[name] += values
 
     def _before(self, load: Load, repeat: int) -> int:
-        """Requests of a case before this run."""
-        options, turns = self.options, self.options.warmup + self.options.repeats
-        others = options.loads[: options.loads.index(load)]
-        return turns * sum(map(options.requests_of, others)) + repeat * options.requests_of(load)
+        """The number of requests of each case before this run."""
+        options, runs = self.options, self.options.warmup + self.options.repeats
+        earlier = options.loads[: options.loads.index(load)]
+        return runs * sum(map(options.requests_of, earlier)) + repeat * options.requests_of(load)
 
     def _failure(self, why: str) -> ConfigError:
-        """What ends a command once its requests failed."""
+        """The error for failed requests: about `url`, or `prompts` for engines in this process."""
         name, bound = "url", "a server that answers every request"
         if self.options.url is None:
             name, bound = "prompts", "requests that fit"
         return ConfigError(name, getattr(self.options, name), bound, f"{why.rstrip('.')}.")
 
     async def _prepare(self) -> Workload:
-        """The workload, made with the first client's tokens."""
+        """The workload. It is made once, with the tokenizer of the first engine or the server."""
         if self._workload is not None:
             return self._workload
         client, prompts = self.client, self.options.prompts
@@ -305,9 +321,9 @@ class Bench:
             text = read_text(prompts or "heldout")
             ids = await client.tokens(text)
             if prompts == "random" or (prompts is None and not ids and client.vocabulary()):
-                source = Source(client.vocabulary() or sorted(set(ids)), shuffled=True)
+                source = PromptSource(client.vocabulary() or sorted(set(ids)), shuffled=True)
             else:
-                source = Source(ids, text)
+                source = PromptSource(ids, text)
             if not source.ids:
                 if self.options.url is None or source.shuffled:
                     remedy = "Use `random`, or give a tokenizer."
@@ -318,15 +334,18 @@ class Bench:
         lengths = self.options.input_lengths, self.options.output_lengths
         apart = max(map(len, self.groups)) if client.keeps_prefixes else 1
         self._workload = Workload(source, lengths, self.options.seed, apart)
-        asked = self.num_requests // sum(map(len, self.groups)) * apart
-        if len(source.items) < asked and source.items:
-            said = f"{len(source.items)} lines for {asked} requests: they are sent again"
-            known = ", and a cache may know them" if client.keeps_prefixes else ""
-            self.notes.append(f"{Path(str(prompts)).name}: {said}{known}.")
+        needed = self.num_requests // sum(map(len, self.groups)) * apart
+        if len(source.items) < needed and source.items:
+            repeated = f"{len(source.items)} lines for {needed} requests: they are sent again"
+            cached = ", and a cache may know them" if client.keeps_prefixes else ""
+            self.notes.append(f"{Path(str(prompts)).name}: {repeated}{cached}.")
         return self._workload
 
-    def _turns(self, cases: Sequence[Case]) -> Iterator[tuple[Load, int, Case]]:
-        """Load, repeat (warm-up first) and case; who goes first changes with each repeat."""
+    def _turns(self, cases: Sequence[BenchCase]) -> Iterator[tuple[Load, int, BenchCase]]:
+        """The runs in order, as (load, repeat, case); warm-up repeats come first.
+
+        The order of cases is reversed with each repeat.
+        """
         for load in self.options.loads:
             for repeat in range(self.options.warmup + self.options.repeats):
                 for case in cases[:: -1 if repeat % 2 else 1]:

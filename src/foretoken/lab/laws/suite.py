@@ -1,4 +1,4 @@
-"""The whole suite: every law, every case and every mutant, as tasks that can be shared out."""
+"""The whole suite: every law, case and mutant, as tasks that several processes can share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.ops import Backend, Rule, get_backend
 
 NOISE = {"fp32": Setting(), "fp64": Setting(fp64_noise=True), "flat": Setting(rule=Rule.COUPLED)}
 Law = Callable[[Backend, torch.device, int], list[Finding]]
-"""(backend, device, trials) -> what was found."""
+"""(backend, device, trials) -> findings."""
 
 
 def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
@@ -31,9 +31,10 @@ def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Fi
 
 
 def noise(name: str, backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Nearly uniform rows and tails, with draws by what a device can afford.
+    """Nearly uniform rows and far tails, with as many draws as the device can afford.
 
-    A CPU takes 0.3 ns per logit, 20 per token of flat noise: fewer draws, smaller vocabularies.
+    A CPU takes 0.3 ns per logit, and 20 ns per token of flat noise; so it gets fewer draws and
+    smaller vocabularies.
     """
     gpu = device.type == "cuda"
     draw = drawing.sampler(backend, NOISE[name])
@@ -49,7 +50,7 @@ def noise(name: str, backend: Backend, device: torch.device, trials: int) -> lis
 
 
 def synthetic_rates(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Rates per position, mean rates through the solver, rejections at T = 0."""
+    """The synthetic rule: rates per position, mean rates from the solver, rejections at T = 0."""
     return [
         *acceptance.per_position(backend, device),
         *acceptance.mean_rates(backend, device),
@@ -68,11 +69,11 @@ LAWS: dict[str, Law] = {
     **{f"noise-{name}": partial(noise, name) for name in NOISE},
     "synthetic": synthetic_rates,
 }
-"""By name; `trials` is a wish, which laws with a fixed or a costly number of them do not read."""
+"""name -> law. A law with a fixed or costly number of trials ignores `trials`."""
 
 
 class Task(NamedTuple):
-    """One law, or one case of the joint distribution or one mutant by its number."""
+    """One law on a backend. For the laws "joint" and "mutants", only case or mutant `number`."""
 
     law: str
     number: int
@@ -84,23 +85,23 @@ class Task(NamedTuple):
 def tasks(
     backend: str, device: torch.device, *, trials: int = TRIALS, quick: bool = False
 ) -> list[Task]:
-    """All there is to check: the longest first, the rest of the full matrix last.
+    """All tasks: the longest first, cases of the joint distribution last.
 
     Args:
-        trials: of one case of the joint distribution.
-        quick: the pairwise selection of cases alone.
+        trials: number of trials in one case of the joint distribution.
+        quick: only the pairwise selection of cases.
     """
-    on = (backend, device, trials)
-    found = [Task(law, 0, *on) for law in reversed(LAWS)]
-    if device.type == "cuda":  # 10 GB
-        found.insert(0, Task("far_rows", 0, *on))
-    found += [Task("mutants", i, *on) for i in range(len(_mutants_of(backend)))]
-    cases = len(_few_cases() if quick else _joint_cases())
-    return [*found, *(Task("joint", i, *on) for i in range(cases))]
+    where = (backend, device, trials)
+    result = [Task(law, 0, *where) for law in reversed(LAWS)]
+    if device.type == "cuda":  # it takes 10 GB of memory
+        result.insert(0, Task("far_rows", 0, *where))
+    result += [Task("mutants", i, *where) for i in range(len(_mutants_of(backend)))]
+    num_cases = len(_few_cases() if quick else _joint_cases())
+    return [*result, *(Task("joint", i, *where) for i in range(num_cases))]
 
 
 def find(task: Task) -> list[Finding]:
-    """What one task finds. A task can be sent to another process."""
+    """Run a task, which may come from another process; returns its findings."""
     backend = get_backend(task.backend)
     if task.law == "mutants":
         return [check_mutant(_mutants_of(task.backend)[task.number], backend, task.device)]
@@ -118,11 +119,10 @@ def _few_cases() -> list[Case]:
 
 @cache
 def _joint_cases() -> list[Case]:
-    """Those of a quick run first."""
+    """All cases; the cases of a quick run come first."""
     return [*_few_cases(), *(case for case in matrix() if case not in _few_cases())]
 
 
 @cache
 def _mutants_of(backend: str) -> list[Mutant]:
-    """That a backend can be broken by."""
     return [*mutants(), *(rule_mutants() if backend in READ_RULES else ())]

@@ -1,1 +1,1 @@
-"""`foretoken plan`: what speculation would buy, from costs of steps and an acceptance."""
+"""`foretoken plan`: the gain from speculation, predicted from costs of steps and an acceptance."""

@@ -1,7 +1,8 @@
-"""How many replicas a rate takes: the engines of a file for `serve deploy`, and what they share.
+"""How many replicas are needed for a rate of requests, for a file of `serve deploy`.
 
-Charter: from what one engine serves to what several do, on machines of their own or on the cores of
-one. What one engine serves is `command.py`'s; what a file may say is `serve/fleet/config.py`'s.
+Charter: from the capacity of one engine to the capacity of several engines, on separate machines or
+on the cores of one machine. `command.py` finds the capacity of one engine; `serve/fleet/config.py`
+defines the file.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from foretoken.errors import ConfigError
 from foretoken.lab.plan.options import BATCH_SIZES, STREAM_MS, PlanOptions
 from foretoken.serve.fleet.config import Fleet, FleetModel
 
-_MOST = 10_000
+_MAX_REPLICAS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Engines of one model, and the cores that they share.
+    """Replicas of one model's engine, and the cores that they share.
 
     Attributes:
-        name: of the model.
-        count: replicas that the file asks for; `most` with scaling.
-        drafts: K of its engines; None: `auto`.
-        threads: cores that an engine keeps busy.
-        cores: of the one machine that all of them run on, the front and what else a request takes
-            there included; None: each has its own.
-        stream_s: seconds of a core that a step of a streamed answer takes in its replica, where the
-            engine waits for it (Python runs one thread at a time), and again in the front.
+        name: name of the model.
+        count: number of replicas in the file.
+        most: largest number of replicas that scaling allows.
+        drafts: K of the engines; None: `auto`.
+        threads: number of cores that an engine keeps busy.
+        cores: cores of the machine that runs all engines, the front, and all other work for
+            requests; None: each engine has its own machine.
+        stream_s: seconds of a core to stream one step of an answer. They are spent in the replica,
+            where the engine waits meanwhile (Python runs one thread at a time), and again in the
+            front.
     """
 
     name: str
@@ -41,50 +44,52 @@ class Replicas:
     cores: int | None
     stream_s: float
 
-    def capacity(self, one: float, steps: float, replicas: int) -> float:
-        """Requests per second within the bounds, of so many.
+    def capacity(self, engine_rate: float, steps: float, replicas: int) -> float:
+        """Requests per second that `replicas` replicas serve within the bounds.
 
         Args:
-            one: of one engine that does nothing else.
-            steps: of a request, on average.
+            engine_rate: requests per second of one engine, without the cost of streaming.
+            steps: mean steps per request.
         """
-        if self.cores is None or not one:
-            return one * replicas
-        beside = steps * self.stream_s
-        each = 1 / one + beside
-        return min(replicas / each, self.cores / (self.threads * each + beside))
+        if self.cores is None or not engine_rate:
+            return engine_rate * replicas
+        streaming = steps * self.stream_s
+        request_s = 1 / engine_rate + streaming
+        return min(replicas / request_s, self.cores / (self.threads * request_s + streaming))
 
-    def needed(self, one: float, steps: float, rate: float) -> int | None:
-        """The fewest that serve a rate; None: however many there are, they do not."""
-        alone = self.capacity(one, steps, 1)
-        count = math.ceil(rate / alone) if alone else _MOST + 1
-        served = self.capacity(one, steps, count) * (1 + 1e-9)  # of the division's rounding
-        return count if count <= _MOST and served >= rate else None
+    def needed(self, engine_rate: float, steps: float, rate: float) -> int | None:
+        """The smallest number of replicas that serves a rate; None: no number of replicas does."""
+        single = self.capacity(engine_rate, steps, 1)
+        count = math.ceil(rate / single) if single else _MAX_REPLICAS + 1
+        # The factor allows for the rounding of the division.
+        served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)
+        return count if count <= _MAX_REPLICAS and served >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:
-        """What a user wanted to know.
+        """The answer: how many replicas are needed, and how much the file's replicas can serve.
 
         Args:
-            most: requests per second of as many as the file may have.
+            needed: the result of `needed`.
+            most: requests per second of the largest number of replicas that the file allows.
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
-        asked = f"{options.rate:g} requests/s within {bounds}"
+        wanted = f"{options.rate:g} requests/s within {bounds}"
         has = f"{self.count}" if self.most == self.count else f"{self.count} to {self.most}"
         if needed is None:
             why = "" if self.cores is None else f" on {self.cores} cores"
-            return f"No number of replicas of {self.name} serves {asked}{why}."
+            return f"No number of replicas of {self.name} serves {wanted}{why}."
         enough = "enough" if needed <= self.most else "too few"
         return (
-            f"{asked} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
+            f"{wanted} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
             f"{has}, which is {enough}: they serve {most:.3g} requests/s."
         )
 
 
 def read_model(options: PlanOptions) -> FleetModel:
-    """The model of the fleet that a plan is asked for: the first, or the one of a name.
+    """The model of the file to plan for: the one in `fleet_model`, or the first.
 
     Raises:
-        ConfigError: the file is none, or has no such model.
+        ConfigError: the file does not describe a fleet, or has no such model.
     """
     fleet = Fleet.read(Path(str(options.fleet)))
     if options.fleet_model is None:
@@ -97,7 +102,7 @@ def read_model(options: PlanOptions) -> FleetModel:
 
 
 def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
-    """What a plan needs to know of a model's replicas."""
+    """The replicas of a model in a fleet's file."""
     scale, speculation = model.scale, model.engine.speculative_config
     count = scale.replicas or 1
     drafts = None if speculation is not None and speculation.is_auto else model.engine.num_drafts
@@ -109,16 +114,16 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
 
 
 def sized_for(model: FleetModel, options: PlanOptions) -> PlanOptions:
-    """Batches up to the most that an engine runs at once, where none were asked for."""
+    """The options with batches up to the engine's `max_num_seqs`, unless the user gave sizes."""
     if options.batch_size != BATCH_SIZES:
         return options
-    most = model.engine.max_num_seqs
-    sizes = sorted({*(size for size in (1, 4, 16, 64) if size < most), most})
+    largest = model.engine.max_num_seqs
+    sizes = sorted({*(size for size in (1, 4, 16, 64) if size < largest), largest})
     return replace(options, batch_size=",".join(map(str, sizes)))
 
 
 def engine_options(model: FleetModel, threads: int) -> dict[str, Any]:
-    """Options of its engines, as `foretoken plan` takes them: cores as a replica has them."""
-    given = {f.name: getattr(model.engine, f.name) for f in fields(model.engine)}
-    given["max_num_waiting"] = None  # what would be refused is served late here
-    return given | {"threads": threads}
+    """The engine options of a model's replicas, with `threads` threads."""
+    options = {f.name: getattr(model.engine, f.name) for f in fields(model.engine)}
+    options["max_num_waiting"] = None  # a plan serves requests late instead of refusing them
+    return options | {"threads": threads}

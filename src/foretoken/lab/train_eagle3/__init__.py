@@ -1,1 +1,1 @@
-"""Training an EAGLE-3 head for a target: `foretoken train-eagle3`, and its parts for scripts."""
+"""Train an EAGLE-3 head for a target: `foretoken train-eagle3`, and its parts for scripts."""

@@ -1,16 +1,16 @@
 """The training forward of an EAGLE-3 head: several draft steps from every position of a text.
 
-Belongs here: attention as drafting has it, for all positions at once, and what training minimises:
-how often drafts will be refused. The rest of a head is the stack in stock operators itself
-(`ops/backends/torch/stack.py`), so that what is trained is what drafts.
+Belongs here: the attention of drafting, for all positions at once; the losses, which measure how
+often drafts will be rejected. The rest of a head runs in the stock operators of
+`ops/backends/torch/stack.py`, so that training and drafting compute the same.
 
-Step j of position s stands for the pass that a drafter runs for its draft j after the text up to
-s + 1: it reads the token at s + j + 1, and what it puts out predicts the token at s + j + 2. Step 0
-reads the target's feature of s, step j what step j - 1 of s put out ("training-time test", Li et
-al. 2025). So step j of s sees step 0 of all positions up to s, and of s alone the steps in between.
+Step j of position s stands for a drafter's pass for draft j, after the text up to s + 1. It reads
+the token at s + j + 1, and its output predicts the token at s + j + 2. Step 0 reads the target's
+feature at s; step j reads the output of step j - 1 of s ("training-time test", Li et al. 2025). So
+step j of s attends to step 0 of all positions up to s, and to steps 1..j only of s itself.
 
-Shape suffixes: B texts, T tokens of a text, S positions drafted from, J steps, H heads, D head
-size, C the head's hidden size, V ids that the head drafts, X positions in all (B S).
+Shape suffixes: B texts, T tokens of a text, S positions to draft from, J steps, H heads, D head
+size, C the head's hidden size, V ids that the head drafts, X positions of all texts (B S).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from foretoken.errors import IntegrityError
-from foretoken.ops.backends.torch.stack import begin, feature, finish, norm, project, turns
+from foretoken.ops.backends.torch.stack import begin, cos_sin, feature, finish, norm, project
 from foretoken.ops.stack import FeatureRule, Stack
 
-# Numbers of a piece of logits: its copies in float32 shall fit a CPU's cache, or be few on a GPU.
+# Logits are processed in pieces of so many numbers. On a CPU the float32 copies of a piece should
+# fit the cache; on a GPU there should be few pieces.
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
 Fuse = Callable[[Any], Any]
 
 
 class Unroll:
-    """The steps, on a device.
+    """The draft steps of a head, on a device.
 
     Args:
-        fuse: what is done to each function that runs over all positions: `torch.compile`, or
-            nothing.
+        fuse: applied to each function that runs over all positions: `torch.compile`, or the
+            identity.
     """
 
     def __init__(self, device: torch.device, fuse: Fuse = lambda function: function) -> None:
@@ -47,7 +48,9 @@ class Unroll:
     def __call__(
         self, head: Stack, aux: Sequence[Tensor], token_BT: Tensor, steps: int
     ) -> Iterator[Tensor]:
-        """What each step puts out, [X, C] in turn; S = T - `steps`: all have tokens to read.
+        """Yields the output of each step, [X, C].
+
+        S = T - `steps`, so that every step of every position has a token to read.
 
         Args:
             aux: hidden states of the target, [B, T, target_hidden_size] each, in the order of
@@ -83,22 +86,24 @@ def rule_of(head: Stack) -> FeatureRule:
 def _project(
     head: Stack, token_X: Tensor, position_X: Tensor, feature_XC: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """What a pass does before its attention: the residual [X, C], and what that takes."""
+    """The part of a pass before attention: the residual [X, C], and query, key and value."""
     hidden_XC, read_XW = begin(head, token_X, feature_XC)
     mixer = head.layers[0].mixer
-    return hidden_XC, project(head, mixer, read_XW, turns(mixer.rope, position_X, head.dtype))
+    return hidden_XC, project(head, mixer, read_XW, cos_sin(mixer.rope, position_X, head.dtype))
 
 
 def _finish(head: Stack, hidden_XC: Tensor, attended_XD: Tensor) -> Tensor:
-    """What a pass does after its attention, [X, C]."""
+    """The part of a pass after attention, [X, C]."""
     hidden_XC = finish(head, head.layers[0], hidden_XC, attended_XD)
     is_normed = rule_of(head).norm_output
     return norm(hidden_XC, head.norm_C, head.eps) if is_normed else hidden_XC
 
 
 def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to all positions up to one's own, and the logarithm of its scores' exponentials'
-    sum [B, H, S], float32. Scores take B H S S numbers."""
+    """Causal attention, and the log-sum-exp of its scores, float32 [B, H, S].
+
+    It keeps all scores in memory: B H S S numbers.
+    """
     size, shared = query_BHSD.shape[2], query_BHSD.shape[1] // key_BHSD.shape[1]
     key_BHSD, value_BHSD = (x.repeat_interleave(shared, 1) for x in (key_BHSD, value_BHSD))
     score_BHSS = (query_BHSD * query_BHSD.shape[-1] ** -0.5) @ key_BHSD.transpose(-1, -2)
@@ -110,7 +115,7 @@ def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[T
 
 
 class _Flex:
-    """`_causal` by PyTorch's fused kernels, which keep no scores; on a GPU only."""
+    """`_causal` with PyTorch's fused kernels, which keep no scores in memory; only on a GPU."""
 
     def __init__(self) -> None:
         from torch.nn.attention import flex_attention as flex
@@ -119,36 +124,43 @@ class _Flex:
         self._create_mask, self._masks = flex.create_block_mask, dict[int, Any]()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The result of `_causal`; block masks are kept by number of positions."""
         size = query.shape[2]
         if size not in self._masks:
             self._masks[size] = self._create_mask(
                 lambda b, h, i, j: j <= i, None, None, size, size, device=query.device
             )
-        found: tuple[Tensor, Tensor] = self._attention(
+        result: tuple[Tensor, Tensor] = self._attention(
             query, key, value, block_mask=self._masks[size], enable_gqa=True, return_lse=True
         )
-        return found
+        return result
 
 
 def _merge(
     out_BHSD: Tensor, lse_BHS: Tensor, query_BHSD: Tensor, key_JBHSD: Tensor, value_JBHSD: Tensor
 ) -> Tensor:
-    """Attention with one key more of each step in between, which only their own position sees."""
+    """The attention of a later step: that over step 0, merged with the keys of later steps.
+
+    Each position attends only to its own later keys, one per step.
+
+    out_BHSD, lse_BHS: attention over the keys of step 0, and the log-sum-exp of its scores
+    """
     shared = query_BHSD.shape[1] // key_JBHSD.shape[2]
     key_JBHSD, value_JBHSD = (x.repeat_interleave(shared, 2) for x in (key_JBHSD, value_JBHSD))
     score_JBHS = (query_BHSD.float() * key_JBHSD.float()).sum(-1) * query_BHSD.shape[-1] ** -0.5
-    whole_BHS = torch.logaddexp(lse_BHS, score_JBHS.logsumexp(0))
-    weight_JBHS = (score_JBHS - whole_BHS).exp()
-    found_BHSD: Tensor = (lse_BHS - whole_BHS).exp()[..., None] * out_BHSD
-    found_BHSD = found_BHSD + (weight_JBHS[..., None] * value_JBHSD).sum(0)
-    return found_BHSD.to(out_BHSD.dtype)
+    total_BHS = torch.logaddexp(lse_BHS, score_JBHS.logsumexp(0))
+    weight_JBHS = (score_JBHS - total_BHS).exp()
+    merged_BHSD: Tensor = (lse_BHS - total_BHS).exp()[..., None] * out_BHSD
+    merged_BHSD = merged_BHSD + (weight_JBHS[..., None] * value_JBHSD).sum(0)
+    return merged_BHSD.to(out_BHSD.dtype)
 
 
 def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Tensor]) -> Tensor:
-    """A scalar, of each step's `agreement`.
+    """A scalar loss from the `agreement` of each step.
 
-    `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of refusals.
-    `length`: 1 - accepted drafts per step; draft j counts where all before it were accepted, too.
+    `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of rejections.
+    `length`: 1 - the number of accepted drafts per step; a draft counts only if all drafts before
+    it are accepted, too.
     """
     if kind == "kl":
         return torch.stack(list(cross_entropies)).mean()
@@ -159,14 +171,15 @@ def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Ten
 def agreement(
     logits_BSV: Tensor, p_BSV: Tensor, temperature: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How well q suits p at each position, float32: sum(min(p, q)), the chance that a draft is
-    accepted, [B, S]; and the cross-entropy -sum(p log q) in nats, [B, S], which is KL(p, q) except
-    for what no head can change.
+    """How well q fits p at each position: overlap and cross-entropy, float32 [B, S] each.
 
-    q is the softmax of `logits_BSV / temperature`. p has what the target gives to these ids; only
-    its last dimension need be dense.
+    The overlap sum(min(p, q)) is the probability that a draft is accepted. The cross-entropy
+    -sum(p log q) in nats is KL(p, q) plus a term that does not depend on q. q is the softmax of
+    `logits_BSV / temperature`. p has the target's probabilities of the same ids; only its last
+    dimension must be dense.
     """
-    scale = torch.full((), 1 / temperature, device=logits_BSV.device)  # a number is compiled in
+    # A tensor: a plain number would be a constant of the compiled code.
+    scale = torch.full((), 1 / temperature, device=logits_BSV.device)
     overlap_BS, entropy_BS = _Agreement.apply(  # type: ignore[no-untyped-call]
         logits_BSV, p_BSV, scale, rows or Rows()
     )
@@ -174,55 +187,61 @@ def agreement(
 
 
 class _Agreement(Function):
-    """Both numbers of each row with their slopes from the same pass, in the logits' dtype.
+    """Overlap, cross-entropy and the gradients of both, in one pass over the logits.
 
-    So nothing as large as the logits is kept but these: PyTorch's own would keep ten.
+    The gradients have the logits' dtype. Only these two tensors are as large as the logits;
+    PyTorch's autograd would keep ten such tensors.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor, rows: Rows
     ) -> tuple[Tensor, ...]:
-        """[B, S] twice"""
         size = max(1, _PIECE[logits_BSV.device.type] // logits_BSV[0].numel())
         pieces = torch.split(logits_BSV, size), torch.split(p_BSV, size)
-        found = [rows.measure(*both, scale) for both in zip(*pieces, strict=True)]
-        whole = [
-            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True)
-        ]
-        *numbers, slope_BSV, other_BSV = whole
-        ctx.save_for_backward(slope_BSV, other_BSV)
+        results = [rows.measure(*piece, scale) for piece in zip(*pieces, strict=True)]
+        overlap_BS, entropy_BS, overlap_slope, entropy_slope = (
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)
+        )
+        ctx.save_for_backward(overlap_slope, entropy_slope)
         ctx.rows = rows
-        return tuple(numbers)
+        return overlap_BS, entropy_BS
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Of the logits alone: the target is frozen."""
         return ctx.rows.weigh(*ctx.saved_tensors, *gradients), None, None, None
 
 
 def _measure(
     logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overlap and cross-entropy [B, S], and their slopes [B, S, V] by the logits."""
+    """Overlap and cross-entropy [B, S], and the gradients of both by the logits [B, S, V]."""
     log_q_BSV = (logits_BSV.float() * scale).log_softmax(-1)
     q_BSV = log_q_BSV.exp()
-    counted_BSV = q_BSV * (q_BSV < p_BSV)  # where q is the smaller, more of it helps
-    overlap_slope = counted_BSV - q_BSV * counted_BSV.sum(-1, keepdim=True)
+    smaller_BSV = q_BSV * (q_BSV < p_BSV)  # min(p, q) depends on q only where q < p
+    overlap_slope = smaller_BSV - q_BSV * smaller_BSV.sum(-1, keepdim=True)
     entropy_slope = q_BSV * p_BSV.sum(-1, keepdim=True) - p_BSV
     overlap_BS, entropy_BS = torch.minimum(p_BSV, q_BSV).sum(-1), -(p_BSV * log_q_BSV).sum(-1)
-    first, other = overlap_slope * scale, entropy_slope * scale
-    return overlap_BS, entropy_BS, first.to(logits_BSV.dtype), other.to(logits_BSV.dtype)
+    dtype = logits_BSV.dtype
+    overlap_slope, entropy_slope = overlap_slope * scale, entropy_slope * scale
+    return overlap_BS, entropy_BS, overlap_slope.to(dtype), entropy_slope.to(dtype)
 
 
-def _weigh(one_BSV: Tensor, other_BSV: Tensor, by_one_BS: Tensor, by_other_BS: Tensor) -> Tensor:
-    """The slope of what is made of both numbers, by the slopes of that."""
-    found_BSV = one_BSV * by_one_BS[..., None] + other_BSV * by_other_BS[..., None]
-    return found_BSV.to(one_BSV.dtype)
+def _weigh(
+    overlap_slope: Tensor, entropy_slope: Tensor, by_overlap_BS: Tensor, by_entropy_BS: Tensor
+) -> Tensor:
+    """The gradient of a loss with respect to the logits, by the chain rule.
+
+    overlap_slope, entropy_slope: gradients of overlap and cross-entropy, from `_measure`
+    by_overlap_BS, by_entropy_BS: the loss's gradients with respect to overlap and cross-entropy
+    """
+    gradient_BSV = overlap_slope * by_overlap_BS[..., None]
+    gradient_BSV = gradient_BSV + entropy_slope * by_entropy_BS[..., None]
+    return gradient_BSV.to(overlap_slope.dtype)
 
 
 class Rows(NamedTuple):
-    """What runs over all logits; their operators may be fused."""
+    """The two functions that run over all logits; they may be fused."""
 
     measure: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = _measure
     weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _weigh

@@ -1,31 +1,36 @@
 """The tokenizer that the metadata of a GGUF file describes.
 
 Belongs here: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`), as a `tokenizers` object in
-Transformers' wrapper. Does not: how text is cut before BPE (`splits.py`), chat templates beyond
-their text (`../chat.py`).
+Transformers' wrapper. Also the rules by which text is split into words before byte-level BPE; a
+file names its rule in `tokenizer.ggml.pre`. Does not: the use of chat templates (`../chat.py`).
 
-It encodes as the checkpoint's own `tokenizer.json` does. Transformers' own conversion of GGUF files
-(5.23) differs in this: it leaves out Qwen's NFC, and Llama 3's rule that a word which is a token is
-taken as it is; it cuts by GPT-2's pattern what it does not know, SmolLM's single digits among them;
-text after a special token, or that begins with a space, has one of SentencePiece's spaces less.
+Only rules that a well-known `tokenizer.json` states exactly are supported. Two kinds of rules are
+refused, because a guess would silently give other tokens: rules that are known only from
+llama.cpp's approximations, and `default`, which old files state whatever rule their model was
+trained with.
+
+The tokenizer encodes as the checkpoint's own `tokenizer.json` does. Transformers' conversion of
+GGUF files (5.23) differs in four ways. It leaves out Qwen's NFC. It leaves out Llama 3's rule that
+a word which is a token is not split further. It splits by GPT-2's pattern if it does not know the
+rule; SmolLM's rule of single digits is one of those. It drops one of SentencePiece's spaces after a
+special token and before a text that begins with a space.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.gguf.reader import shown
-from foretoken.models.gguf.split import GgufFile
-from foretoken.models.gguf.splits import BYTE_LEVEL, Split, split_of
+from foretoken.models.gguf.reader import GgufFile, shown
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
 _KEY = "tokenizer.ggml."
-_NAMED = {
+# Transformers' names of special tokens, with the keys of their ids.
+_SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -37,13 +42,73 @@ _OTHER_MODELS = {
 }  # fmt: skip
 _SPACE = "▁"  # SentencePiece's mark of a space
 
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_LLAMA_3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
+)
+
+
+class WordRule(NamedTuple):
+    """How text is split into words before byte-level BPE.
+
+    pattern:     a regular expression that matches words; None: GPT-2's pattern
+    digits:      whether each digit is a word
+    normaliser:  applied to the text before it is split
+    takes_words: whether a word that is a token becomes that token without merges
+    adds_bos:    whether a text begins with the token `bos`, if the file does not state it
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    normaliser: Any = None
+    takes_words: bool = False
+    adds_bos: bool = False
+
+    def pre_tokenizer(self, adds_space: bool) -> Any:
+        """The pre-tokenizer of `tokenizers` for this rule.
+
+        Args:
+            adds_space: whether to add a space before a text that does not begin with one.
+        """
+        to_bytes = pre_tokenizers.ByteLevel(
+            add_prefix_space=adds_space, use_regex=self.pattern is None
+        )
+        if self.pattern is not None:
+            words: Any = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+        elif self.digits:
+            words = pre_tokenizers.Digits(individual_digits=True)
+        else:
+            return to_bytes
+        return pre_tokenizers.Sequence([words, to_bytes])
+
+
+_LLAMA = WordRule(_LLAMA_3, takes_words=True, adds_bos=True)
+_DIGITS = WordRule(digits=True)
+_WORD_RULES = {
+    "gpt-2": WordRule(),
+    "llama-bpe": _LLAMA,
+    "llama-v3": _LLAMA,
+    "llama3": _LLAMA,
+    "qwen2": WordRule(_QWEN, normaliser=normalizers.NFC()),
+    "refact": _DIGITS,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "tekken": WordRule(_TEKKEN, takes_words=True, adds_bos=True),
+}
+"""By the names of `tokenizer.ggml.pre`."""
+
 
 def build_tokenizer(file: GgufFile) -> Any | None:
-    """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has none.
+    """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has no tokenizer.
 
     Raises:
-        CheckpointError: metadata that contradicts itself.
-        UnsupportedModelError: a kind of tokenizer, or a way to cut text, that is not known exactly.
+        CheckpointError: the metadata about it are not valid.
+        UnsupportedModelError: its kind, or its rule for words, is not known exactly.
     """
     if f"{_KEY}model" not in file.metadata:
         return None
@@ -66,28 +131,33 @@ def build_tokenizer(file: GgufFile) -> Any | None:
             if kind in types and token
         ]
         backend.add_tokens(added)
-    return _wrapped(backend, vocabulary, adds_bos)
+    return _wrap(backend, vocabulary, adds_bos)
 
 
-def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
-    """The tokenizer as Transformers has it: named tokens, and what is put around a text."""
+def _wrap(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
+    """The tokenizer in Transformers' wrapper, with special tokens and chat template.
+
+    Args:
+        adds_bos: whether texts begin with the token `bos`, if the file does not state it.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    named = {name: vocabulary.named(key) for name, key in _NAMED.items()}
-    bos = vocabulary.stated("add_bos_token", bool, adds_bos and named["bos_token"] is not None)
-    eos = vocabulary.stated("add_eos_token", bool, False)
-    for name, is_added in (("bos_token", bos), ("eos_token", eos)):
-        if is_added and named[name] is None:
+    special = {name: vocabulary.special_token(key) for name, key in _SPECIAL_TOKENS.items()}
+    adds_bos = adds_bos and special["bos_token"] is not None
+    adds_bos = vocabulary.stated("add_bos_token", bool, adds_bos)
+    adds_eos = vocabulary.stated("add_eos_token", bool, False)
+    for name, is_added in (("bos_token", adds_bos), ("eos_token", adds_eos)):
+        if is_added and special[name] is None:
             raise CheckpointError(
                 f"`{vocabulary.path}` gives `{_KEY}add_{name}` as true: must be false where no "
                 f"`{_KEY}{name}_id` is given."
             )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=bos,
-        add_eos_token=eos,
+        add_bos_token=adds_bos,
+        add_eos_token=adds_eos,
         clean_up_tokenization_spaces=False,
-        **{name: token for name, token in named.items() if token is not None},
+        **{name: token for name, token in special.items() if token is not None},
     )
     if template := _chat_template(vocabulary):
         tokenizer.chat_template = template
@@ -95,7 +165,11 @@ def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any
 
 
 class _Vocabulary:
-    """What the metadata says of tokens, checked."""
+    """The metadata about tokens. Methods raise `CheckpointError` for values that are not valid.
+
+    tokens: the texts of all tokens, by id
+    types:  the type of each token
+    """
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.path
@@ -111,7 +185,7 @@ class _Vocabulary:
             )
 
     def stated(self, name: str, kind: type, default: Any) -> Any:
-        """A single value, or the default."""
+        """The value of a key, which must be of type `kind`; the default if it is not stated."""
         value = self.metadata.get(_KEY + name, default)
         if type(value) is not kind:
             raise CheckpointError(
@@ -121,7 +195,10 @@ class _Vocabulary:
         return value
 
     def listed(self, name: str, kind: type) -> list[Any]:
-        """The items of an array, which all have the type of the first; empty if it is not there."""
+        """The items of an array of type `kind`; empty if there is no such array.
+
+        All items have the type of the first one, since the format stores one type per array.
+        """
         items = self.metadata.get(_KEY + name, [])
         if not isinstance(items, list) or (items and type(items[0]) is not kind):
             raise CheckpointError(
@@ -130,10 +207,10 @@ class _Vocabulary:
             )
         return items
 
-    def named(self, key: str) -> str | None:
-        """The token whose id is at a key."""
+    def special_token(self, key: str) -> str | None:
+        """The token with the id at this key; None if the file does not state one."""
         number = self.metadata.get(_KEY + key)
-        if number is None or number == 2**32 - 1:  # llama.cpp's mark of none
+        if number is None or number == 2**32 - 1:  # how llama.cpp writes that there is no token
             return None
         if type(number) is not int or not 0 <= number < len(self.tokens):
             raise CheckpointError(
@@ -147,7 +224,7 @@ class _Vocabulary:
         return self.tokens[number]
 
     def ids(self) -> dict[str, int]:
-        """Id by token, without those that stand for no text at all."""
+        """The id of each token, without tokens of type `unused`."""
         ids = {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
@@ -157,26 +234,31 @@ class _Vocabulary:
             used = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind != _UNUSED]
             twice = next(token for token, count in Counter(used).items() if count > 1)
             raise CheckpointError(f"`{self.path}` has the token {shown(twice)} twice.")
-        for key in _NAMED.values():  # a token with a name is one, whatever its type
-            if (token := self.named(key)) is not None and token not in ids:
+        for key in _SPECIAL_TOKENS.values():  # special tokens count, even if of type `unused`
+            if (token := self.special_token(key)) is not None and token not in ids:
                 ids[token] = self.tokens.index(token)
         return ids
 
 
 def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: Any) -> models.BPE:
+    """The BPE model of `tokenizers`; `CheckpointError` if the merges do not fit the tokens."""
     try:
         return models.BPE(vocab=ids, merges=merges, **options)
-    except Exception as error:  # `tokenizers` has no class of its own for a token that is not there
+    except Exception as error:  # `tokenizers` raises no class of its own for an unknown token
         raise CheckpointError(
             f"`{vocabulary.path}` has merges that do not fit its tokens: {str(error)[:200]}"
         ) from error
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether a text begins with a token where the file does not say."""
+    """A byte-level BPE tokenizer, and whether it adds the token `bos` if the file does not say.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `build_tokenizer`.
+    """
     name = vocabulary.stated("pre", str, "default")
-    split: Split | None = split_of(name)
-    if split is None:
+    rule = _WORD_RULES.get(name)
+    if rule is None:
         raise UnsupportedModelError(
             f"`{vocabulary.path}` cuts text by the rule `{name[:60]}` (`{_KEY}pre`), which is not "
             "known exactly: its tokens might be others than the model was trained with. Give the "
@@ -192,21 +274,22 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         merges.append((left, right))
     if not merges:
         raise CheckpointError(f"`{vocabulary.path}` has no merges in `{_KEY}merges`.")
-    model = _bpe(vocabulary, vocabulary.ids(), merges, ignore_merges=split.takes_words)
+    model = _bpe(vocabulary, vocabulary.ids(), merges, ignore_merges=rule.takes_words)
     backend = Tokenizer(model)
-    if split.normaliser is not None:
-        backend.normalizer = split.normaliser
+    if rule.normaliser is not None:
+        backend.normalizer = rule.normaliser
     adds_space = vocabulary.stated("add_space_prefix", bool, False)
-    backend.pre_tokenizer = split.pre_tokenizer(adds_space)
-    backend.decoder = BYTE_LEVEL
-    return backend, split.adds_bos
+    backend.pre_tokenizer = rule.pre_tokenizer(adds_space)
+    backend.decoder = decoders.ByteLevel()
+    return backend, rule.adds_bos
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: the best score is joined first, what is left over becomes bytes.
+    """A tokenizer with SentencePiece's BPE, and whether it adds `bos` if the file does not say.
 
-    A text, and each stretch of it after a special token, begins with a space more, as SentencePiece
-    itself and llama.cpp have it.
+    Of all neighbouring pairs, the pair with the best score is merged first. Unknown characters are
+    encoded as bytes. A space is added before a text, and before each part of it after a special
+    token, as in SentencePiece and llama.cpp.
     """
     ids = vocabulary.ids()
     scores = vocabulary.listed("scores", float)
@@ -215,46 +298,49 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
             f"`{vocabulary.path}` has {len(scores)} scores of {len(vocabulary.tokens)} tokens: "
             "must be as many."
         )
-    unknown = vocabulary.named("unknown_token_id")
+    unknown = vocabulary.special_token("unknown_token_id")
     merges = merges_by_score(vocabulary.tokens, vocabulary.types, scores)
     model = _bpe(vocabulary, ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
-    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    normalizing: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.stated("add_space_prefix", bool, True):
-        spaces.insert(0, normalizers.Prepend(_SPACE))
-        parts.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = normalizers.Sequence(spaces)
-    backend.decoder = decoders.Sequence(parts)
+        normalizing.insert(0, normalizers.Prepend(_SPACE))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(normalizing)
+    backend.decoder = decoders.Sequence(decoding)
     return backend, True
 
 
 def merges_by_score(
     tokens: list[str], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: all ways to join a token of two, best first.
+    """The merges that SentencePiece's scores imply: all pairs of tokens that form another token,
+    the best pair first.
 
-    In the order that Transformers gives them: by score, then by the lengths of both parts, longest
-    first, then by their ids.
+    The order is that of Transformers: by the score of the token that is formed, then by the lengths
+    of both parts (longest first), then by the ids of the parts.
     """
-    joins = (_NORMAL, _USER)
-    ids = {token: i for i, token in enumerate(tokens) if types[i] in joins}
-    found = []
+    mergeable_types = (_NORMAL, _USER)
+    ids = {token: i for i, token in enumerate(tokens) if types[i] in mergeable_types}
+    merges = []
     for token, i in ids.items():
-        ways = []
-        for at in range(1, len(token)):
-            left = ids.get(token[:at])
-            if left is not None and (right := ids.get(token[at:])) is not None:
-                ways.append((left, right, at))
-        ways.sort()
-        score, size = scores[i], len(token)
-        found += [((score, at, size - at), token[:at], token[at:]) for _, _, at in ways]
-    found.sort(key=lambda merge: merge[0], reverse=True)
-    return [(left, right) for _, left, right in found]
+        splits = []
+        for middle in range(1, len(token)):
+            left = ids.get(token[:middle])
+            if left is not None and (right := ids.get(token[middle:])) is not None:
+                splits.append((left, right, middle))
+        splits.sort()
+        for _, _, middle in splits:
+            key = scores[i], middle, len(token) - middle
+            merges.append((key, token[:middle], token[middle:]))
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    return [(left, right) for _, left, right in merges]
 
 
 def _chat_template(vocabulary: _Vocabulary) -> Any:
-    """The Jinja text, or texts by name where there are several."""
+    """The text of the chat template; a dict of texts by name if there are several; None if the file
+    has none."""
     own = vocabulary.metadata.get("tokenizer.chat_template")
     prefix = "tokenizer.chat_template."
     named = {

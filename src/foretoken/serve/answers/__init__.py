@@ -1,1 +1,1 @@
-"""What the server writes: deltas as events, and each API's choices, items and blocks of them."""
+"""Writing answers: deltas become events, and events the choices, items or blocks of an API."""

@@ -1,7 +1,7 @@
-"""Deltas as events: what each choice of an answer has that is new, and what it cost.
+"""Deltas as events, which say what is new in each choice of an answer; and the usage of a request.
 
-Charter: what an answer says, whatever API it is written for. A parser reads the tokens of one
-choice and says what they mean (`parsers/`).
+Charter: the content of answers, in the same form for all APIs. A parser (`parsers/`) reads the text
+of one choice and separates content, reasoning and calls.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from foretoken.serve.parsers.message import MessageParser, Part, Plain
-from foretoken.serve.requests import Asked
-from foretoken.serve.running import News
+from foretoken.serve.requests import GenerationRequest
+from foretoken.serve.running import PromptDelta
 
 
 class Event(NamedTuple):
-    """What one choice has that is new.
+    """What is new in one choice.
 
     Attributes:
-        choice: its index: samples of the first prompt, then those of the second.
-        parts: what the new tokens say; may be empty.
-        sample: the tokens, what is known of each, and why it ended, if it has.
-        echo: the delta that has the prompt, in the first event of a choice whose request asked
-            for it, whenever that sample began.
-        prompt_ids: its token ids, likewise.
-        prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
+        choice: the index of the choice: samples of the first prompt, then those of the second.
+        parts: the content, reasoning and calls in the new text; may be empty.
+        sample: the new tokens with their details, and why the sample ended, if it has.
+        echo: with `echo`, the delta that has the prompt; only in a choice's first event.
+        prompt_logprobs: of the engine; only in one event of the prompt's first choice.
+        prompt_ids: the prompt's token ids, if the request wants them; only in a choice's first
+            event.
     """
 
     choice: int
@@ -39,43 +39,43 @@ class Event(NamedTuple):
 
 
 class Usage:
-    """Counts of one request over HTTP, in OpenAI's shape; those of the cache come at the end.
+    """Counts of one request over HTTP, in OpenAI's shape. Cached tokens are known only at the end.
 
     Attributes:
-        metrics: of the prompts that have ended.
-        num_reasoning: tokens of reasoning, which the output's include.
+        metrics: the metrics of each prompt that has ended.
+        num_reasoning: tokens of reasoning, which are also counted as output.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, generation: GenerationRequest) -> None:
+        self._generation = generation
         self._num_prompt = self._num_output = self._num_accepted = 0
         self.metrics: list[RequestMetrics] = []
         self.num_reasoning = 0
 
     def count(self, delta: RequestDelta) -> None:
-        """Add what a delta brings."""
+        """Add the tokens of a delta, and the metrics if the prompt has ended."""
         if delta.prompt_token_ids is not None:
             self._num_prompt += len(delta.prompt_token_ids)
         for sample in delta.outputs:
             self._num_output += len(sample.token_ids)
-            if self._asked.params.prediction is not None:
+            if self._generation.params.prediction is not None:
                 self._num_accepted += sample.origins.count("accepted")
         if delta.metrics is not None:
             self.metrics.append(delta.metrics)
 
     def body(self) -> dict[str, Any]:
-        """`usage` of an answer."""
-        drafters = [m.drafters.get("prediction") for m in self.metrics]
-        counts = [c for c in drafters if c is not None]
-        # What was accepted behind the token that ended the answer is no part of it.
-        accepted = min(sum(c.num_accepted_tokens for c in counts), self._num_accepted)
-        rejected = sum(c.num_draft_tokens for c in counts) - accepted
+        """The key `usage` of an answer."""
+        predictions = [metrics.drafters.get("prediction") for metrics in self.metrics]
+        counts = [count for count in predictions if count is not None]
+        # The engine also counts drafts accepted after the token that ended the answer.
+        accepted = min(sum(count.num_accepted_tokens for count in counts), self._num_accepted)
+        rejected = sum(count.num_draft_tokens for count in counts) - accepted
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_output,
             "total_tokens": self._num_prompt + self._num_output,
             "prompt_tokens_details": {
-                "cached_tokens": sum(m.num_cached_tokens for m in self.metrics)
+                "cached_tokens": sum(metrics.num_cached_tokens for metrics in self.metrics)
             },
             "completion_tokens_details": {
                 "reasoning_tokens": self.num_reasoning,
@@ -85,15 +85,20 @@ class Usage:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """`metrics` of an answer, as load generators read them; null for several samples."""
-        if len(self.metrics) != 1 or self._asked.params.n > 1 or not self._asked.num_drafts:
+        """The key `metrics` of an answer, as load generators read it; null for several samples."""
+        if (
+            len(self.metrics) != 1
+            or self._generation.params.n > 1
+            or not self._generation.num_drafts
+        ):
             return {"speculative_decoding": None}
-        metrics, num_drafts = self.metrics[0], self._asked.num_drafts
-        at_least = [metrics.num_drafts, *metrics.accepted_per_position]
-        at_least += [0] * (num_drafts + 2 - len(at_least))
+        metrics, num_drafts = self.metrics[0], self._generation.num_drafts
+        # By i: the steps in which at least i drafts were accepted.
+        steps_by_min_accepted = [metrics.num_drafts, *metrics.accepted_per_position]
+        steps_by_min_accepted += [0] * (num_drafts + 2 - len(steps_by_min_accepted))
         return {
             "speculative_decoding": {
-                "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+                "acceptance_histogram": [a - b for a, b in pairwise(steps_by_min_accepted)],
                 "num_spec_steps": metrics.num_drafts,
                 "mean_acceptance_length": metrics.mean_acceptance_length,
                 "draft_acceptance_rate": metrics.acceptance_rate,
@@ -106,66 +111,69 @@ class Usage:
 
 
 class EventReader:
-    """Deltas of one request as events, and what they count."""
+    """Turns the deltas of one request over HTTP into events, and counts their tokens in `usage`."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.usage = Usage(asked)
-        self._asked = asked
-        self._parsers: dict[int, MessageParser | Plain] = {}
-        self._prompts: dict[int, RequestDelta] = {}
-        self._rows: dict[int, Any] = {}  # of prompts, until the first choice has told them
+    def __init__(self, generation: GenerationRequest) -> None:
+        self.usage = Usage(generation)
+        self._generation = generation
+        self._parsers: dict[int, MessageParser | Plain] = {}  # by choice
+        self._prompts: dict[int, RequestDelta] = {}  # by prompt: the delta that has it
+        # By prompt: its log-probabilities, until an event has them.
+        self._rows: dict[int, Any] = {}
 
-    def read(self, news: News) -> list[Event]:
-        """The events of a delta, one for each choice that has something new."""
-        (number, delta), events = news, []
+    def read(self, item: PromptDelta) -> list[Event]:
+        """The events of a delta, one for each choice in which something is new."""
+        (number, delta), events = item, []
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
             self._prompts[number] = delta
         if delta.prompt_logprobs is not None:
             self._rows[number] = delta.prompt_logprobs
         for sample in delta.outputs:
-            index = number * self._asked.params.n + sample.index
+            index = number * self._generation.params.n + sample.index
             parser = self._parsers.get(index)
             echo = rows = ids = None
             if parser is None:
-                parser = self._parsers[index] = self._new_parser(number)
-                echo = self._prompts[number] if self._asked.echo else None
-                shows_ids = self._asked.return_token_ids
+                parser = Plain()
+                if self._generation.parsing is not None:
+                    parser = self._generation.parsing.new(self._prompts[number].prompt or "")
+                self._parsers[index] = parser
+                echo = self._prompts[number] if self._generation.echo else None
+                shows_ids = self._generation.return_token_ids
                 ids = self._prompts[number].prompt_token_ids if shows_ids else None
             if sample.index == 0:
                 rows = self._rows.pop(number, None)
-            for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
+            for piece in split_tokens(sample) if self._generation.split_tokens else (sample,):
                 events.append(Event(index, parser.feed(piece), piece, echo, rows, ids))
                 echo = rows = ids = None
-        if self._asked.parsing is not None:
+        if self._generation.parsing is not None:
             counts = (parser.num_reasoning for parser in self._parsers.values())
             self.usage.num_reasoning = sum(counts)
         return events
 
-    def _new_parser(self, number: int) -> MessageParser | Plain:
-        if self._asked.parsing is None:
-            return Plain()
-        return self._asked.parsing.new(self._prompts[number].prompt or "")
-
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:
-    """A delta of several tokens as one for each.
+    """A delta of several tokens as one delta per token.
 
-    Together they have the text of the whole. A token gets what it alone decodes to where the text
-    goes on with that; where it does not, as within a character or a stop string, a later one does.
+    Together they have the same text as the delta. A token gets its own decoded text if the delta's
+    text continues with it. If not, for example within a character or a stop string, this text goes
+    to a later token.
     """
-    left, last = sample.text, len(sample.token_ids) - 1
+    remaining, last = sample.text, len(sample.token_ids) - 1
     if last < 1 or sample.logprobs is None:
         yield sample
         return
     for i, token in enumerate(sample.token_ids):
-        said = sample.logprobs[i][token].decoded_token or ""
-        said = left if i == last else said if left.startswith(said) else ""
-        left = left[len(said) :]
+        token_text = sample.logprobs[i][token].decoded_token or ""
+        if i == last:
+            token_text = remaining
+        elif not remaining.startswith(token_text):
+            token_text = ""
+        remaining = remaining[len(token_text) :]
         yield replace(
             sample,
             token_ids=[token],
-            text=said,
+            text=token_text,
             logprobs=[sample.logprobs[i]],
             origins=sample.origins[i : i + 1],
             trace=None if sample.trace is None else sample.trace[i : i + 1],

@@ -1,6 +1,6 @@
-"""Answers as named events: items of `/v1/responses`, blocks of `/v1/messages`.
+"""Answers that are streamed as named events: of `/v1/responses` and `/v1/messages`.
 
-Charter: a whole answer is what its stream leaves: both are written by the same steps.
+Charter: the same steps write a stream and build the whole answer, so that they agree.
 """
 
 from __future__ import annotations
@@ -15,72 +15,76 @@ from typing import Any
 from pydantic_core import from_json
 
 from foretoken.outputs import CompletionDelta, TokenTrace
-from foretoken.serve.answers.choices import traced
+from foretoken.serve.answers.choices import trace_dicts
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.message import Content, Part, Reasoning, ToolCall
 from foretoken.serve.protocol.common import Fields
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked
-from foretoken.serve.sse import Choices, Rows, pieces
+from foretoken.serve.requests import GenerationRequest
+from foretoken.serve.sse import Choices, LazyList, pieces
 
 
 class NamedEvents:
-    """An answer that grows by events, some of which are not sent yet.
+    """Writes an answer by events that each add to it; `_events` holds events that are not sent yet.
 
-    What is said at its root beyond its API is made here. A subclass says how it begins (`_open`),
-    takes a part (`_say`), notes why the model stopped (`_stop`), and is complete (`_end`).
+    A subclass starts the answer (`_start`), adds parts (`_add_part`), notes why the model stopped
+    (`_note_stop`), and finishes the answer (`_finish`). `_extras` makes the keys of the answer that
+    the API itself does not have.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._answer, self._has_begun = answer, False
         self._events: list[dict[str, Any]] = []
         self._trace: list[TokenTrace] | None = None
-        self._is_cut = False  # a forced call, by the answer's end
+        self._is_cut = False  # the answer ended within a call
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
+        """The whole answer, in pieces."""
         for event in choices[0]:
-            self._take(event)
-        self._events = []  # which a stream would tell
-        self._end(usage)
+            self._add_event(event)
+        self._events = []  # only a stream sends them
+        self._finish(usage)
         yield from pieces(self._answer | self._extras(usage))
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
+        """The part of the stream for these events."""
         if not self._has_begun:
             self._has_begun = True
-            self._open(usage)
+            self._start(usage)
         for event in events:
-            self._take(event)
+            self._add_event(event)
         return self._written()
 
-    def _take(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
+        """Add an event's trace and parts to the answer, and note why the sample ended."""
         if event.sample.trace is not None:
             self._trace = self._trace or []
             self._trace += event.sample.trace
         calls = [part for part in event.parts if isinstance(part, ToolCall)]
         self._is_cut = self._is_cut or not all(call.is_whole for call in calls)
         for part in event.parts:
-            self._say(part)
+            self._add_part(part)
         if event.sample.finish_reason is not None:
-            self._stop(event.sample)
+            self._note_stop(event.sample)
 
-    def _open(self, usage: Usage) -> None:
+    def _start(self, usage: Usage) -> None:
         raise NotImplementedError
 
-    def _say(self, part: Part) -> None:
+    def _add_part(self, part: Part) -> None:
         raise NotImplementedError
 
-    def _stop(self, sample: CompletionDelta) -> None:
+    def _note_stop(self, sample: CompletionDelta) -> None:
         raise NotImplementedError
 
-    def _end(self, usage: Usage) -> None:
+    def _finish(self, usage: Usage) -> None:
         raise NotImplementedError
 
     def _extras(self, usage: Usage) -> dict[str, Any]:
-        trace = {} if self._trace is None else {"trace": Rows(traced(self._trace))}
+        trace = {} if self._trace is None else {"trace": LazyList(trace_dicts(self._trace))}
         return {"metrics": usage.speculation(), **trace}
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _emit(self, kind: str, **fields: Any) -> None:
         self._events.append({"type": kind, **fields})
 
     def _written(self) -> Iterator[bytes]:
@@ -97,22 +101,26 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
 
 
 def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
-    """The event that ends a stream of the Responses API, after so many others."""
-    told = {"code": refused.code, "message": refused.message, "param": refused.param}
-    return named_event("error", {"type": "error", "sequence_number": number, **told})
+    """The event that ends a failed stream of the Responses API.
+
+    Args:
+        number: how many events the stream has sent before.
+    """
+    fields = {"code": refused.code, "message": refused.message, "param": refused.param}
+    return named_event("error", {"type": "error", "sequence_number": number, **fields})
 
 
 class ResponsesWriter(NamedEvents):
-    """Items, and the events that build them."""
+    """Writes an answer of `/v1/responses`: items, and the events that build them."""
 
-    def __init__(self, asked: Asked, body: ResponsesBody, model: str) -> None:
-        self._number = 0
-        self._item: dict[str, Any] = {}  # that is open; {} if none is
-        self._reason: str | None = None
-        self._cut_by: str | int | None = None
-        params = asked.params
+    def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
+        self._num_events = 0  # made so far: the sequence number of the next one
+        self._item: dict[str, Any] = {}  # the open item; {} if none is open
+        self._reason: str | None = None  # why the model stopped
+        self._stop_detail: str | int | None = None  # such as the timeout that ended the answer
+        params = generation.params
         answer: dict[str, Any] = {
-            "id": asked.answer_id("resp_"),
+            "id": generation.answer_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -128,34 +136,34 @@ class ResponsesWriter(NamedEvents):
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": _plain(body.text) or {"format": {"type": "text"}},
-            "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": [_plain(tool) for tool in body.tools or ()],
+            "text": _request_field(body.text) or {"format": {"type": "text"}},
+            "tool_choice": _request_field(body.tool_choice) or "auto",
+            "tools": [_request_field(tool) for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
         }
         super().__init__(answer)
 
-    def _open(self, usage: Usage) -> None:
+    def _start(self, usage: Usage) -> None:
         for name in ("created", "in_progress"):
-            self._tell(f"response.{name}", response={**self._answer, "output": []})
+            self._emit(f"response.{name}", response={**self._answer, "output": []})
 
     def last(self, usage: Usage) -> Iterator[bytes]:
-        self._end(usage)
-        whole = self._answer | self._extras(usage)
-        self._tell(f"response.{whole['status']}", response=whole)
+        self._finish(usage)
+        answer = self._answer | self._extras(usage)
+        self._emit(f"response.{answer['status']}", response=answer)
         return self._written()
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
         yield from self._written()
-        yield from error_event(refused, self._number)
+        yield from error_event(refused, self._num_events)
 
-    def _stop(self, sample: CompletionDelta) -> None:
-        self._reason, self._cut_by = sample.finish_reason, sample.stop_reason
+    def _note_stop(self, sample: CompletionDelta) -> None:
+        self._reason, self._stop_detail = sample.finish_reason, sample.stop_reason
 
-    def _end(self, usage: Usage) -> None:
-        """Close what is open, and count."""
+    def _finish(self, usage: Usage) -> None:
+        """Close the open item, and set the answer's status, usage and details of an early end."""
         status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
@@ -170,99 +178,100 @@ class ResponsesWriter(NamedEvents):
             },
         }
         if status == "incomplete":
-            why = "max_output_tokens" if self._reason == "length" else self._reason
-            cut = {} if self._cut_by is None else {"cut_by": self._cut_by}
-            self._answer["incomplete_details"] = {"reason": why, **cut}
+            reason = "max_output_tokens" if self._reason == "length" else self._reason
+            cut_by = {} if self._stop_detail is None else {"cut_by": self._stop_detail}
+            self._answer["incomplete_details"] = {"reason": reason, **cut_by}
 
-    def _say(self, part: Part) -> None:
+    def _add_part(self, part: Part) -> None:
+        """Add a call as an item of its own; add text to the open item, or begin another item."""
         if isinstance(part, ToolCall):
             self._close()
-            made = {"call_id": part.id, "name": part.name, "arguments": ""}
-            self._begin("function_call", "fc_", made)
-            self._continue("response.function_call_arguments", part.arguments)
-            if part.is_whole:  # else the end of the answer closes it, as incomplete
+            call_fields = {"call_id": part.id, "name": part.name, "arguments": ""}
+            self._open("function_call", "fc_", call_fields)
+            self._append("response.function_call_arguments", part.arguments)
+            if part.is_whole:  # otherwise `_finish` closes it as incomplete
                 self._close()
             return
         kind = "message" if isinstance(part, Content) else "reasoning"
         if self._item.get("type") != kind:
             self._close()
             if kind == "message":
-                self._begin(kind, "msg_", {"role": "assistant", "content": []})
+                self._open(kind, "msg_", {"role": "assistant", "content": []})
                 text: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
             else:
-                self._begin(kind, "rs_", {"summary": [], "content": []})
+                self._open(kind, "rs_", {"summary": [], "content": []})
                 text = {"type": "reasoning_text"}
-            self._tell_part("response.content_part.added", part={**text, "text": ""})
+            self._emit_item("response.content_part.added", part={**text, "text": ""})
             self._item["content"].append(text | {"text": ""})
-        self._continue(f"response.{self._item['content'][0]['type']}", part.text)
+        self._append(f"response.{self._item['content'][0]['type']}", part.text)
 
-    def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
-        made = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
-        self._item = {**made, **fields}
-        shown = {key: [] if key == "content" else value for key, value in self._item.items()}
-        self._tell("response.output_item.added", output_index=self._index, item=shown)
+    def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
+        """Begin an item; its event shows it without content, which the next events bring."""
+        head = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
+        self._item = {**head, **fields}
+        sent_item = {key: [] if key == "content" else value for key, value in self._item.items()}
+        self._emit("response.output_item.added", output_index=self._output_index, item=sent_item)
 
-    def _continue(self, name: str, text: str) -> None:
-        """More of the text or of the arguments that are open."""
+    def _append(self, name: str, text: str) -> None:
+        """Append text to the open item, with an event `NAME.delta`."""
         if self._item["type"] == "function_call":
             self._item["arguments"] += text
-            self._tell(f"{name}.delta", item_id=self._item["id"], output_index=self._index,
-                       delta=text)  # fmt: skip
-            return
-        self._item["content"][0]["text"] += text
-        self._tell_part(f"{name}.delta", delta=text, **self._logprobs)
+        else:
+            self._item["content"][0]["text"] += text
+        self._emit_item(f"{name}.delta", delta=text, **self._logprobs)
 
     def _close(self, status: str = "completed") -> None:
-        """Finish what is open, if anything is."""
+        """End the open item, if there is one, and add it to the answer."""
         if not self._item:
             return
         item, self._item["status"] = self._item, status
         if item["type"] == "function_call":
-            self._tell("response.function_call_arguments.done", item_id=item["id"],
-                       output_index=self._index, name=item["name"],
-                       arguments=item["arguments"])  # fmt: skip
+            call_fields = {name: item[name] for name in ("name", "arguments")}
+            self._emit_item("response.function_call_arguments.done", **call_fields)
         else:
             (text,) = item["content"]
-            self._tell_part(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
-            self._tell_part("response.content_part.done", part=text)
-        self._tell("response.output_item.done", output_index=self._index, item=item)
+            self._emit_item(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
+            self._emit_item("response.content_part.done", part=text)
+        self._emit("response.output_item.done", output_index=self._output_index, item=item)
         self._answer["output"].append(item)
         self._item = {}
 
     @property
-    def _index(self) -> int:
+    def _output_index(self) -> int:
         return len(self._answer["output"])
 
     @property
     def _logprobs(self) -> dict[str, Any]:
         return {"logprobs": []} if self._item["type"] == "message" else {}
 
-    def _tell_part(self, kind: str, **fields: Any) -> None:
-        place = {"item_id": self._item["id"], "output_index": self._index, "content_index": 0}
-        self._tell(kind, **place, **fields)
+    def _emit_item(self, kind: str, **fields: Any) -> None:
+        place = {"item_id": self._item["id"], "output_index": self._output_index}
+        if self._item["type"] != "function_call":
+            place["content_index"] = 0
+        self._emit(kind, **place, **fields)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        super()._tell(kind, sequence_number=self._number, **fields)
-        self._number += 1
+    def _emit(self, kind: str, **fields: Any) -> None:
+        super()._emit(kind, sequence_number=self._num_events, **fields)
+        self._num_events += 1
 
 
-def _plain(value: Any) -> Any:
-    """A part of the request as its answer repeats it."""
+def _request_field(value: Any) -> Any:
+    """The value of a request's field as its answer repeats it."""
     is_model = isinstance(value, Fields)
     return value.model_dump(by_alias=True, exclude_none=True) if is_model else value
 
 
-_ENDS = {"length": "max_tokens", "stop": "end_turn"}
+_STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class MessagesWriter(NamedEvents):
-    """Blocks, and the events that build them."""
+    """Writes an answer of `/v1/messages`: blocks, and the events that build them."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, generation: GenerationRequest, model: str) -> None:
         self._is_open = False
-        self._shows_reasoning = asked.include_reasoning
+        self._shows_reasoning = generation.include_reasoning
         answer: dict[str, Any] = {
-            "id": asked.answer_id("msg_"),
+            "id": generation.answer_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,
@@ -273,90 +282,94 @@ class MessagesWriter(NamedEvents):
         }
         super().__init__(answer)
 
-    def _open(self, usage: Usage) -> None:
-        began = self._answer | {"content": [], "usage": _usage(usage)}
-        self._tell("message_start", message=began)
+    def _start(self, usage: Usage) -> None:
+        message = self._answer | {"content": [], "usage": _usage(usage)}
+        self._emit("message_start", message=message)
 
     def last(self, usage: Usage) -> Iterator[bytes]:
-        self._end(usage)
+        """The end of the stream: why the model stopped, the usage, and the keys of `_extras`."""
+        self._finish(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._answer.keys()
-        ended = {name: self._answer[name] for name in sorted(names)}
-        self._tell("message_delta", delta=ended, usage=self._answer["usage"],
-                   **self._extras(usage))  # fmt: skip
-        self._tell("message_stop")
+        stop = {name: self._answer[name] for name in sorted(names)}
+        extras = self._extras(usage)
+        self._emit("message_delta", delta=stop, usage=self._answer["usage"], **extras)
+        self._emit("message_stop")
         return self._written()
 
     def failed(self, refused: Refusal) -> Iterator[bytes]:
         return named_event("error", refused.anthropic)
 
-    def _stop(self, sample: CompletionDelta) -> None:
+    def _note_stop(self, sample: CompletionDelta) -> None:
+        """Set `stop_reason` and `stop_sequence` from the engine's `finish_reason`."""
         reason = str(sample.finish_reason)
-        by_text = isinstance(sample.stop_reason, str) and reason == "stop"
+        is_stop_text = isinstance(sample.stop_reason, str) and reason == "stop"
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
         if reason == "length" and sample.stop_reason is not None:
             self._answer["cut_by"] = sample.stop_reason
         if reason == "stop" and has_calls and not self._is_cut:
             reason = "tool_use"
-        self._answer["stop_reason"] = "stop_sequence" if by_text else _ENDS.get(reason, reason)
-        self._answer["stop_sequence"] = sample.stop_reason if by_text else None
+        reason = "stop_sequence" if is_stop_text else _STOP_REASONS.get(reason, reason)
+        self._answer["stop_reason"] = reason
+        self._answer["stop_sequence"] = sample.stop_reason if is_stop_text else None
 
     @property
     def _blocks(self) -> list[dict[str, Any]]:
         return self._answer["content"]  # type: ignore[no-any-return]
 
-    def _say(self, part: Part) -> None:
+    def _add_part(self, part: Part) -> None:
+        """Add a call as a block of its own; add text to the open block, or begin another block."""
         if isinstance(part, Reasoning) and not self._shows_reasoning:
             return
         if isinstance(part, ToolCall):
             block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-            self._begin(block)
+            self._open(block)
             self._delta("input_json_delta", "partial_json", part.arguments)
             self._close()
-            block["input"] = _object(part)
+            block["input"] = _parsed_arguments(part)
             return
         kind = "text" if isinstance(part, Content) else "thinking"
         if not self._is_open or self._blocks[-1]["type"] != kind:
-            signed = {} if kind == "text" else {"signature": ""}
-            self._begin({"type": kind, kind: "", **signed})
+            signature = {} if kind == "text" else {"signature": ""}
+            self._open({"type": kind, kind: "", **signature})
         self._blocks[-1][kind] += part.text
         self._delta(f"{kind}_delta", kind, part.text)
 
-    def _begin(self, block: dict[str, Any]) -> None:
+    def _open(self, block: dict[str, Any]) -> None:
         self._close()
         self._blocks.append(block)
         self._is_open = True
-        self._tell("content_block_start", index=len(self._blocks) - 1, content_block={**block})
+        self._emit("content_block_start", index=len(self._blocks) - 1, content_block={**block})
 
     def _delta(self, kind: str, name: str, text: str) -> None:
         index = len(self._blocks) - 1
-        self._tell("content_block_delta", index=index, delta={"type": kind, name: text})
+        self._emit("content_block_delta", index=index, delta={"type": kind, name: text})
 
     def _close(self) -> None:
         if self._is_open:
-            self._tell("content_block_stop", index=len(self._blocks) - 1)
+            self._emit("content_block_stop", index=len(self._blocks) - 1)
             self._is_open = False
 
-    def _end(self, usage: Usage) -> None:
+    def _finish(self, usage: Usage) -> None:
         self._close()
         self._answer["usage"] = _usage(usage)
 
 
-def _object(call: ToolCall) -> dict[str, Any]:
-    """The arguments; what was cut is what Anthropic's client makes of it in a stream."""
+def _parsed_arguments(call: ToolCall) -> dict[str, Any]:
+    """The arguments of a call. Those of a cut call are completed as Anthropic's client does it."""
     text = call.arguments
     if not call.is_whole:
         try:
             text = json.dumps(from_json(text or "{}", allow_partial=True))
-        except ValueError:  # half a character
+        except ValueError:  # the text ends within a character
             text = "{}"
-    found: dict[str, Any] = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    return found
+    arguments: dict[str, Any] = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    return arguments
 
 
 def _finite(text: str) -> float:
-    """A number as a float that JSON can hold: 1e999 is the largest there is."""
-    most = sys.float_info.max
-    return max(-most, min(float(text), most))
+    """A number as a float that JSON can hold: 1e999 becomes the largest finite float."""
+    largest = sys.float_info.max
+    return max(-largest, min(float(text), largest))
 
 
 def _usage(usage: Usage) -> dict[str, int]:

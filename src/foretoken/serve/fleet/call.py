@@ -1,7 +1,7 @@
-"""A request on its way to a replica, and what a front must read of it. No Ray, no torch.
+"""A request on its way to a replica, and those of its fields that a front reads. No Ray, no torch.
 
-Charter: the messages between a front and a replica. A replica says whether a request is right: what
-cannot be read here is sent on, and answered there with the reason.
+Charter: the messages between a front and a replica. Only the replica judges a request: a body that
+cannot be read here is sent on, and refused there with the reason.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from starlette.types import Scope
 
 from foretoken.serve.fleet.prefixes import MOST_CHARS
 
-_BEFORE_PROMPT = ("cache_salt", "tools", "instructions", "system")
-_PROMPTS = ("prompt", "messages", "input")
+_FIELDS_BEFORE_PROMPT = ("cache_salt", "tools", "instructions", "system")
+_PROMPT_FIELDS = ("prompt", "messages", "input")
 MESSAGE_BYTES = 2**20
-"""Of one message: Ray takes 4 MiB of gRPC's, and a front reads others between two of them."""
-_KEPT_BACK = {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}
-"""Headers that the front has checked: no replica needs a secret."""
-_PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+"""Bytes of one message. Ray takes 4 MiB by gRPC; between messages a front serves other requests."""
+_SECRET_HEADERS = {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}
+"""Headers that are not sent on: the front has checked them, and no replica needs a secret."""
+_SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Call:
     """A request over HTTP, for a replica.
 
     Attributes:
-        prompt: what its prompt begins with, by which routers choose a replica; empty: any replica
+        prompt: the beginning of its prompt, by which routers choose a replica; empty: any replica
             may answer. Ray Serve's own prefix router reads it by this name.
-        name: of the request, in logs and for its client.
-        scope: of ASGI, without what belongs to a connection.
-        body: all of it.
+        name: the request's name, in logs and for its client.
+        scope: the part of ASGI's scope that describes the request, not its connection.
+        body: the whole body.
     """
 
     prompt: str
@@ -43,16 +43,16 @@ class Call:
     body: bytes
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes, prompt: str, name: str) -> Call:
-        """A call from what ASGI says of a request."""
-        kept = {key: scope[key] for key in _PASSED if key in scope}
-        headers = [each for each in scope["headers"] if each[0].lower() not in _KEPT_BACK]
-        kept |= {"root_path": scope.get("root_path", ""), "headers": headers}
-        return cls(prompt, name, kept, body)
+    def from_scope(cls, scope: Scope, body: bytes, prompt: str, name: str) -> Call:
+        """The call for a request with this ASGI scope."""
+        sent_scope = {key: scope[key] for key in _SCOPE_KEYS if key in scope}
+        headers = [each for each in scope["headers"] if each[0].lower() not in _SECRET_HEADERS]
+        sent_scope |= {"root_path": scope.get("root_path", ""), "headers": headers}
+        return cls(prompt, name, sent_scope, body)
 
 
 class Taken(NamedTuple):
-    """A replica has begun with a call: the first thing that it says."""
+    """A replica has begun with a call; this is its first message."""
 
     replica: str
 
@@ -65,29 +65,29 @@ class Head(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An answer is complete; what a log should say of it."""
+    """An answer is complete; `fields` are for the log."""
 
     fields: dict[str, Any]
 
 
 class Wanted(NamedTuple):
-    """What a front reads of a body: the model's name, and what the prompt begins with."""
+    """What a front reads of a body: the name of the wanted model, and the prompt's beginning."""
 
     model: str | None
     prompt: str
 
 
 def read_wanted(body: bytes) -> Wanted:
-    """The model's name and the prompt's beginning. A body that is no JSON object has neither."""
+    """The model's name and the prompt's beginning; None and "" if the body is no JSON object."""
     try:
-        given = _read(body)
+        fields = _parse(body)
     except (ValueError, RecursionError):
         return Wanted(None, "")
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         return Wanted(None, "")
-    model = given.get("model")
+    model = fields.get("model")
     parts, length = list[str](), 0
-    for part in _texts([given.get(name) for name in (*_BEFORE_PROMPT, *_PROMPTS)]):
+    for part in _texts([fields.get(name) for name in (*_FIELDS_BEFORE_PROMPT, *_PROMPT_FIELDS)]):
         parts.append(part)
         length += len(part) + 1
         if length > MOST_CHARS:
@@ -95,8 +95,8 @@ def read_wanted(body: bytes) -> Wanted:
     return Wanted(model if isinstance(model, str) else None, "\n".join(parts)[:MOST_CHARS])
 
 
-def _read(body: bytes) -> Any:
-    """JSON as replicas read it: only Python's reader accepts half a surrogate pair."""
+def _parse(body: bytes) -> Any:
+    """Parse JSON as replicas do; only Python's parser accepts half a surrogate pair."""
     try:
         return from_json(body)
     except ValueError:
@@ -104,15 +104,15 @@ def _read(body: bytes) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts and numbers of a value, in order, keys of maps left out."""
+    """All texts and numbers within a value, in order. Keys of objects are left out."""
     stack = [value]
     while stack:
-        top = stack.pop()
-        if isinstance(top, dict):
-            stack.extend(reversed(list(top.values())))
-        elif isinstance(top, list):
-            stack.extend(reversed(top))
-        elif isinstance(top, str):
-            yield top
-        elif isinstance(top, (int, float)):
-            yield str(top)
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, list):
+            stack.extend(reversed(item))
+        elif isinstance(item, str):
+            yield item
+        elif isinstance(item, (int, float)):
+            yield str(item)

@@ -1,8 +1,8 @@
 """`foretoken serve --replicas`: Ray, the engines, and our own server in front of them.
 
-Charter: from options to replicas that are up, what a user is told until then, and how it ends. The
-front runs in this process, behind the server that one engine has, too: TLS, deadlines of
-connections, signals and the drain are the same, and a request passes one process, not two.
+Charter: starting replicas from options, telling the user of their state, and ending them. The front
+runs in this process, with the same server as a single engine. So TLS, deadlines of connections,
+signals and the drain are the same, and a request passes only one process on its way to a replica.
 """
 
 from __future__ import annotations
@@ -25,63 +25,63 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.models import folder_of
-from foretoken.serve.deployment import STARTS, cluster_needs, engine
+from foretoken.serve.deployment import STARTS, RayReplicas, cluster_needs, engine_deployment
 from foretoken.serve.fleet.config import Fleet, FleetModel, ReplicaOptions, fleet_model
 from foretoken.serve.fleet.front import Front
-from foretoken.serve.fleet.handles import RayReplicas
 from foretoken.serve.fleet.needs import equal_part, with_absolute_paths
 from foretoken.serve.logs import set_up
-from foretoken.serve.options import ServeOptions, described
+from foretoken.serve.options import ServeOptions, describe_model
 from foretoken.serve.running import Lifetime
 from foretoken.serve.server import bind, check_tls, leave, serve
 
-_STORE_BYTES = 256 * 2**20  # of requests over 1 MiB; answers do not pass through it
+_STORE_BYTES = 256 * 2**20  # for requests over 1 MiB; answers do not pass through the store
 _POLL_S = 0.5
 _CONNECT_S = 5.0
-_PATIENCE_S = 60.0  # a large model may take longer: then it is only told what there is
-_MOST_MISSED = 20  # polls in a row without an answer: the cluster is lost
+_PATIENCE_S = 60.0  # then the user learns what is missing; a large model may take longer
+_MAX_MISSED = 20  # polls in a row without an answer; then the cluster counts as lost
 _REASON = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
-_ROUTED = "Requests go to the replica that has seen most of their prompt."
+_ROUTING_LINE = "Requests go to the replica that has seen most of their prompt."
 Say = Callable[[str], None]
 
 
 class FleetError(ForetokenError):
-    """Replicas do not serve: they failed when they started, or the cluster is lost."""
+    """Replicas do not serve: they failed to start, or the cluster is lost."""
 
 
 def start(
-    given: Mapping[str, Any],
+    engine_options: Mapping[str, Any],
     scale: ReplicaOptions,
     options: ServeOptions,
     address: str | None,
     say: Say,
 ) -> None:
-    """Start the replicas and serve them until a signal ends that, and the process with it.
+    """Start the replicas and serve them until a signal; then end the process.
 
     Args:
-        given: options of the engines.
-        address: of a Ray cluster; None: one of this machine alone, which ends with the process.
+        engine_options: options of the engines, by name.
+        address: address of a Ray cluster; None: a new cluster on this machine only, which ends with
+            the process.
 
     Raises:
-        ConfigError: an option, an address that is taken, or resources that the cluster lacks.
+        ConfigError: an option is wrong, the address is taken, or the cluster lacks resources.
         CheckpointError: there is no such model.
-        FleetError: replicas failed three times when they started; Ray did not, or was lost.
+        FleetError: replicas failed to start three times; Ray did not start, or was lost.
     """
-    model = fleet_model(given, options.served_model_name, scale)
-    # A replica's working folder is another one.
+    model = fleet_model(engine_options, options.served_model_name, scale)
+    # Replicas have another working folder than this process.
     model = replace(model, engine=with_absolute_paths(model.engine))
     options.check_engine(model.engine)
     check_tls(options)
     set_up(options.log_level)
-    if address is None:  # else other machines have the files
+    if address is None:  # on a cluster, only other machines may have the files
         folder_of(model.engine, model.engine.model, model.engine.revision, weights=False)
-    with bind(options) as bound, ExitStack() as ends:
+    with bind(options) as bound_socket, ExitStack() as contexts:
         say("Starting Ray" if address is None else f"Joining the Ray cluster at {address}")
-        ends.enter_context(_cluster(address))
+        contexts.enter_context(_cluster(address))
         if address is None and scale.replica_cpus is None and model.engine.threads is None:
-            most = scale.max_replicas or scale.replicas or 1
-            part = equal_part(ray.cluster_resources()["CPU"], most)
-            model = replace(model, scale=replace(scale, replica_cpus=part))
+            max_replicas = scale.max_replicas or scale.replicas or 1
+            cpus = equal_part(ray.cluster_resources()["CPU"], max_replicas)
+            model = replace(model, scale=replace(scale, replica_cpus=cpus))
         fleet = Fleet((model,), options)
         (needs,) = cluster_needs(fleet)
         count = "1 replica" if scale.replicas == 1 else f"{scale.replicas} replicas"
@@ -89,21 +89,21 @@ def start(
         watch = Watch(model, say)
         if address is not None:
             say(f"Ray Serve's application is {watch.application}.")
-        handle = ends.enter_context(
-            _deployed(engine(model, options, needs), watch, is_own=address is None)
+        handle = contexts.enter_context(
+            _deploy(engine_deployment(model, options, needs), watch, is_own=address is None)
         )
         life = Lifetime(options, lambda: watch.failure)
         front = Front(fleet, [RayReplicas(model.names, handle)], life)
         threading.Thread(target=watch.follow, daemon=True).start()
-        told = [described(model.names, model.engine), _ROUTED]
-        serve(front.app, life, bound, told, say, is_front=True)
+        lines = [describe_model(model.names, model.engine), _ROUTING_LINE]
+        serve(front.app, life, bound_socket, lines, say, is_front=True)
     leave(0)
 
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """A connection to a Ray cluster, or one of its own."""
-    own = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
+    """Connect to the Ray cluster at `address`, or to a new one on this machine if that is None."""
+    own_options = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     if address not in (None, "auto"):
         _check_address(str(address))
     try:
@@ -111,13 +111,14 @@ def _cluster(address: str | None) -> Iterator[None]:
             address or "local",
             logging_level=logging.ERROR,
             log_to_driver=True,
-            **(own if address is None else {}),
+            **(own_options if address is None else {}),
         )
-    except Exception as error:  # whatever Ray raises: it says what it was
+    except Exception as error:  # Ray raises many types; the message keeps its text
         if address is None:
             raise FleetError(f"Ray did not start on this machine: {error}") from error
         raise _no_cluster(address, error) from None
-    signal.signal(signal.SIGTERM, _leave)  # until the server has its own; Ray's prints a stack
+    # Ray's handler prints a stack. This one holds until the server sets its own.
+    signal.signal(signal.SIGTERM, _leave)
     logging.getLogger("ray").setLevel(logging.WARNING)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -127,12 +128,12 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 
 def _leave(number: int, frame: object) -> None:
-    """End by an exception, so that what was started is ended."""
+    """End the process by `SystemExit`, so that contexts end what they have started."""
     raise SystemExit(128 + number)
 
 
 def _check_address(address: str) -> None:
-    """Raise `ConfigError` where nobody listens: Ray itself would try for minutes."""
+    """Raise `ConfigError` if no process listens at `address`: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         bound = "`auto`, or HOST:PORT of a Ray cluster's head, which this machine is part of"
@@ -144,17 +145,17 @@ def _check_address(address: str) -> None:
 
 
 def _no_cluster(address: str | None, error: Exception) -> ConfigError:
-    told = str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0]
     remedy = "Start one (`ray start --head`), or leave it out for one of this machine alone."
-    return ConfigError("ray_address", address, f"the address of a Ray cluster ({told})", remedy)
+    return ConfigError("ray_address", address, f"the address of a Ray cluster ({reason})", remedy)
 
 
 @contextmanager
-def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> Iterator[Any]:
-    """The engines' handle, once all of them are up; they are gone afterwards.
+def _deploy(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> Iterator[Any]:
+    """Deploy the engines; yields their handle when they are up, and deletes them in the end.
 
     Args:
-        is_own: whether the cluster ends with this process, and they with it.
+        is_own: whether the cluster ends with this process. Then the engines need not be deleted.
     """
     ray_serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -163,49 +164,50 @@ def _deployed(target: ray_serve.Application, watch: Watch, *, is_own: bool) -> I
     try:
         run = ray_serve.RunTarget(target, watch.application, route_prefix=None)
         (handle,) = ray_serve.run_many([run], wait_for_applications_running=False)
-        watch.until_up()
+        watch.wait_until_up()
         yield handle
     finally:
         watch.is_over = True
         if not is_own and watch.failure is None:
-            with suppress(Exception):  # what ended the work is the reason to tell
+            with suppress(Exception):  # it would hide the error that ended the context
                 ray_serve.delete(watch.application, _blocking=False)
 
 
 class Watch:
-    """What becomes of the replicas, told as it changes.
+    """Watches the replicas and tells the user of changes.
 
     Attributes:
-        num_up: replicas that are up.
-        failure: what made it impossible to go on, if anything did.
+        application: the name of Ray Serve's application.
+        num_up: the number of replicas that are up.
+        failure: the error that made serving impossible; None: there is none.
         is_over: set it to end `follow`.
     """
 
     def __init__(self, model: FleetModel, say: Say) -> None:
         self.application = f"foretoken-{uuid.uuid4().hex[:8]}"
         self._model, self.say = model, say
-        self.num_up, self.is_over, self._told = 0, False, ""
-        self._missed, self._changed = 0, time.monotonic()
+        self.num_up, self.is_over, self._message = 0, False, ""
+        self._num_missed, self._last_change = 0, time.monotonic()
         self.failure: ForetokenError | None = None
 
-    def until_up(self) -> None:
-        """Return when as many replicas are up as were asked for, or some of them, and no others
-        come.
+    def wait_until_up(self) -> None:
+        """Wait until all replicas are up, or until some are and no other has come up for a minute.
 
         Raises:
-            FleetError: they failed as often as they may; the reason is that of the last start.
+            FleetError: the replicas failed to start `STARTS` times, with the last start's error; or
+                the cluster is lost.
         """
         while self.failure is None:
-            status = self._look()
+            status = self._poll()
             if status is not None and status.status == ApplicationStatus.RUNNING:
                 return
             if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
-                raise FleetError(_told(self._model.names[0], status))
-            if time.monotonic() - self._changed > _PATIENCE_S:
-                self._changed = time.monotonic()
-                left = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
+                raise FleetError(_why_failed(self._model.names[0], status))
+            if time.monotonic() - self._last_change > _PATIENCE_S:
+                self._last_change = time.monotonic()
+                free = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
                                  if k in ("CPU", "GPU"))  # fmt: skip
-                self.say(f"Still waiting. What the cluster has left: {left or 'nothing'}.")
+                self.say(f"Still waiting. What the cluster has left: {free or 'nothing'}.")
                 if self.num_up:
                     self.say(f"Serving with the {self.num_up} that are up.")
                     return
@@ -213,19 +215,23 @@ class Watch:
         raise self.failure
 
     def follow(self) -> None:
-        """Say what changes until it is over; a thread's work."""
+        """Tell the user of changes until `is_over` is set; runs in a thread."""
         while not self.is_over and self.failure is None:
-            self._look()
+            self._poll()
             time.sleep(_POLL_S)
 
-    def _look(self) -> ApplicationStatusOverview | None:
-        """What Ray Serve says; `failure`, where it has said nothing for long."""
+    def _poll(self) -> ApplicationStatusOverview | None:
+        """Get Ray Serve's status, and tell the user of changes.
+
+        Returns None if there is no status. After `_MAX_MISSED` polls without a status in a row,
+        `failure` is set.
+        """
         try:
             status = ray_serve.status().applications.get(self.application)
-        except Exception:  # whatever Ray raises when a part of it is gone
+        except Exception:  # Ray raises many types when a part of it is gone
             status = None
-        self._missed = self._missed + 1 if status is None else 0
-        if self._missed >= _MOST_MISSED and not self.is_over:
+        self._num_missed = self._num_missed + 1 if status is None else 0
+        if self._num_missed >= _MAX_MISSED and not self.is_over:
             self.failure = FleetError("The Ray cluster is lost: it answers no more.")
         if status is None or self.is_over:
             return None
@@ -233,23 +239,28 @@ class Watch:
         states = {} if deployment is None else deployment.replica_states
         num_up = states.get("RUNNING", 0)
         if num_up != self.num_up:
-            self.num_up, self._changed = num_up, time.monotonic()
+            self.num_up, self._last_change = num_up, time.monotonic()
             self.say(f"Replicas that are up: {num_up} of {sum(states.values())}")
         message = "" if deployment is None else deployment.message
-        if message != self._told and _REASON.search(message):
+        if message != self._message and _REASON.search(message):
             self.say(f"A replica failed when it started: {_reason(message)}")
-        self._told = message
+        self._message = message
         return status
 
 
-def _told(name: str, status: ApplicationStatusOverview) -> str:
-    """Why a deployment failed: the last error in what Ray Serve says."""
-    said = "\n".join(each.message for each in status.deployments.values()) or status.message
-    return f"Replicas of {name} failed {STARTS} times when they started: {_reason(said)}"
+def _why_failed(name: str, status: ApplicationStatusOverview) -> str:
+    """The message for a deployment that failed, with the last error in Ray Serve's messages.
+
+    Args:
+        name: the model's name.
+    """
+    deployments = status.deployments.values()
+    messages = "\n".join(deployment.message for deployment in deployments) or status.message
+    return f"Replicas of {name} failed {STARTS} times when they started: {_reason(messages)}"
 
 
-def _reason(said: str) -> str:
+def _reason(text: str) -> str:
     """The last error in a text with tracebacks, or its first line."""
-    found = _REASON.findall(said)
-    last = found[-1].strip() if found else said.strip().partition("\n")[0]
+    errors = _REASON.findall(text)
+    last = errors[-1].strip() if errors else text.strip().partition("\n")[0]
     return last.removeprefix("foretoken.errors.")

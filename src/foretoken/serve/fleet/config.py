@@ -1,7 +1,7 @@
-"""What a fleet is: models, how many replicas of each, and what a replica needs. No Ray, no torch.
+"""A fleet: models, the number of their replicas, and what a replica needs. No Ray, no torch.
 
-Charter: options and their bounds, from a command line or from the `args` of a YAML file. What a
-replica needs of a machine where nobody said it is `needs.py`'s.
+Charter: options and their bounds, from a command line or from the `args` of a YAML file. If the
+options do not say what a replica needs of a machine, `needs.py` computes it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 INGRESS = "foretoken-ingress"
 """The deployment in front of the engines."""
 IMPORT_PATH = "foretoken.serve.deployment:build"
-OF_PROXIES = {
+PROXY_OPTIONS = {
     "host": "host", "port": "port", "ssl_keyfile": "ssl_keyfile", "ssl_certfile": "ssl_certfile",
     "ssl_ca_certs": "ssl_ca_certs", "ssl_cert_reqs": "ssl_ca_certs", "max_header_bytes": "",
     "io_timeout": "request_timeout_s", "root_path": "route_prefix", "allowed_hosts": "",
 }  # fmt: skip
-"""Options of a server that Ray Serve's proxies have in place of ours; by what name, if by any."""
+"""Options of a server that do not apply where Ray Serve's proxies listen, with the name of the same
+option in Ray Serve's file; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,18 @@ class ReplicaOptions:
     """How many replicas a model has, and what each needs.
 
     Attributes:
-        replicas: engines with this model, each in a process of its own, behind one address
+        replicas: number of engines with this model, each in a process of its own, at one address
             (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
-        max_replicas: the most of them: as many run as there are requests for, `replicas` at least.
-            None: their number is fixed.
-        target_requests: the mean number of queued and running requests per replica that scaling
-            aims at; None: `max_num_seqs`.
-        replica_cpus: cores that a replica gets; a part of one is possible. None: `threads`; else
-            an equal share of this machine's cores, and on a cluster 1.
-        replica_gpus: GPUs that a replica gets; 0.5 lets two share one. None: 1, or as many parts of
-            one as `memory_fraction` leaves room for; on a CPU 0.
-        replica_memory_gib: memory of the machine that a replica gets. None: of its weights and its
-            cache, and 1.5 GiB.
+        max_replicas: the most replicas. Their number then grows from `replicas` with the number of
+            requests. None: their number is fixed.
+        target_requests: with `max_replicas`, the mean number of queued and running requests per
+            replica at which scaling aims; None: `max_num_seqs`.
+        replica_cpus: cores of a replica; a part of one is possible. None: the engine's `threads`.
+            If those are left out, too: an equal share of this machine's cores, and on a cluster 1.
+        replica_gpus: GPUs of a replica; 0.5 lets two share one. None: 1, or 1/N where
+            `memory_fraction` lets N engines share one; on a CPU 0.
+        replica_memory_gib: the machine's memory for a replica. None: the memory of its weights and
+            its cache, and 1.5 GiB.
     """
 
     replicas: int | None = None
@@ -65,12 +66,11 @@ class ReplicaOptions:
         if self.target_requests is not None:
             check_number("target_requests", self.target_requests, 0.01, 1e6)
             if self.max_replicas is None:
-                raise ConfigError(
-                    "target_requests", self.target_requests, "given with max_replicas"
-                )
-        for name, most in (("replica_cpus", 4096), ("replica_gpus", 64)):
+                bound = "given with max_replicas"
+                raise ConfigError("target_requests", self.target_requests, bound)
+        for name, limit in (("replica_cpus", 4096), ("replica_gpus", 64)):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0, most)
+                check_number(name, getattr(self, name), 0, limit)
         gpus = self.replica_gpus
         if gpus is not None and gpus > 1:
             remedy = "An engine computes on one GPU: give 1, or a part of one."
@@ -84,9 +84,9 @@ class FleetModel:
     """One model of a fleet.
 
     Attributes:
-        engine: options of its engines.
-        names: by which requests may call it.
-        scale: how many replicas it has, and what they need.
+        engine: options of the model's engines.
+        names: names by which requests may call the model.
+        scale: the number of its replicas, and what each needs.
     """
 
     engine: EngineConfig
@@ -95,7 +95,7 @@ class FleetModel:
 
     @property
     def deployment(self) -> str:
-        """Its name in Ray Serve, where a slash or a colon would be taken for a separator."""
+        """The model's name in Ray Serve, without slashes and colons, which separate names there."""
         return "".join(c if c.isalnum() or c in "-_." else "-" for c in self.names[0])
 
 
@@ -104,9 +104,9 @@ class Fleet:
     """All models of one application.
 
     Attributes:
-        models: the first is that of requests that name none.
-        server: to whom they are served.
-        grows: whether the cluster adds machines by itself, so that what it lacks now is no error.
+        models: requests that name no model get the first.
+        server: options of the server.
+        grows: whether the cluster adds machines by itself. Then missing resources are no error.
     """
 
     models: tuple[FleetModel, ...]
@@ -118,7 +118,7 @@ class Fleet:
             raise ConfigError("models", [], "a list with at least one model")
         seen = {INGRESS: -1}
         for number, model in enumerate(self.models):
-            with placed(f"models[{number}].engine"):
+            with naming_place(f"models[{number}].engine"):
                 self.server.check_engine(model.engine)
             for name in {*model.names, model.deployment}:
                 if seen.setdefault(name, number) != number:
@@ -130,103 +130,113 @@ class Fleet:
         """A fleet from the `args` of an application in a file for `serve deploy`.
 
         Raises:
-            ConfigError: a field is unknown or out of bounds; it says which.
+            ConfigError: a field is unknown or out of bounds; it names the field.
         """
-        known = ("models", "server", "grows")
-        given = _mapping("args", args)
-        check_known_keys("args", given, known)
-        listed = given.get("models")
-        if not isinstance(listed, list):
-            raise ConfigError("models", listed, "a list of models", "See docs/scale.md.")
-        models = tuple(_model(f"models[{i}]", each) for i, each in enumerate(listed))
-        grows = given.get("grows", False)
+        options = _checked_map("args", args)
+        check_known_keys("args", options, ("models", "server", "grows"))
+        models_given = options.get("models")
+        if not isinstance(models_given, list):
+            raise ConfigError("models", models_given, "a list of models", "See docs/scale.md.")
+        models = tuple(_read_model(f"models[{i}]", model) for i, model in enumerate(models_given))
+        grows = options.get("grows", False)
         if not isinstance(grows, bool):
             raise ConfigError("grows", grows, "true or false")
-        server = given.get("server")
-        return cls(models, _server(_mapping("server", {} if server is None else server)), grows)
+        server_options = options.get("server")
+        server_options = {} if server_options is None else server_options
+        return cls(models, _read_server(_checked_map("server", server_options)), grows)
 
     @classmethod
     def read(cls, path: Path) -> Fleet:
-        """The fleet of a YAML file for `serve deploy`: that of its application of ours.
+        """The fleet of Foretoken's application in a YAML file for `serve deploy`.
 
         Raises:
-            ConfigError: there is no such file, or no such application in it, or several.
+            ConfigError: there is no such file, or it has no such application, or several.
         """
         import yaml  # type: ignore[import-untyped]
 
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+            document = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError("fleet", str(path), f"a YAML file ({error})") from None
-        listed = found.get("applications") if isinstance(found, Mapping) else None
-        listed = listed if isinstance(listed, list) else []
-        apps = [each for each in listed if isinstance(each, Mapping)]
-        ours = [each for each in apps if each.get("import_path") == IMPORT_PATH]
-        if len(ours) != 1:
+        applications = document.get("applications") if isinstance(document, Mapping) else None
+        applications = applications if isinstance(applications, list) else []
+        maps = [each for each in applications if isinstance(each, Mapping)]
+        own = [each for each in maps if each.get("import_path") == IMPORT_PATH]
+        if len(own) != 1:
             bound = f"a file with one application whose `import_path` is {IMPORT_PATH}"
-            raise ConfigError("fleet", str(path), bound, f"It has {len(ours)}. See docs/scale.md.")
-        return cls.parse(ours[0].get("args"))
+            raise ConfigError("fleet", str(path), bound, f"It has {len(own)}. See docs/scale.md.")
+        return cls.parse(own[0].get("args"))
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any]:
+def _checked_map(name: str, value: Any) -> dict[str, Any]:
+    """The value as a dict; `ConfigError` if it is no map with texts as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ConfigError(name, value, "a map of options by name")
     return dict(value)
 
 
-def _model(where: str, given: Any) -> FleetModel:
-    """A model of a list; errors name their place in it."""
-    asked = _mapping(where, given)
-    scales = {f.name for f in fields(ReplicaOptions)}
-    check_known_keys(where, asked, ("engine", "served_model_name", *sorted(scales)))
-    engine = _mapping(f"{where}.engine", asked.get("engine"))
+def _read_model(where: str, value: Any) -> FleetModel:
+    """A model from an item of the file's list `models`.
+
+    Args:
+        where: the item's place, as errors name it.
+    """
+    options = _checked_map(where, value)
+    scale_names = {f.name for f in fields(ReplicaOptions)}
+    check_known_keys(where, options, ("engine", "served_model_name", *sorted(scale_names)))
+    engine = _checked_map(f"{where}.engine", options.get("engine"))
     check_known_keys(f"{where}.engine", engine, [f.name for f in fields(EngineConfig)])
     if "model" not in engine:
         raise ConfigError(f"{where}.engine.model", None, "given")
-    names = asked.get("served_model_name", [])
+    names = options.get("served_model_name", [])
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{where}.served_model_name", names, "a name, or a list of names")
-    with placed(where):
-        scale = ReplicaOptions(**{"replicas": 1, **{k: asked[k] for k in scales & asked.keys()}})
-    with placed(f"{where}.engine"):
+    with naming_place(where):
+        scale_values = {name: options[name] for name in scale_names & options.keys()}
+        scale = ReplicaOptions(**{"replicas": 1, **scale_values})
+    with naming_place(f"{where}.engine"):
         return fleet_model(engine, names, scale)
 
 
 def fleet_model(engine: Mapping[str, Any], names: Any, scale: ReplicaOptions) -> FleetModel:
-    """A model from what a user typed; `ConfigError` for what is out of bounds."""
+    """A model from a user's options; `ConfigError` if one is out of bounds."""
     config = EngineConfig.parse(**{"max_num_waiting": MAX_NUM_WAITING, **engine})
     return FleetModel(config, tuple(names) or (config.model,), scale)
 
 
-def _server(given: dict[str, Any]) -> ServeOptions:
-    """Options of a server behind Ray Serve's proxies."""
-    names = [f.name for f in fields(ServeOptions) if f.name != "served_model_name"]
-    check_known_keys("server", given, names)
-    for name in OF_PROXIES.keys() & given.keys():
-        theirs = OF_PROXIES[name]
-        remedy = f"Write `{theirs}` of Ray Serve's." if theirs else "Its proxies have their own."
-        raise ConfigError(f"server.{name}", given[name], "left out: proxies listen", remedy)
-    for f in fields(ServeOptions):
-        if f.name in given:
-            _check_type(f, given[f.name])
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    if given.get("chat_template") is not None:
+def _read_server(options: dict[str, Any]) -> ServeOptions:
+    """The server's options from the file's map `server`; Ray Serve's proxies listen for it."""
+    names = [option.name for option in fields(ServeOptions) if option.name != "served_model_name"]
+    check_known_keys("server", options, names)
+    for name in PROXY_OPTIONS.keys() & options.keys():
+        proxy_name = PROXY_OPTIONS[name]
+        remedy = "Its proxies have their own."
+        if proxy_name:
+            remedy = f"Write `{proxy_name}` of Ray Serve's."
+        raise ConfigError(f"server.{name}", options[name], "left out: proxies listen", remedy)
+    for option in fields(ServeOptions):
+        if option.name in options:
+            _check_type(option, options[option.name])
+    tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+    if options.get("chat_template") is not None:
         name = "server.chat_template"
-        given = given | {"chat_template": template_text(name, given["chat_template"])}
-    with placed("server"):
-        # Proxies listen on whatever `http_options` say, so that no name of a host is known.
-        return ServeOptions(**{**given, **lists, "host": "0.0.0.0"})
+        options = options | {"chat_template": template_text(name, options["chat_template"])}
+    with naming_place("server"):
+        # Proxies listen where their `http_options` say, so `Host` cannot be checked here.
+        return ServeOptions(**{**options, **tuples, "host": "0.0.0.0"})
 
 
-def _check_type(f: Field[Any], value: Any) -> None:
-    """Raise `ConfigError` for what would be taken for something else than its author meant: a text
-    such as "no" for true, or one origin for a list of its letters."""
-    kinds, place = str(f.type), f"server.{f.name}"
+def _check_type(option: Field[Any], value: Any) -> None:
+    """Raise `ConfigError` for a value of the wrong type.
+
+    Without this check the text "no" would count as true, and one origin as a list of its letters.
+    """
+    kinds, place = str(option.type), f"server.{option.name}"
     if kinds == "bool" and not isinstance(value, bool):
         raise ConfigError(place, value, "true or false")
     is_text, is_list = isinstance(value, str), isinstance(value, list)
-    if is_list and (not value or not all(isinstance(each, str) for each in value)):
+    if is_list and (not value or not all(isinstance(item, str) for item in value)):
         raise ConfigError(place, value, "a list of texts, with one at least")
     if "tuple" in kinds and not is_list and not (is_text and kinds.startswith("str")):
         raise ConfigError(place, value, "a list of texts")
@@ -235,8 +245,12 @@ def _check_type(f: Field[Any], value: Any) -> None:
 
 
 @contextmanager
-def placed(where: str) -> Iterator[None]:
-    """Have errors name their place in the file."""
+def naming_place(where: str) -> Iterator[None]:
+    """Have a `ConfigError` raised within name its field by the place in the file.
+
+    Args:
+        where: the place to which the error's field is relative.
+    """
     try:
         yield
     except ConfigError as error:

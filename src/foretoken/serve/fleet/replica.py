@@ -1,7 +1,7 @@
-"""A replica: one engine and the application over it, asked by messages instead of a socket.
+"""A replica: one engine and the application over it, called by messages instead of a socket.
 
-Charter: from a `Call` to what the application sends, and what Ray Serve asks of a replica. Nothing
-here knows of other replicas.
+Charter: answering a `Call` with the application's answer, and the methods that Ray Serve calls.
+Nothing here knows of other replicas.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from foretoken.config import EngineConfig
 from foretoken.engine.devices import choose_device
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.app import build_app
-from foretoken.serve.context import Context
 from foretoken.serve.errors import request_id
 from foretoken.serve.fleet.call import MESSAGE_BYTES, Call, Done, Head, Taken
-from foretoken.serve.logs import noted, set_up
+from foretoken.serve.logs import log_fields, set_up
 from foretoken.serve.metrics import EngineCollector, process_metrics
 from foretoken.serve.options import MAX_STEP_SECONDS, ServeOptions
+from foretoken.serve.routes import Context
 from foretoken.serve.server import collect_when_idle, leave
 
 _POLL_S = 0.1
-_TOLD_S = 2.0
-"""In which clients are told that their replica's engine has failed; then its process ends."""
-_PACE_S, _PACE_EACH_S, _MOST_PACE_S = 0.002, 0.001, 0.02
-"""Seconds between two messages of an answer: at least, for each stream that is open, and at most.
-A message takes 0.12 ms of a core (benchmarks/results/replicas.json), part of which the engine's
-thread waits for. What comes sooner goes with the next one.
+_FAILURE_NOTICE_S = 2.0
+"""Seconds that clients get to read that the engine has failed; then the process ends."""
+_MIN_PAUSE_S, _PAUSE_PER_STREAM_S, _MAX_PAUSE_S = 0.002, 0.001, 0.02
+"""Seconds between two messages of an answer: the minimum, the seconds for each open stream, and the
+maximum. A message takes 0.12 ms of a core (benchmarks/results/replicas.json), and for a part of
+this time the engine's thread waits. Text that is ready earlier goes into the next message.
 """
 
 
 class State(NamedTuple):
-    """How a replica is.
+    """The state of a replica.
 
     Attributes:
-        pid: of its process.
-        failure: why it serves nobody any more; empty: it serves.
-        load: requests over HTTP that it answers.
+        replica: the replica's name.
+        pid: the id of its process.
+        failure: why the replica no longer serves; empty: it serves.
+        load: the number of requests over HTTP that it is answering.
     """
 
     replica: str
@@ -58,28 +59,28 @@ class State(NamedTuple):
 
 
 class Replica:
-    """One engine. Ray Serve makes as many as are asked for, each in a process of its own.
+    """One engine and its application. Ray Serve makes each replica in a process of its own.
 
     Args:
-        config: of the engine; `seed` is that of the fleet.
-        options: of the server.
-        version: of the package that deploys it.
-        name: its own; None: the one that Ray Serve gave it.
+        config: the engine's options; `seed` is the fleet's, from which the engine's is made.
+        options: the server's options.
+        version: the version of the package that deploys the replica.
+        name: the replica's name; None: the one that Ray Serve gave it.
 
     Raises:
-        ConfigError: the package here is another one, or an option does not fit this machine.
+        ConfigError: this machine has another version, or an option does not fit this machine.
     """
 
     def __init__(
         self, config: EngineConfig, options: ServeOptions, version: str, name: str | None = None
     ) -> None:
-        self._name, self._is_alone = name or _own_name(), name is None
+        self._name, self._owns_process = name or _own_name(), name is None
         self._num_streams = 0
         self._ending: asyncio.Task[None] | None = None
-        with told_briefly():
+        with without_causes():
             check_version(version)
             set_up(options.log_level)
-            self._engine = _engine(replace(config, seed=own_seed(config.seed, self._name)))
+            self._engine = _make_engine(replace(config, seed=own_seed(config.seed, self._name)))
         self._app = build_app(self._engine, options, guarded=False)
         context: Context = self._app.state.context
         self._life = context.lifetime
@@ -88,36 +89,36 @@ class Replica:
         collect_when_idle()
 
     async def answer(self, call: Call) -> AsyncGenerator[Taken | Head | bytes | Done, None]:
-        """Answer a request: first `Taken`, then a `Head`, the body in pieces, and `Done`.
+        """Answer a request: yields `Taken`, then a `Head`, the body in pieces, and `Done`.
 
-        Leaving it early is a client that leaves: the engine ends the request.
+        If the generator is closed early, the engine ends the request.
         """
         yield Taken(self._name)
         scope = {**call.scope, "asgi": {"version": "3.0"}, "state": {}, "client": None}
-        waiting, news = list[Head | bytes](), asyncio.Event()
+        unsent, changed = list[Head | bytes](), asyncio.Event()
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                waiting.append(Head(message["status"], list(message["headers"])))
+                unsent.append(Head(message["status"], list(message["headers"])))
             else:
-                waiting.append(message.get("body", b""))
-            news.set()
+                unsent.append(message.get("body", b""))
+            changed.set()
 
         task = asyncio.create_task(self._run(scope, call, send))
-        task.add_done_callback(lambda _: news.set())
+        task.add_done_callback(lambda _: changed.set())
         self._num_streams += 1
         try:
-            while waiting or not task.done():
-                await news.wait()
-                found, waiting[:] = [*waiting], []
-                news.clear()
-                for piece in _joined(found):
+            while unsent or not task.done():
+                await changed.wait()
+                ready, unsent[:] = [*unsent], []
+                changed.clear()
+                for piece in _join_pieces(ready):
                     yield piece
-                if found and not task.done():
-                    pace = max(_PACE_S, _PACE_EACH_S * self._num_streams)
-                    await asyncio.sleep(min(pace, _MOST_PACE_S))
+                if ready and not task.done():
+                    pause = max(_MIN_PAUSE_S, _PAUSE_PER_STREAM_S * self._num_streams)
+                    await asyncio.sleep(min(pause, _MAX_PAUSE_S))
             await task
-            yield Done(noted(scope["state"]))
+            yield Done(log_fields(scope["state"]))
         finally:
             self._num_streams -= 1
             task.cancel()
@@ -125,29 +126,28 @@ class Replica:
                 await task
 
     async def _run(self, scope: dict[str, Any], call: Call, send: Send) -> None:
-        """The application over one call."""
+        """Run the application for one call; it sends its answer by `send`."""
         body: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
 
         async def receive() -> Message:
             if body:
                 return body.pop()
-            await asyncio.Event().wait()  # who leaves cancels this task
+            await asyncio.Event().wait()  # a client that leaves cancels this task
             raise RuntimeError("a call goes on after its end")
 
-        request_id.set(call.name)  # of this task
+        request_id.set(call.name)  # for this task only
         await self._app(scope, receive, send)
 
     async def state(self) -> State:
-        """How it is."""
         failure = self._engine.status.failure
         return State(self._name, os.getpid(), str(failure or ""), len(self._life.flights))
 
     async def metrics(self) -> tuple[str, list[Metric]]:
-        """Its name, and its metrics with those of its process."""
+        """The replica's name, and the metrics of its engine and its process."""
         return self._name, [*self._metrics.collect(), *process_metrics()]
 
     async def drain(self) -> None:
-        """Take no more, and end what is under way in time, as a server does that gets SIGTERM."""
+        """Take no more requests, and end those under way in time, as a server does at SIGTERM."""
         self._life.drain()
         self._draining = self._draining or asyncio.create_task(self._end())
 
@@ -156,27 +156,31 @@ class Replica:
             await asyncio.sleep(_POLL_S)
 
     async def check_health(self) -> None:
-        """Raise what the engine failed by, and end this process: Ray Serve starts another one.
+        """If the engine has failed, raise its error and end this process.
 
-        A failed engine refuses at once, so that it would be the least busy of all and get most
-        requests, until Ray Serve has asked it three times.
+        Ray Serve then starts another replica. It would do so only after three failed checks. Until
+        then the failed replica, which refuses at once, would be the least busy and get most
+        requests.
         """
         if (failure := self._engine.status.failure) is not None:
-            if self._is_alone and self._ending is None:
+            if self._owns_process and self._ending is None:
                 self._ending = asyncio.create_task(self._leave())
             raise failure
 
     async def _leave(self) -> None:
-        end = asyncio.get_running_loop().time() + _TOLD_S
+        """End this process when all streams have ended, or after `_FAILURE_NOTICE_S`."""
+        end = asyncio.get_running_loop().time() + _FAILURE_NOTICE_S
         while self._num_streams and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(_POLL_S)
         leave(1)
 
 
 @contextmanager
-def told_briefly() -> Iterator[None]:
-    """Errors of ours without those that caused them: Ray Serve shows all of it where it tells why
-    a deployment failed, and the reason is below."""
+def without_causes() -> Iterator[None]:
+    """Have our errors raised within lose their causes.
+
+    Ray Serve shows the whole chain of causes when a deployment fails, and the error itself last.
+    """
     try:
         yield
     except ForetokenError as error:
@@ -184,14 +188,15 @@ def told_briefly() -> Iterator[None]:
         raise
 
 
-def _engine(config: EngineConfig) -> AsyncEngine:
+def _make_engine(config: EngineConfig) -> AsyncEngine:
+    """The engine; on a CPU with the default of a server for `max_step_seconds`."""
     if choose_device(config.device).type == "cpu" and config.max_step_seconds is None:
         config = replace(config, max_step_seconds=MAX_STEP_SECONDS)
     return AsyncEngine(**{name: getattr(config, name) for name in config.__slots__})
 
 
 def check_version(deployed: str) -> None:
-    """Raise `ConfigError` where a machine of the cluster has another version of the package."""
+    """Raise `ConfigError` if this machine has another version of the package than `deployed`."""
     if deployed != __version__:
         remedy = "Install one version on all machines of the cluster."
         bound = f"{deployed}, the version that deploys it"
@@ -201,9 +206,14 @@ def check_version(deployed: str) -> None:
 def own_seed(seed: int, replica: str) -> int:
     """The engine's seed in one replica.
 
-    Requests without a seed get noise by the engine's seed and their number (decision 005): with one
-    seed for all, requests of equal numbers in two replicas would get the same noise. Requests with
-    a seed do not depend on it. Names of replicas are new at each start, and so are these seeds.
+    The noise of a request without a seed depends on the engine's seed and the request's number
+    (decision 005). With one seed for all replicas, requests with equal numbers would get the same
+    noise. Requests with a seed of their own do not depend on the engine's. Replicas get new names,
+    and so new seeds, at each start.
+
+    Args:
+        seed: the fleet's seed.
+        replica: the replica's name.
     """
     digest = hashlib.blake2b(f"{seed}/{replica}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -216,11 +226,14 @@ def _own_name() -> str:
     return name
 
 
-def _joined(pieces: Iterable[Head | bytes]) -> Iterator[Head | bytes]:
-    """The same with pieces of a body as one, or in parts of the longest message."""
+def _join_pieces(pieces: Iterable[Head | bytes]) -> Iterator[Head | bytes]:
+    """The pieces of an answer, with neighbouring parts of its body joined.
+
+    No part is longer than `MESSAGE_BYTES`.
+    """
     for is_head, group in groupby(pieces, key=lambda piece: isinstance(piece, Head)):
         if is_head:
             yield from group
             continue
-        body = b"".join(cast("Iterable[bytes]", group))
-        yield from (body[i : i + MESSAGE_BYTES] for i in range(0, len(body), MESSAGE_BYTES))
+        joined = b"".join(cast("Iterable[bytes]", group))
+        yield from (joined[i : i + MESSAGE_BYTES] for i in range(0, len(joined), MESSAGE_BYTES))

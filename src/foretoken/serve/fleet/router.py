@@ -1,7 +1,7 @@
 """Ray Serve's interface for choosing a replica, by the prefixes that each has seen.
 
-Charter: Ray's types in, Ray's types out; the choice is `prefixes.py`'s. One router belongs to one
-handle, and runs in that handle's event loop.
+Charter: only the conversion from and to Ray's types; `prefixes.py` makes the choice. A router
+belongs to one handle, and runs in this handle's event loop.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from foretoken.serve.fleet.prefixes import PrefixIndex, ranked
 
-_SENT_BY = 2.0
-"""Seconds after which a request that was not sent has left."""
+_UNSENT_S = 2.0
+"""Seconds after which a request counts as gone, if it was not sent to its replica."""
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that computed most of its prompt's beginning.
+    """Sends a request to the replica that has computed the longest beginning of its prompt.
 
-    It looks for an argument with a `prompt`, as Ray's `PrefixCacheAffinityRouter` does; a request
-    without one goes to the least busy replica. Where Ray's asks an actor three times per request,
-    this one keeps its memory where it routes (docs/decisions/023).
+    The prompt is that of an argument with an attribute `prompt`, as in Ray's
+    `PrefixCacheAffinityRouter`. A request without a prompt goes to the least busy replica. Ray's
+    router calls an actor three times per request; this router has its own index
+    (docs/decisions/023).
     """
 
     def initialize_state(self, **options: Any) -> None:
-        """Take `request_router_kwargs`: `imbalance`, see `ranked`."""
+        """Take `request_router_kwargs`, which may have `imbalance`: see `ranked`."""
         self._options = options
         self._index = PrefixIndex[str]()
-        self._unsent = dict[str, tuple[float, str]]()  # by request: when, and for whom
-        self._open = dict[str, str]()  # by request: who has it
+        self._unsent = dict[str, tuple[float, str]]()  # by request: time, chosen replica
+        self._open = dict[str, str]()  # by request: the replica that has it
 
     async def choose_replicas(
         self,
         candidate_replicas: Sequence[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """All replicas, one by one, in the order in which they should be tried."""
+        """All replicas in the order in which to try them; Ray wants each in a list of its own."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -47,7 +48,8 @@ class PrefixRouter(RequestRouter):
             return []
         prompt = _prompt(pending_request)
         order = ranked(prompt, self._index, self._load(replicas), **self._options)
-        # Now, since Ray chooses for all requests that wait before it sends the first of them.
+        # The index learns of the choice now, since Ray chooses for all waiting requests before it
+        # sends the first of them.
         if prompt:
             self._index.add(prompt, order[0])
         if pending_request is not None:
@@ -56,43 +58,41 @@ class PrefixRouter(RequestRouter):
         return [[replicas[name]] for name in order]
 
     def _load(self, replicas: Mapping[str, RunningReplica]) -> dict[str, int]:
-        """Requests of each: those that it has, and those that it was chosen for.
+        """The number of requests that each replica has, or for which it was chosen.
 
-        What a replica said of its queue is forgotten after some seconds, so requests sent from here
-        are counted here; its word counts where other routers send it more.
+        Ray forgets a replica's queue length after some seconds, so the router counts the requests
+        that it has sent. Ray's number is used where it is larger, since other routers send, too.
         """
-        counted, oldest = self.replica_queue_len_cache, time.monotonic() - _SENT_BY
-        self._unsent = {k: each for k, each in self._unsent.items() if each[0] > oldest}
-        chosen = Counter(name for _, name in self._unsent.values())
-        sent = Counter(self._open.values())
+        queue_lengths, oldest = self.replica_queue_len_cache, time.monotonic() - _UNSENT_S
+        self._unsent = {k: item for k, item in self._unsent.items() if item[0] > oldest}
+        num_chosen = Counter(name for _, name in self._unsent.values())
+        num_open = Counter(self._open.values())
         return {
-            name: max(counted.get(each.replica_id) or 0, sent[name]) + chosen[name]
-            for name, each in replicas.items()
+            name: max(queue_lengths.get(replica.replica_id) or 0, num_open[name]) + num_chosen[name]
+            for name, replica in replicas.items()
         }
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """A replica has taken it: maybe not the first one, if that was full."""
+        """Note the replica that took a request: the first choice or, if that was full, another."""
         prompt, name = _prompt(pending_request), replica_id.unique_id
         request = pending_request.metadata.internal_request_id
-        if self._unsent.pop(request, None) is not None:  # else it is over already
+        if self._unsent.pop(request, None) is not None:  # otherwise the request has ended
             self._open[request] = name
         if prompt and self._index.longest(prompt, {name})[0] != name:
             self._index.add(prompt, name)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A replica has answered it, or it has left."""
         self._unsent.pop(internal_request_id, None)
         self._open.pop(internal_request_id, None)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget what replicas had that are gone."""
         super().update_replicas(replicas)
         self._index.keep({replica.replica_id.unique_id for replica in replicas})
 
 
 def _prompt(request: PendingRequest | None) -> str:
-    """What a request is routed by."""
-    found = (getattr(each, "prompt", None) for each in (request.args if request else ()))
-    return next((text for text in found if isinstance(text, str)), "")
+    """The prompt by which a request is routed; empty if it has none."""
+    prompts = (getattr(argument, "prompt", None) for argument in (request.args if request else ()))
+    return next((text for text in prompts if isinstance(text, str)), "")

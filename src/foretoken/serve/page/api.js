@@ -1,7 +1,7 @@
-/** The server as the page sees it: what it says, refuses, and streams. */
+/** The server's interface for the page: requests, refusals and streams. */
 
 /**
- * How a token came about, or a draft that came to nothing: docs/verification.md.
+ * How a token came about, or a draft that was dropped: docs/verification.md.
  * @typedef {{decoded_token: ?string, token_id: number, position: number, round: number,
  *   rule: string, origin: string, p: number, q: ?number, drafter: ?string, draft_index: ?number,
  *   u: ?number, threshold: ?number, reason: ?string, dropped?: Trace[]}} Trace
@@ -10,7 +10,7 @@
  * @typedef {{text: string, trace: Trace[], top: [string, number][], usage?: object}} Piece
  */
 
-/** What a server says that refuses a request. */
+/** The server's message when it refuses a request. */
 export class ServerError extends Error {
   constructor(status, message) {
     super(message);
@@ -18,7 +18,7 @@ export class ServerError extends Error {
   }
 }
 
-/** Fetch from this server; a refusal is a `ServerError`. */
+/** Fetch a path of this server with the key; a refusal raises a `ServerError`. */
 export async function ask(path, key, options = {}) {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -34,16 +34,16 @@ export async function ask(path, key, options = {}) {
   throw new ServerError(answer.status, body?.error?.message ?? `Status ${answer.status}`);
 }
 
-/** Events of a stream, as they come. */
-async function* events(answer) {
+/** The chunks of a streamed answer, parsed, as they come. */
+async function* chunks(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) throw new ServerError(0, "The stream broke off.");
-    const found = (rest + value).split("\n\n");
-    rest = found.pop();
-    for (const event of found) {
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
@@ -53,11 +53,11 @@ async function* events(answer) {
   }
 }
 
-/** @param {Settings} settings */
+/** The body of a request. @param {Settings} settings */
 function bodyOf(settings, { traced, drafts }) {
   const { api, prompt, temperature, max_tokens, seed, k, drafter, rule, prediction } = settings;
   const speculative = { trace: traced };
-  const isOff = !drafts || k === "0";  // then nothing drafts, and nobody reads a prediction
+  const isOff = !drafts || k === "0";  // without drafts a prediction is not read
   if (rule) speculative.rule = rule;
   if (drafter && !isOff) speculative.drafter = drafter;
   if (isOff || k) speculative.num_speculative_tokens = isOff ? 0 : k === "auto" ? k : Number(k);
@@ -71,22 +71,22 @@ function bodyOf(settings, { traced, drafts }) {
   return traced ? { ...body, prompt, logprobs: 5 } : { ...body, prompt };
 }
 
-/** Likeliest tokens in a place, by text. */
+/** The likeliest tokens at a position: pairs of a text and its log-probability. */
 function likeliest(logprobs) {
   const chat = logprobs?.content?.[0]?.top_logprobs;
   if (chat) return chat.map(({ token, logprob }) => [token, logprob]);
   return Object.entries(logprobs?.top_logprobs?.[0] ?? {}).sort((a, b) => b[1] - a[1]);
 }
 
-/** The answer, token by token if it is traced, else step by step; usage last. @returns {AsyncGenerator<Piece>} */
+/** Have the server generate; pieces are tokens if `how.traced`, else steps; the last has the usage. @returns {AsyncGenerator<Piece>} */
 export async function* generate(settings, how, key, signal) {
   const path = settings.api === "chat" ? "v1/chat/completions" : "v1/completions";
   const body = JSON.stringify(bodyOf(settings, how));
   const answer = await ask(path, key, { method: "POST", body, signal });
-  for await (const { choices, usage } of events(answer)) {
+  for await (const { choices, usage } of chunks(answer)) {
     for (const { text, delta, trace, logprobs } of choices) {
-      const said = text ?? delta.content ?? "";
-      if (said || trace) yield { text: said, trace: trace ?? [], top: likeliest(logprobs) };
+      const content = text ?? delta.content ?? "";
+      if (content || trace) yield { text: content, trace: trace ?? [], top: likeliest(logprobs) };
     }
     if (usage) yield { text: "", trace: [], top: [], usage };
   }

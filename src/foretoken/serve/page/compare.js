@@ -1,4 +1,4 @@
-/** The same request with drafts and without: whether speculation pays, and what it leaves as it is. */
+/** The same request with and without drafts: does speculation pay, and is the text the same? */
 
 import { generate } from "./api.js";
 import { byId, make } from "./detail.js";
@@ -12,56 +12,56 @@ export function clearComparison(verdict) {
   byId("verdict").textContent = verdict;
 }
 
-/** One run that is timed: without a trace, which costs the more the more is drafted. */
-async function timed(asked, drafts, key, signal) {
+/** Time one run. It has no trace, since the cost of a trace grows with the number of drafts. */
+async function timed(request, drafts, key, signal) {
   const name = drafts ? "on" : "off";
-  const [start, found] = [performance.now(), { text: "", tokens: 0, seconds: 0 }];
+  const [start, result] = [performance.now(), { text: "", tokens: 0, seconds: 0 }];
   byId(`${name}-text`).textContent = "";
-  for await (const { text, usage } of generate(asked, { traced: false, drafts }, key, signal)) {
-    found.text += text;
+  for await (const { text, usage } of generate(request, { traced: false, drafts }, key, signal)) {
+    result.text += text;
     byId(`${name}-text`).append(text);
-    found.seconds = (performance.now() - start) / 1000;
-    if (usage) found.tokens = usage.completion_tokens;
+    result.seconds = (performance.now() - start) / 1000;
+    if (usage) result.tokens = usage.completion_tokens;
   }
-  found.rate = found.tokens / found.seconds;
-  show(name, found.rate);
-  return found;
+  result.rate = result.tokens / result.seconds;
+  show(name, result.rate);
+  return result;
 }
 
 const ratio = ({ on, off }) => on.rate / off.rate;
 
-const ENOUGH = 3; // pairs: if all are on one side of 1, it is less likely that chance put them there
+const ENOUGH = 3; // pairs for a verdict: if all their ratios are on one side of 1, chance is unlikely
 
-/** Time the request with drafts and without, in turns, and say what came of it. */
-export async function compare(asked, rule, numPairs, key, signal) {
+/** Time the request with drafts and without, in turns, and show the verdict. */
+export async function compare(request, rule, numPairs, key, signal) {
   const pairs = [];
   for (let i = 0; i < numPairs; i += 1) {
     byId("verdict").textContent = `Timing: ${i + 1} of ${numPairs}`;
     const pair = {};
     for (const name of i % 2 ? ["on", "off"] : ["off", "on"]) {
-      pair[name] = await timed(asked, name === "on", key, signal);
+      pair[name] = await timed(request, name === "on", key, signal);
     }
     pairs.push(pair);
   }
   const sorted = pairs.toSorted((a, b) => ratio(a) - ratio(b));
   const [low, middle, high] = [sorted[0], sorted[numPairs >> 1], sorted.at(-1)].map(ratio);
   for (const name of ["on", "off"]) show(name, sorted[numPairs >> 1][name].rate);  // an odd number
-  const more = ENOUGH - numPairs;
-  const said = more > 0 ? "Too few for a verdict"
+  const missing = ENOUGH - numPairs;
+  const verdict = missing > 0 ? "Too few for a verdict"
     : low > 1 ? "Speculation paid" : high < 1 ? "Speculation did not pay" : "No clear difference";
-  const spread = more > 0 ? `in ${numPairs} pair; ${more} more are needed`
+  const spread = missing > 0 ? `in ${numPairs} pair; ${missing} more are needed`
     : `the median of ${numPairs} pairs (${low.toFixed(2)}–${high.toFixed(2)})`;
-  byId("verdict").replaceChildren(`${said}: `,
+  byId("verdict").replaceChildren(`${verdict}: `,
     make("strong", { id: "ratio" }, `${middle.toFixed(2)}×`), ` the tokens per second, ${spread}.`);
-  byId("same").textContent = sameness(asked, rule, pairs.every(({ on, off }) => on.text === off.text));
+  byId("same").textContent = sameness(request, rule, pairs.every(({ on, off }) => on.text === off.text));
 }
 
-/** What the rule promises of both texts, and whether it is so. */
-function sameness(asked, rule, isSame) {
+/** A sentence: whether both texts are the same, and whether the rule demands that they are. */
+function sameness(request, rule, isSame) {
   if (rule === "synthetic") return "The rule synthetic sets what is accepted: this text means nothing.";
-  const reason = asked.temperature === 0 ? "at temperature 0" : rule === "coupled" && "under the rule coupled";
+  const reason = request.temperature === 0 ? "at temperature 0" : rule === "coupled" && "under the rule coupled";
   if (reason && isSame) return `Both texts are the same, as they must be ${reason}.`;
   if (reason) return `The texts differ. ${reason[0].toUpperCase()}${reason.slice(1)} only rounding at a near-tie can do that.`;
-  const found = isSame ? "Both texts happen to be the same" : "The texts are different draws";
-  return `${found}: the rule ${rule} keeps their distribution. Temperature 0 and the rule coupled keep the text.`;
+  const finding = isSame ? "Both texts happen to be the same" : "The texts are different draws";
+  return `${finding}: the rule ${rule} keeps their distribution. Temperature 0 and the rule coupled keep the text.`;
 }

@@ -1,4 +1,4 @@
-/** Tokens in the text, and the numbers that decided about each. */
+/** Elements of tokens in the text, and the numbers that decided about each token. */
 
 export const byId = (id) => document.getElementById(id);
 
@@ -21,16 +21,16 @@ export function bar(share) {
 const number = (value) => (value === null ? null
   : make("data", { value }, String(Number(value.toPrecision(4)))));
 
-/** A token alone, as a literal. @param {import("./api.js").Trace} trace */
+/** A token's text as a string literal. @param {import("./api.js").Trace} trace */
 const quoted = (trace) => JSON.stringify(trace.decoded_token ?? `<${trace.token_id}>`);
 
 const THRESHOLDS = { standard: "min(1, p/q)", block: "h", synthetic: "the rate that was set" };
 const STORIES = {
-  unread: "Draft dropped: one before it was rejected.", plain: "Drawn by the target: nobody drafted here.",
+  unread: "Draft dropped: a draft before it was rejected.", plain: "Drawn by the target: no drafts here.",
   bonus: "Drawn by the target: all drafts before it were accepted.",
 };
 
-/** What happened, in a sentence; `replaced` is the draft in whose place a token was drawn. */
+/** How a token came about, in a sentence; `replaced`: the rejected draft that the token replaces. */
 function story(trace, replaced) {
   if (trace.origin === "rejected") return `Draft rejected: ${trace.reason}.`;
   if (trace.origin === "resampled") {
@@ -39,10 +39,10 @@ function story(trace, replaced) {
   if (trace.origin !== "accepted") return STORIES[trace.origin];
   if (trace.threshold === null) return "Draft accepted: the target chose the same token.";
   if (trace.u < trace.threshold) return `Draft accepted: u is below ${THRESHOLDS[trace.rule]}.`;
-  return "Draft accepted: with drafts behind it, the rule took a longer block.";
+  return "Draft accepted: with drafts after it, the rule took a longer block.";
 }
 
-/** u against its threshold, on a line from 0 to 1. */
+/** A line from 0 to 1, with u as a mark, filled up to the threshold. */
 function test(trace) {
   const line = make("div", { class: "test", "aria-hidden": "true" }, make("i"), make("b"));
   line.firstChild.style.width = `${100 * trace.threshold}%`;
@@ -51,6 +51,7 @@ function test(trace) {
   return [line, make("p", { class: "note" }, words)];
 }
 
+/** A table of the drafts that were dropped in a token's place. */
 function droppedTable(dropped) {
   const names = ["draft", "p", "q", "u", "below", ""];
   const head = make("tr", {}, ...names.map((name) => make("td", {}, name)));
@@ -61,6 +62,7 @@ function droppedTable(dropped) {
   return make("table", {}, make("caption", {}, "Drafts that came to nothing"), head, ...rows);
 }
 
+/** A table of the likeliest tokens in a token's place. */
 function alternatives(top) {
   const rows = top.map(([text, logprob]) => make("tr", {},
     make("th", { scope: "row" }, JSON.stringify(text)), bar(Math.exp(logprob)),
@@ -68,7 +70,7 @@ function alternatives(top) {
   return make("table", {}, make("caption", {}, "The model's likeliest, before temperature"), ...rows);
 }
 
-/** All that is known of a token or a draft, and the likeliest tokens in its place. */
+/** All facts about a token or a draft, and the likeliest tokens in its place. */
 export function explain(trace, top) {
   const dropped = trace.dropped ?? [];
   const replaced = trace.origin === "resampled" ? dropped[0] : null;
@@ -77,7 +79,7 @@ export function explain(trace, top) {
     "u below": number(trace.threshold), step: trace.round, position: trace.position,
     rule: trace.rule, drafter: trace.drafter,
   };
-  const decided = [trace, replaced].find((one) => typeof one?.threshold === "number");
+  const decided = [trace, replaced].find((each) => typeof each?.threshold === "number");
   return [
     make("p", { class: "head" }, make("code", {}, quoted(trace)), " ",
       make("b", { class: trace.origin }, trace.origin)),
@@ -90,7 +92,7 @@ export function explain(trace, top) {
   ];
 }
 
-/** A token of the text, or a draft that came to nothing. */
+/** The element for a token of the text, or for a dropped draft. */
 export function tokenElement(trace, text, tag = "span") {
   const kind = /^\n+$/.test(text) ? "token newline" : "token";
   return make(tag, {

@@ -7,12 +7,12 @@ import { TracedRun, watchTokens } from "./run.js";
 
 const value = (id) => byId(id).value;
 const LIVE_MS = 1000;
-let served = null; // what the server has
-let run = null; // the last one
-let stopper = null; // of a run that goes on
+let served = null; // the server's options
+let run = null; // the last run
+let stopper = null; // stops the present run
 let isDown = false;
 
-/** Say what went wrong; "" takes it back. */
+/** Show an error; "" hides it. */
 function showError(message) {
   byId("error").textContent = message;
   byId("error").hidden = !message;
@@ -20,7 +20,7 @@ function showError(message) {
 
 const readsPrediction = () => served.predictors.includes(value("drafter") || served.drafter);
 
-/** What the form asks for; what is no number goes to the server as it is, to be refused. */
+/** The form's settings. A text that is no number is kept, so that the server refuses it. */
 function settings() {
   const number = (id, text = value(id).trim()) =>
     (text === "" ? undefined : Number.isFinite(+text) ? +text : text);
@@ -32,16 +32,16 @@ function settings() {
   };
 }
 
-/** Offer what this server has. */
+/** Fill the form with this server's options. */
 function offer() {
-  const { num_drafts: most, adapts, drafters, drafter, rules, rule } = served;
+  const { num_drafts: maxDrafts, adapts, drafters, drafter, rules, rule } = served;
   const fill = (id, first, names, label = (name) => name) => byId(id).replaceChildren(
     make("option", { value: "" }, `default: ${first}`),
     ...names.map((name) => make("option", { value: name }, label(name))));
   byId("model").textContent = served.model;
   byId("api").parentElement.hidden = !served.has_chat;
-  const numbers = Array.from({ length: most }, (_, i) => String(i + 1));
-  fill("k", adapts ? `auto, at most ${most}` : most, [...(adapts ? ["auto"] : []), "0", ...numbers],
+  const numbers = Array.from({ length: maxDrafts }, (_, i) => String(i + 1));
+  fill("k", adapts ? `auto, at most ${maxDrafts}` : maxDrafts, [...(adapts ? ["auto"] : []), "0", ...numbers],
     (name) => (name === "0" ? "off" : name));
   fill("drafter", drafter || "none", drafters.filter((name) => name !== drafter));
   fill("rule", rule, rules.filter((name) => name !== rule),
@@ -51,7 +51,7 @@ function offer() {
 
 const adaptForm = () => { byId("prediction").parentElement.hidden = !readsPrediction(); };
 
-/** Ask how the server is; offer its options again where it is another server. */
+/** Show the server's state; fill the form again if the server's options have changed. */
 async function refresh() {
   try {
     const { now, ...options } = await (await ask("page/state", value("key"))).json();
@@ -74,13 +74,13 @@ async function refresh() {
   byId("run").disabled = !served || stopper !== null;
 }
 
-/** Trace the request, then time it. */
+/** Run the request with a trace, and then time it. */
 async function start(event) {
   event.preventDefault();
   if (!served || stopper) return;
-  const [asked, key, numPairs] = [settings(), value("key"), Number(value("pairs"))];
+  const [request, key, numPairs] = [settings(), value("key"), Number(value("pairs"))];
   const { signal } = (stopper = new AbortController());
-  const hasDrafts = served.num_drafts > 0 && asked.k !== "0";
+  const hasDrafts = served.num_drafts > 0 && request.k !== "0";
   const isTimed = hasDrafts && numPairs > 0;
   setRunning(true);
   showError("");
@@ -89,9 +89,9 @@ async function start(event) {
     : "Nothing is drafted: there is nothing to compare.");
   run = new TracedRun(served.num_drafts);
   try {
-    for await (const piece of generate(asked, { traced: true, drafts: true }, key, signal)) run.add(piece);
-    byId("status").textContent = `${run.numTokens} tokens in ${run.sizes.length} steps, seed ${asked.seed}.`;
-    if (isTimed) await compare(asked, asked.rule || served.rule, numPairs, key, signal);
+    for await (const piece of generate(request, { traced: true, drafts: true }, key, signal)) run.add(piece);
+    byId("status").textContent = `${run.numTokens} tokens in ${run.sizes.length} steps, seed ${request.seed}.`;
+    if (isTimed) await compare(request, request.rule || served.rule, numPairs, key, signal);
   } catch (error) {
     if (isTimed) byId("verdict").textContent = "The timing did not come to its end: no verdict.";
     if (error.name === "AbortError") byId("status").textContent = "Stopped.";
@@ -102,7 +102,7 @@ async function start(event) {
   }
 }
 
-/** Enable the one button, and move to it a focus on the other; show results that are below the form. */
+/** Enable one of the buttons Run and Stop, and move the focus to it; scroll to results below the form. */
 function setRunning(isRunning) {
   const [from, to] = (isRunning ? ["run", "stop"] : ["stop", "run"]).map(byId);
   to.disabled = false;

@@ -1,16 +1,16 @@
-/** One traced run, as it comes in: the text by origin, its steps, acceptance by position. */
+/** One traced run as it arrives: the text by origin, its steps, acceptance by position. */
 
 import { bar, byId, explain, make, tokenElement } from "./detail.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [CELL, PITCH, WINDOW] = [14, 16, 8]; // px, px, steps: the first two as in page.css
-const EVERY = 5; // so many steps have one number below them
+const EVERY = 5; // steps from one step number on the axis to the next
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
 
-/** The axis of tokens, from 0 to `most`, in strides that leave room for the numbers. */
-function axis(most) {
-  const stride = [1, 2, 5, 10].find((n) => most / n <= 8) ?? 20;
-  const marks = Array.from({ length: Math.floor(most / stride) + 1 }, (_, i) => {
+/** The axis for the number of tokens in a step, from 0 to `max`, with labels that do not overlap. */
+function axis(max) {
+  const stride = [1, 2, 5, 10].find((n) => max / n <= 8) ?? 20;
+  const marks = Array.from({ length: Math.floor(max / stride) + 1 }, (_, i) => {
     const mark = make("span", { class: "tick" }, i * stride);
     mark.style.bottom = `${i * stride * CELL}px`;
     return mark;
@@ -18,16 +18,16 @@ function axis(most) {
   return make("div", { id: "counts" }, ...marks);
 }
 
-/** What a run has come to, shown as it grows. */
+/** The state of a run, shown as it grows. */
 export class TracedRun {
-  /** @param {number} numDrafts the most that a step may have */
+  /** @param {number} numDrafts the most drafts of a step */
   constructor(numDrafts) {
     this.counts = { accepted: 0, resampled: 0, bonus: 0, plain: 0 };
     this.byPosition = Array.from({ length: numDrafts }, () => ({ drafted: 0, accepted: 0 }));
     this.numTokens = 0;
     this.sizes = []; // tokens of each step
-    this.points = []; // of the line of means
-    this.known = new WeakMap(); // what to explain of an element
+    this.points = []; // by step: its point on the line of running means
+    this.known = new WeakMap(); // by element: the trace and likeliest tokens to explain
     this.start = performance.now();
     const svg = document.createElementNS(SVG, "svg");
     this.line = svg.appendChild(document.createElementNS(SVG, "polyline"));
@@ -37,7 +37,7 @@ export class TracedRun {
     this.show();
   }
 
-  /** A piece has one token, or none: then it is what was held back. @param {import("./api.js").Piece} piece */
+  /** Add a piece: one token, or text without one, which belongs to the last token. @param {import("./api.js").Piece} piece */
   add({ text, trace: [token], top }) {
     if (!token) {
       byId("tokens").lastElementChild?.append(text);
@@ -63,7 +63,7 @@ export class TracedRun {
     this.show();
   }
 
-  /** A token on the column of its step, and outlines of the drafts that ended there. */
+  /** Add a token to the column of its step, and outlines of the drafts dropped with it. */
   addToStep({ round, origin, dropped }) {
     const steps = byId("steps");
     if (round === this.sizes.length) {
@@ -81,7 +81,7 @@ export class TracedRun {
     steps.scrollLeft = steps.scrollWidth;
   }
 
-  /** Bring figures up to date. */
+  /** Update the figures. */
   show() {
     const sum = (name) => this.byPosition.reduce((total, row) => total + row[name], 0);
     const [steps, tokens] = [this.sizes.length, this.numTokens];
@@ -100,7 +100,7 @@ export class TracedRun {
 
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
 
-/** Show the numbers of the token under the pointer, else of the focused one; keys move the focus. */
+/** Explain the token under the pointer, or the focused token; keys move the focus. */
 export function watchTokens(current) {
   const [tokens, detail] = [byId("tokens"), byId("detail")];
 

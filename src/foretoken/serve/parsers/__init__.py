@@ -1,1 +1,1 @@
-"""What the tokens of an answer say: content, reasoning, calls of tools; whatever API asks."""
+"""Reading an answer's text as content, reasoning and tool calls, for every API."""

@@ -1,9 +1,9 @@
-"""How models write tool calls and reasoning, found in their templates' text; grammars of calls.
+"""How models write tool calls and reasoning, as their chat templates show; grammars of calls.
 
 Transformers has a parser of its own (`PreTrainedTokenizer.parse_response`, `ResponseParser`). It is
-not used: it knows a model only by the `response_template` that few tokenizers bring, raises
-`ValueError` for JSON that a model broke, where here that is text, ends a call at `</tool_call>`
-within a string of its arguments, and has no calls without an opening mark, as Llama 3 writes them.
+not used, for four reasons: it needs a `response_template`, which few tokenizers bring; it raises
+`ValueError` for broken JSON, which is text here; it ends a call at a `</tool_call>` within a string
+of the arguments; and it reads no calls without an opening mark, as Llama 3 writes them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 from foretoken.sampling.structured import as_text
 
-_TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
-_SPACED = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
+_TYPE_KEYS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one of these states a type
+_JSON_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 THINK, END_THINK = "<think>", "</think>"
 REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
-"""Names of the one format of reasoning that is read: `<think>` and `</think>`."""
+"""Names of the only format of reasoning: the marks `<think>` and `</think>`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls: JSON between marks.
+    """How a family of models writes calls: as JSON between marks.
 
     Attributes:
-        opener, closer: the marks; closer "" where there is none, or nothing that need be read.
+        opener, closer: the marks; `closer` is "" if there is none, or if it need not be read.
         inside: white space between a mark and the JSON, as the models write it.
         arguments: the key of a call's arguments.
         is_bare: whether an answer may also begin with the JSON, without a mark.
-        is_list: whether all calls are one list behind one mark.
-        has_heads: whether the name may stand before the JSON, which then is the arguments.
-        id_length: characters of a call's id, where the template counts them.
+        is_list: whether all calls are one list after one mark.
+        has_heads: whether the name may stand before the JSON, which then holds the arguments only.
+        id_length: characters of a call's id, if the template demands a length.
     """
 
     opener: str
@@ -54,8 +54,9 @@ FORMATS = {
     "llama3_json": CallFormat("<|python_tag|>", arguments="parameters", is_bare=True),
     "mistral": CallFormat("[TOOL_CALLS]", is_list=True, has_heads=True, id_length=9),
 }
-# Qwen 3 Coder and 3.5 have the marks of `hermes`, and XML between them.
-_SIGNS = {
+# What shows a format in a template's text. Qwen 3 Coder and 3.5 have the marks of `hermes`, but XML
+# between them, which is not read.
+_TEMPLATE_PATTERNS = {
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "hermes": re.compile(r"<tool_call>(?!.*<function=)", re.DOTALL),
     "llama3_json": re.compile(r'<\|python_tag\|>|\{"name": function name, "parameters"'),
@@ -64,52 +65,60 @@ _SIGNS = {
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How the model that is served writes messages.
+    """How the served model writes messages.
 
     Attributes:
-        calls: None if it is not known.
+        calls: the format of tool calls; None if it is not known.
         reasons: whether `<think>` and `</think>` mark reasoning.
-        special: ids of special tokens by their texts; only these are left out of texts.
+        special: ids of special tokens by their texts. Detokenizing leaves out only these tokens.
         has_template: whether conversations can be written as prompts at all.
-        told: which template that is, and what is read, for people.
-        decode: the tokenizer's.
+        summary: a line for the user: which template is used, and which formats are read.
+        decode: the tokenizer's method `decode`.
     """
 
     calls: CallFormat | None = None
     reasons: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
     has_template: bool = True
-    told: str = field(default="", compare=False)
+    summary: str = field(default="", compare=False)
     decode: Callable[..., str] = field(default=lambda ids, **options: "", compare=False)
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None, calls: str, reasoning: str) -> MessageFormat:
+    def from_options(
+        cls, tokenizer: Any, template: str | None, calls: str, reasoning: str
+    ) -> MessageFormat:
         """The formats that options name, or that `auto` finds in the template.
 
+        Args:
+            template: a Jinja template, or the name of one of the tokenizer's; None: the default.
+            calls, reasoning: names of formats, `auto` or `none`.
+
         Raises:
-            ConfigError: `template` is none.
+            ConfigError: `template` is not a chat template.
         """
-        refused = "Chats are refused: there is no"
+        refusal = "Chats are refused: there is no"
         if tokenizer is None:
-            return cls(has_template=False, told=f"{refused} tokenizer.")
+            return cls(has_template=False, summary=f"{refusal} tokenizer.")
         try:
-            text, tool_text = (find_template(tokenizer, template, t) for t in (None, ()))
+            text, tool_text = (find_template(tokenizer, template, tools) for tools in (None, ()))
         except RequestError as error:
             if template is not None:
                 raise ConfigError(error.field, template, error.bound) from None
-            return cls(has_template=False, told=f"{refused} chat template.")
+            return cls(has_template=False, summary=f"{refusal} chat template.")
         if calls == "auto":
-            signs = (name for name, sign in _SIGNS.items() if sign.search(tool_text))
-            calls = next(signs, "none")
+            names = (
+                name for name, pattern in _TEMPLATE_PATTERNS.items() if pattern.search(tool_text)
+            )
+            calls = next(names, "none")
         decoder = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {token.content: i for i, token in decoder.items() if token.special}
+        special = {token.content: token_id for token_id, token in decoder.items() if token.special}
         reasons = reasoning in REASONING_PARSERS or (reasoning == "auto" and END_THINK in text)
-        where = "the checkpoint's own" if template is None else "of --chat-template"
+        source = "the checkpoint's own" if template is None else "of --chat-template"
         if template is not None and text != template:
-            where = f"the checkpoint's `{template}`"
-        thoughts = THINK if reasons else "none"
-        told = f"Chat template: {where}; tool calls: {calls}; reasoning: {thoughts}."
-        return cls(FORMATS.get(calls), reasons, special, told=told, decode=tokenizer.decode)
+            source = f"the checkpoint's `{template}`"
+        marks = THINK if reasons else "none"
+        summary = f"Chat template: {source}; tool calls: {calls}; reasoning: {marks}."
+        return cls(FORMATS.get(calls), reasons, special, summary=summary, decode=tokenizer.decode)
 
     def grammar(
         self,
@@ -119,33 +128,34 @@ class MessageFormat:
         parallel: bool,
         answer: str | None = None,
     ) -> str:
-        """Lark, as llguidance takes it: one call of these functions, or several if `parallel`.
+        """A Lark grammar for llguidance: a call of one of the tools, or several if `parallel`.
 
-        Each function's schema is a grammar of its own, since its `$ref`s are relative to it.
+        Each tool's schema is a grammar of its own, since its `$ref`s are relative to the schema.
 
         Args:
-            answer: the schema of one without calls; None: there are always calls.
+            answer: the schema of an answer without calls; None: every answer has calls.
         """
         rules, bodies = [], []
         for i, tool in enumerate(tools):
             function = tool["function"]
             name = json.dumps(function["name"])
-            # In the lexemes of JSON, since the lexer takes the longest: an answer may begin alike.
+            # Split into JSON's lexemes, since the lexer takes the longest lexeme that fits, and an
+            # `answer` may begin with the same characters.
             head = ("{", '"name"', ": ", name, ", ", f'"{form.arguments}"', ": ")
             schema = function.get("parameters") or {"properties": {}}
-            if not schema.keys() & _TYPED:
-                schema = {"type": "object", **schema}  # arguments are an object, said or not
+            if not schema.keys() & _TYPE_KEYS:
+                schema = {"type": "object", **schema}  # arguments are always an object
             rules.append(f'body_{i}: {" ".join(map(json.dumps, head))} arguments_{i} "}}"')
-            arguments = as_text(f"tools.{function['name']}", schema, **_SPACED)
+            arguments = as_text(f"tools.{function['name']}", schema, **_JSON_SEPARATORS)
             rules.append(f"arguments_{i}: %json {arguments}")
             bodies.append(f"body_{i}")
-        opener = "" if form.is_bare else self._mark(form.opener, before=form.inside)
+        opener = "" if form.is_bare else self._mark(form.opener, suffix=form.inside)
         if form.is_list:
-            more = ' (", " body)*' if parallel else ""
-            call = f'{opener} "[" body{more} "]"'
+            repetition = ' (", " body)*' if parallel else ""
+            call = f'{opener} "[" body{repetition} "]"'
             start = "call"
         else:
-            call = f"{opener} body {self._mark(form.closer, behind=form.inside)}"
+            call = f"{opener} body {self._mark(form.closer, prefix=form.inside)}"
             separator = '"; "' if form.is_bare else r'"\n"'
             start = f"call ({separator} call)*" if parallel else "call"
         if answer is not None:
@@ -155,10 +165,13 @@ class MessageFormat:
             [f"start: {start}", f"call: {call}", f"body: {' | '.join(bodies)}", *rules]
         )
 
-    def _mark(self, text: str, *, before: str = "", behind: str = "") -> str:
-        """A mark in Lark: a special token has no text there."""
+    def _mark(self, text: str, *, prefix: str = "", suffix: str = "") -> str:
+        """A mark as a term of Lark, with white space around it; "" for an empty mark.
+
+        A mark that is a special token is written by its id.
+        """
         if not text:
             return ""
         token = f"<[{self.special[text]}]>" if text in self.special else json.dumps(text)
-        parts = (json.dumps(behind) if behind else "", token, json.dumps(before) if before else "")
+        parts = (json.dumps(prefix) if prefix else "", token, json.dumps(suffix) if suffix else "")
         return " ".join(filter(None, parts))

@@ -1,11 +1,11 @@
 """Reasoning and tool calls in an answer's text.
 
-Charter: nothing is said before it is sure, and nothing is taken back, so that events do not depend
-on how tokens were split into deltas. What is no valid call of a known function is text, as it
-stands; therefore a call is told of when its JSON is complete. What the answer's length cut off is a
-call as far as it goes, once the name of a function is there. Where a grammar lets calls through and
-no text around them, what a stop string cut off is one, too; where it lets only calls through, the
-rest is no text.
+Charter: a part is reported only when it is certain, and never taken back, so that events do not
+depend on how tokens were split into deltas. Text that is not a valid call of a known function is
+reported unchanged; therefore a call is reported only when its JSON is complete. There is one
+exception: if `max_tokens` ends the answer within a call, the incomplete call is reported, provided
+that its function's name is complete. Under a grammar the same holds for any end within a call.
+Where a grammar allows only calls, other text that is left at the end is not reported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HEAD_OF_BODY = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{.*))?',
     re.DOTALL,
 )
-_MOST_HEAD = 256  # characters of a name and an id before the arguments
+_MAX_HEAD = 256  # characters of a name and an id before the arguments
 _BETWEEN = re.compile(r"[\s,:]*")
-_NO_CALLS = CallFormat(opener="")
-_NO_CALL = (ValueError, TypeError, KeyError, RecursionError)  # what reading one raises
+_EMPTY_FORMAT = CallFormat(opener="")
+_NOT_A_CALL = (ValueError, TypeError, KeyError, RecursionError)  # raised by text that is no call
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 
 
@@ -42,18 +42,18 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text of the reasoning before it."""
+    """Text of the reasoning before the answer's content."""
 
     text: str
 
 
 class ToolCall(NamedTuple):
-    """A call.
+    """A call of a tool.
 
     Attributes:
-        number: of the calls of its choice, from 0.
+        number: the index of the call among the calls of its choice.
         arguments: the JSON text of an object.
-        is_whole: False: the answer's end cut it, and this is the beginning of that text.
+        is_whole: False if the answer ended within the call, so that `arguments` is incomplete.
     """
 
     number: int
@@ -64,7 +64,7 @@ class ToolCall(NamedTuple):
 
 
 def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as messages of a chat have it, in requests and in answers."""
+    """A call as a chat's message has it, in requests and in answers."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
@@ -74,16 +74,16 @@ Part = Content | Reasoning | ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What to look for in an answer.
+    """Which parts to look for in an answer's text.
 
     Attributes:
-        names: of the functions that may be called; () looks for no calls.
-        reasons: look for reasoning.
-        parallel: read more than one call.
-        hidden: special tokens that are no part of any text.
-        is_forced: a grammar lets nothing but calls through.
-        is_either: it lets calls through, or a text: no call is in what begins as a text.
-        decode: the text of token ids as the answer has it.
+        names: the functions that may be called; (): there are no calls to look for.
+        reasons: whether to look for reasoning.
+        parallel: whether to read more than one call.
+        hidden: texts of special tokens, which are removed from the answer's text.
+        is_forced: a grammar allows only calls.
+        is_either: a grammar allows calls or a text; an answer that begins as text has no calls.
+        decode: returns the text of token ids, as the answer has it.
     """
 
     format: MessageFormat
@@ -96,10 +96,17 @@ class Parsing:
     decode: Callable[[list[int]], str] = field(default=lambda ids: "", compare=False)
 
     @classmethod
-    def of(
+    def for_format(
         cls, form: MessageFormat, names: Sequence[str], *, reasons: bool, parallel: bool
     ) -> Parsing:
-        """The same; marks that are special tokens can be read only where none is left out."""
+        """What to look for in answers of a model that writes in this format.
+
+        If a mark is a special token, the text must keep all special tokens, so that the parser sees
+        the mark. `hidden` then has the other special tokens, which the parser removes.
+
+        Args:
+            names, reasons, parallel: see the attributes.
+        """
         marks = [THINK, END_THINK] if reasons else []
         if names and form.calls:
             marks += [form.calls.opener, form.calls.closer]
@@ -107,17 +114,13 @@ class Parsing:
         hidden = tuple(text for text in form.special if text not in marks) if hides else ()
         return cls(form, tuple(names), reasons, parallel, hidden)
 
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.names) or self.reasons
-
     def new(self, prompt: str) -> MessageParser:
-        """A parser of one choice; the prompt's end may have begun the reasoning."""
+        """A parser for one choice. The reasoning has begun if the prompt ends with its mark."""
         return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))
 
 
 class Plain:
-    """A `MessageParser` for which all text is the answer's."""
+    """Has the interface of `MessageParser`, but reads all text as content."""
 
     num_reasoning = 0
 
@@ -126,191 +129,218 @@ class Plain:
 
 
 class MessageParser:
-    """Reads one choice. Its state is the method that reads what comes next.
+    """Reads the text of one choice. Its state is the method that reads the next text.
 
-    Such a method is told whether the text ends here, and returns whether to go on at once.
+    Such a method gets `is_last`, whether the answer ends with the text so far. It returns True if
+    the (perhaps changed) state can read on at once, and False if it needs more text.
     """
 
     def __init__(self, parsing: Parsing, *, is_open: bool = False) -> None:
         self._parsing = parsing
-        self._calls = (parsing.format.calls if parsing.names else None) or _NO_CALLS
+        self._call_format = (parsing.format.calls if parsing.names else None) or _EMPTY_FORMAT
         self._state = MessageParser._read_reasoning if is_open else MessageParser._read_lead
-        self._text = ""  # not decided yet
+        self._text = ""  # not yet reported
         self._parts: list[Part] = []
         self._num_calls = 0
         self._has_reasoned = False
-        self._lead = ""  # white space that counts only if text follows
-        self._json = _JsonEnd()
-        self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
+        self._held_space = ""  # white space that is reported only if text follows
+        self._json_end = _JsonEnd()
+        self._text_marks = (*filter(None, (self._call_format.opener,)), *parsing.hidden)
+        # What begins a call without a mark.
         self._bare_head = '{"name": "' if parsing.is_either else "{"
         self._reasoning_marks = (END_THINK, *parsing.hidden)
-        self.num_reasoning = 0  # tokens so far, those of the marks included
-        self._count = ReasoningCount(parsing.decode) if parsing.reasons else None
+        self.num_reasoning = 0  # tokens of the reasoning so far, including its marks
+        self._reasoning_count = ReasoningCount(parsing.decode) if parsing.reasons else None
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
+        """The parts that are certain after this delta.
+
+        A delta with `finish_reason` brings all parts that are left.
+        """
         self._text += sample.text
-        num_tokens = self._count.add(sample) if self._count else 0
+        num_tokens = self._reasoning_count.add(sample) if self._reasoning_count else 0
         is_last = sample.finish_reason is not None
-        is_bound = self._parsing.is_forced or self._parsing.is_either
-        is_cut = is_last and (is_bound or sample.finish_reason == "length")
-        self._steps(is_last and not is_cut)
-        if is_cut and not self._cut() and not (is_bound and self._only_calls()):
-            self._steps(is_last=True)
+        has_grammar = self._parsing.is_forced or self._parsing.is_either
+        is_cut = is_last and (has_grammar or sample.finish_reason == "length")
+        self._run_states(is_last and not is_cut)
+        if is_cut:
+            has_reported = self._report_cut_calls()
+            if not has_reported and not (has_grammar and self._allows_only_calls()):
+                self._run_states(is_last=True)
         if self._state is MessageParser._read_reasoning:
             self.num_reasoning = num_tokens
         elif self._state is MessageParser._read_text:
-            self._count = None
+            self._reasoning_count = None
         parts, self._parts = merged(self._parts), []
         return parts
 
-    def _steps(self, is_last: bool) -> None:
+    def _run_states(self, is_last: bool) -> None:
         while self._state(self, is_last):
             pass
 
-    def _only_calls(self) -> bool:
-        """Whether a grammar lets no text through where this answer is."""
-        begins = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
-        calls = self._num_calls or begins or self._state is not MessageParser._read_lead
-        return self._parsing.is_forced or (
-            bool(calls) and self._state is not MessageParser._read_text
+    def _allows_only_calls(self) -> bool:
+        """Whether the grammar allows only calls at this place of the answer.
+
+        With `is_either` it does after a call, and where a call or its mark has begun.
+        """
+        if self._parsing.is_forced or self._state is MessageParser._read_text:
+            return self._parsing.is_forced
+        may_begin_call = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
+        return (
+            bool(self._num_calls) or may_begin_call or self._state is not MessageParser._read_lead
         )
 
-    def _cut(self) -> bool:
-        """Tell of the calls that the answer's end leaves open; False: there are none."""
-        state = self._json
-        if self._state is not MessageParser._read_call or state.start is None or state.is_broken:
+    def _report_cut_calls(self) -> bool:
+        """Report the calls in the JSON that the answer's end cut off; False if there are none."""
+        json_end = self._json_end
+        if (
+            self._state is not MessageParser._read_call
+            or json_end.start is None
+            or json_end.is_broken
+        ):
             return False
-        text, found = self._text[state.start :], list[tuple[str, str, bool]]()
-        if state.name is not None:
-            found.append((state.name, text, False))
+        text, calls = self._text[json_end.start :], list[tuple[str, str, bool]]()
+        if json_end.name is not None:
+            calls.append((json_end.name, text, False))
         else:
-            whole, rest = _items(text if text[0] == "[" else f"[{text}")
-            with suppress(*_NO_CALL):
-                found += [(*_call(item), True) for item in whole]
+            items, rest = _json_items(text if text[0] == "[" else f"[{text}")
+            with suppress(*_NOT_A_CALL):
+                calls += [(*_read_call_object(item), True) for item in items]
                 if head := _HEAD_OF_BODY.match(rest):
-                    found.append((json.loads(head[1]), head[2] or "", False))
-        if not all(name in self._parsing.names for name, _, _ in found):
+                    calls.append((json.loads(head[1]), head[2] or "", False))
+        if not all(name in self._parsing.names for name, _, _ in calls):
             return False
-        for name, arguments, is_whole in found if self._parsing.parallel else found[:1]:
-            self._say_call(name, arguments, is_whole=is_whole)
-        return bool(found)
+        for name, arguments, is_whole in calls if self._parsing.parallel else calls[:1]:
+            self._report_call(name, arguments, is_whole=is_whole)
+        return bool(calls)
 
-    def _say_call(self, name: str, arguments: str, *, is_whole: bool = True) -> None:
-        made = _new_id(self._calls)
-        self._parts.append(ToolCall(self._num_calls, made, name, arguments, is_whole))
+    def _report_call(self, name: str, arguments: str, *, is_whole: bool = True) -> None:
+        call_id = _new_id(self._call_format)
+        self._parts.append(ToolCall(self._num_calls, call_id, name, arguments, is_whole))
         self._num_calls += 1
 
-    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+    def _report(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         if text:
             self._parts.append(kind(text))
 
     def _read_lead(self, is_last: bool) -> bool:
-        """White space at the beginning, after the reasoning or after a call."""
-        extra = ";" if self._calls.is_bare and self._num_calls else ""
-        rest = self._text.lstrip(string.whitespace + extra)
+        """Read the white space at the answer's beginning, after the reasoning or after a call."""
+        separators = ";" if self._call_format.is_bare and self._num_calls else ""
+        rest = self._text.lstrip(string.whitespace + separators)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
-        marks += [self._bare_head] if self._calls.is_bare else []
+        marks += [self._bare_head] if self._call_format.is_bare else []
         if not is_last and any(mark.startswith(rest) and mark != rest for mark in marks):
             return False
-        lead, self._text = self._text[: len(self._text) - len(rest)], rest
+        space, self._text = self._text[: len(self._text) - len(rest)], rest
         if not rest:
             if is_last and not (self._num_calls or self._has_reasoned):
-                self._say(Content, self._lead + lead)
+                self._report(Content, self._held_space + space)
             else:
-                self._lead += lead
+                self._held_space += space
             return False
         if self._can_reason and rest.startswith(THINK):
             self._text, self._state = rest[len(THINK) :], MessageParser._read_reasoning
-        elif mark := _longest(rest, self._text_marks):
-            self._begin(mark)
-        elif self._calls.is_bare and rest.startswith(self._bare_head):
-            self._begin("")
+        elif marks_here := [mark for mark in self._text_marks if rest.startswith(mark)]:
+            self._skip_mark(max(marks_here, key=len))
+        elif self._call_format.is_bare and rest.startswith(self._bare_head):
+            self._skip_mark("")
         else:
             self._state = MessageParser._read_text
-            lead = "" if self._has_reasoned and not self._num_calls else self._lead + lead
-            self._say(Content, lead)
-        self._lead = ""
+            space = "" if self._has_reasoned and not self._num_calls else self._held_space + space
+            self._report(Content, space)
+        self._held_space = ""
         return True
 
     @property
     def _can_reason(self) -> bool:
         return self._parsing.reasons and not (self._has_reasoned or self._num_calls)
 
-    def _begin(self, mark: str) -> None:
-        """Go past a mark: of a call, or one that is no part of the text."""
+    def _skip_mark(self, mark: str) -> None:
+        """Skip a mark: that of a hidden token, or one that begins a call, which is read next."""
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
-        self._state, self._json = MessageParser._read_call, _JsonEnd()
-        self._json.opener = mark
+        self._state, self._json_end = MessageParser._read_call, _JsonEnd()
+        self._json_end.opener = mark
 
     def _read_text(self, is_last: bool) -> bool:
+        """Read content up to a mark."""
         marks = self._parsing.hidden if self._parsing.is_either else self._text_marks
-        place, mark = _find(self._text, marks, is_last)
-        self._say(Content, self._text[:place])
+        place, mark = _find_mark(self._text, marks, is_last)
+        self._report(Content, self._text[:place])
         self._text = self._text[place:]
         if mark:
-            self._begin(mark)
+            self._skip_mark(mark)
         return bool(mark)
 
     def _read_reasoning(self, is_last: bool) -> bool:
-        """White space around it is the template's, no part of it."""
-        place, mark = _find(self._text, self._reasoning_marks, is_last)
-        said = self._text[:place].rstrip()
-        self._say(Reasoning, said if self._has_reasoned else said.lstrip())
-        self._has_reasoned = self._has_reasoned or bool(said)
+        """Read reasoning, without the white space that the template puts around it."""
+        place, mark = _find_mark(self._text, self._reasoning_marks, is_last)
+        reasoning = self._text[:place].rstrip()
+        self._report(Reasoning, reasoning if self._has_reasoned else reasoning.lstrip())
+        self._has_reasoned = self._has_reasoned or bool(reasoning)
         if not mark:
-            self._text = "" if is_last else self._text[len(said) :]
+            self._text = "" if is_last else self._text[len(reasoning) :]
             return False
         self._text = self._text[place + len(mark) :]
         if mark == END_THINK:
-            if self._count:
-                self.num_reasoning, self._count = self._count.end(len(self._text)), None
+            if self._reasoning_count:
+                self.num_reasoning = self._reasoning_count.end(len(self._text))
+                self._reasoning_count = None
             self._has_reasoned, self._state = True, MessageParser._read_lead
         return True
 
     def _read_call(self, is_last: bool) -> bool:
-        state, calls = self._json, self._calls
-        if state.start is None and not state.begin(self._text, calls, is_last=is_last):
+        """Read the JSON of a call or of a list of calls; text that is no call becomes content."""
+        json_end, call_format = self._json_end, self._call_format
+        if json_end.start is None and not json_end.begin(self._text, call_format, is_last=is_last):
             return False
-        end = state.find(self._text)
+        end = json_end.find(self._text)
         if end is None:
             if is_last:
-                self._give_up(len(self._text))
+                self._report_as_content(len(self._text))
             return False
-        found = None if state.is_broken else self._parse(self._text[state.start : end], state.name)
-        if found is None:
-            self._give_up(end)
+        parsed = None
+        if not json_end.is_broken:
+            parsed = self._parse_calls(self._text[json_end.start : end], json_end.name)
+        if parsed is None:
+            self._report_as_content(end)
             return True
         self._text = self._text[end:]
-        for name, arguments in found if self._parsing.parallel else found[:1]:
-            self._say_call(name, arguments)
-        self._state = MessageParser._read_closer if self._parsing.parallel else MessageParser._drop
+        for name, arguments in parsed if self._parsing.parallel else parsed[:1]:
+            self._report_call(name, arguments)
+        self._state = (
+            MessageParser._read_closer if self._parsing.parallel else MessageParser._drop_text
+        )
         return True
 
-    def _give_up(self, place: int) -> None:
-        """What looked like a call up to here is text."""
-        self._say(Content, self._text[:place])
+    def _report_as_content(self, place: int) -> None:
+        """Report the text up to `place`, which looked like a call, as content."""
+        self._report(Content, self._text[:place])
         self._text, self._state = self._text[place:], MessageParser._read_text
 
-    def _parse(self, text: str, head: str | None) -> list[tuple[str, str]] | None:
-        """Names and arguments of calls; None for what are none."""
+    def _parse_calls(self, text: str, name: str | None) -> list[tuple[str, str]] | None:
+        """Names and arguments of the calls in a text; None if it holds anything else.
+
+        Args:
+            name: the function's name, if it stood before the text; the text is then the arguments.
+        """
         try:
-            json.loads(text, parse_constant=_refuse)
+            json.loads(text, parse_constant=_refuse_constant)
             text.encode()  # a lone surrogate cannot be sent
-            if head is not None:
-                found = [(head, text)] if text[0] == "{" else []
+            if name is not None:
+                calls = [(name, text)] if text[0] == "{" else []
             else:
-                found = [_call(item) for item in (_items(text)[0] if text[0] == "[" else [text])]
-        except _NO_CALL:
+                items = _json_items(text)[0] if text[0] == "[" else [text]
+                calls = [_read_call_object(item) for item in items]
+        except _NOT_A_CALL:
             return None
-        known = all(name in self._parsing.names for name, _ in found)
-        return found if found and known else None
+        are_known = all(called in self._parsing.names for called, _ in calls)
+        return calls if calls and are_known else None
 
     def _read_closer(self, is_last: bool) -> bool:
-        """White space and the closer of a call."""
-        closer, rest = self._calls.closer, self._text.lstrip()
+        """Skip the mark after a call, if it is there."""
+        closer, rest = self._call_format.closer, self._text.lstrip()
         if closer and rest.startswith(closer):
             self._text = rest[len(closer) :]
         elif closer and closer.startswith(rest) and not is_last:
@@ -318,19 +348,21 @@ class MessageParser:
         self._state = MessageParser._read_lead
         return True
 
-    def _drop(self, is_last: bool) -> bool:
-        """After the only call."""
+    def _drop_text(self, is_last: bool) -> bool:
         self._text = ""
         return False
 
 
 class _JsonEnd:
-    """Where a call's JSON begins and ends: by brackets outside strings, each character read once.
+    """Finds where a call's JSON begins and ends, by its brackets outside strings.
+
+    Each character is read only once, although the text grows.
 
     Attributes:
-        opener: the mark before it, which the text begins with.
-        name: of the function, where it stands before the JSON.
-        start: None as long as it has not begun.
+        opener: the mark at the beginning of the text.
+        name: the function's name, if it stands before the JSON.
+        start: index of the JSON's first character; None until this character has come.
+        is_broken: whether the text cannot be a call.
     """
 
     def __init__(self) -> None:
@@ -338,73 +370,75 @@ class _JsonEnd:
         self.name: str | None = None
         self.start: int | None = None
         self.is_broken = False
-        self._at = self._depth = 0
-        self._is_text = False
+        self._position = self._depth = 0
+        self._in_string = False
 
-    def begin(self, text: str, calls: CallFormat, *, is_last: bool) -> bool:
-        """Find the start; False if more text is needed. What cannot be a call is broken."""
-        first = len(self.opener)
-        behind = text[first:].lstrip()
-        start = len(text) - len(behind)
-        if calls.has_heads and behind and behind[0] not in "[{":
-            start = text.find("{", first, first + _MOST_HEAD)
-            is_decided = start >= 0 or is_last or len(text) >= first + _MOST_HEAD
+    def begin(self, text: str, call_format: CallFormat, *, is_last: bool) -> bool:
+        """Find the start; False if more text is needed."""
+        after_mark = len(self.opener)
+        rest = text[after_mark:].lstrip()
+        start = len(text) - len(rest)
+        if call_format.has_heads and rest and rest[0] not in "[{":
+            start = text.find("{", after_mark, after_mark + _MAX_HEAD)
+            is_decided = start >= 0 or is_last or len(text) >= after_mark + _MAX_HEAD
             if not is_decided:
                 return False
-            head = _HEAD.fullmatch(text, first, start) if start >= 0 else None
+            head = _HEAD.fullmatch(text, after_mark, start) if start >= 0 else None
             self.name, self.is_broken = head and head[1], head is None
-        elif behind:
-            self.is_broken = behind[0] not in "[{"
-        elif not is_last:
+        elif not rest and not is_last:
             return False
         else:
-            self.is_broken = True
-        self.start = self._at = first if self.is_broken else start
+            self.is_broken = not rest or rest[0] not in "[{"
+        self.start = self._position = after_mark if self.is_broken else start
         return True
 
     def find(self, text: str) -> int | None:
-        """The index after it, or after what shows that it is broken; None if it goes on."""
+        """The index after the JSON, or of a character that breaks it; None if neither has come."""
         if self.is_broken:
-            return self._at
-        while found := _JSON_MARKS.search(text, self._at):
-            mark, self._at = found[0], found.end()
-            if mark == "\\" and self._is_text:
-                if self._at == len(text):
-                    self._at -= 1  # what it escapes has not come yet
+            return self._position
+        while match := _JSON_MARKS.search(text, self._position):
+            mark, self._position = match[0], match.end()
+            if mark == "\\" and self._in_string:
+                if self._position == len(text):
+                    self._position -= 1  # the escaped character has not come yet
                     return None
-                self._at += 1
+                self._position += 1
             elif mark == '"':
-                self._is_text = not self._is_text
-            elif not self._is_text and mark in "<\\":
-                self.is_broken, self._at = True, found.start()
-                return self._at
-            elif not self._is_text:
+                self._in_string = not self._in_string
+            elif not self._in_string and mark in "<\\":
+                self.is_broken, self._position = True, match.start()
+                return self._position
+            elif not self._in_string:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth == 0:
-                    return self._at
-        self._at = len(text)
+                    return self._position
+        self._position = len(text)
         return None
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The same with texts of one kind that follow each other as one."""
-    found: list[Part] = []
+    """The parts, with neighbours joined that are both content or both reasoning."""
+    joined: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(part, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + part.text)
+            joined[-1] = Content(last.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
+            joined[-1] = Reasoning(last.text + part.text)
         else:
-            found.append(part)
-    return found
+            joined.append(part)
+    return joined
 
 
-def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
-    """Where the first mark begins, and it; or where one may begin that is not complete, and ""."""
-    places = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
-    if places:
-        place, _, mark = min(places)
+def _find_mark(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
+    """The index of the first mark in a text, and the mark.
+
+    Without a mark the result is the length of the text and "". If the text may end within a mark,
+    it is the index where this mark begins and "".
+    """
+    matches = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+    if matches:
+        place, _, mark = min(matches)
         return place, mark
     if not is_last:
         longest = max(map(len, marks), default=1)
@@ -414,37 +448,40 @@ def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
     return len(text), ""
 
 
-def _longest(text: str, marks: Sequence[str]) -> str:
-    return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
+def _read_call_object(text: str) -> tuple[str, str]:
+    """Name and arguments of a call from the JSON text of an object.
 
-
-def _call(text: str) -> tuple[str, str]:
-    """Name and arguments, which are an object, as they are written: a number may be past what a
-    float holds. Raises what `_parse` catches."""
+    The arguments are the model's own text, since a float could not hold all of its numbers.
+    Raises one of `_NOT_A_CALL` for any other text.
+    """
     if text[0] != "{":
         raise TypeError
-    members = dict(zip(*[iter(_items(text)[0])] * 2, strict=True))
-    found = {json.loads(key): value for key, value in members.items()}
-    name, arguments = json.loads(found["name"]), "{}"
+    texts = dict(zip(*[iter(_json_items(text)[0])] * 2, strict=True))
+    values = {json.loads(key): value for key, value in texts.items()}
+    name, arguments = json.loads(values["name"]), "{}"
     for key in ("parameters", "arguments"):
-        arguments = found.get(key, arguments)
+        arguments = values.get(key, arguments)
     if not isinstance(name, str) or arguments[0] != "{":
         raise TypeError
     return name, arguments
 
 
-def _items(text: str) -> tuple[list[str], str]:
-    """The texts of a list's items, or of an object's keys and values in turns, and what is left."""
-    found, decoder, at = [], json.JSONDecoder(), _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
+def _json_items(text: str) -> tuple[list[str], str]:
+    """The texts of a list's items, or of an object's keys and values in turn; and the text's rest.
+
+    The rest begins at the first item that is not complete JSON.
+    """
+    items, decoder = [], json.JSONDecoder()
+    position = _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
     with suppress(ValueError, RecursionError):
         while True:
-            end = decoder.raw_decode(text, at)[1]
-            found.append(text[at:end])
-            at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
-    return found, text[at:]
+            end = decoder.raw_decode(text, position)[1]
+            items.append(text[position:end])
+            position = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    return items, text[position:]
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(constant)
 
 
@@ -456,10 +493,10 @@ def _new_id(calls: CallFormat) -> str:
 
 
 class ReasoningCount:
-    """Counts tokens up to the mark that ends the reasoning, that mark included.
+    """Counts tokens up to and including the mark that ends the reasoning.
 
     Args:
-        decode: the text of token ids as the answer has it.
+        decode: returns the text of token ids, as the answer has it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -468,18 +505,21 @@ class ReasoningCount:
         self._text = ""
 
     def add(self, sample: CompletionDelta) -> int:
-        """Take in a delta; how many tokens there are so far."""
+        """Add a delta; returns the number of tokens so far."""
         self._ids.extend(sample.token_ids)
         self._text += sample.text
         return len(self._ids)
 
-    def end(self, num_behind: int) -> int:
-        """The count, where so many characters follow the mark: a delta may go on there.
+    def end(self, num_after: int) -> int:
+        """The number of tokens up to and including the mark; the text may go on after the mark.
 
-        White space in front is left aside: a decoder may drop that of its first token.
+        Leading white space is ignored, since a decoder may drop that of its first token.
+
+        Args:
+            num_after: how many characters of the text so far follow the mark.
         """
-        size = len(self._text[: len(self._text) - num_behind].lstrip())
-        counts = range(len(self._ids) if num_behind else 0)
+        size = len(self._text[: len(self._text) - num_after].lstrip())
+        counts = range(len(self._ids) if num_after else 0)
         if not counts:
             return len(self._ids)
         return bisect_left(counts, size, key=lambda n: len(self._decode(self._ids[:n]).lstrip()))

@@ -1,1 +1,1 @@
-"""Bodies of requests: types, names, and which fields are inert or refused."""
+"""Bodies of requests: names and types of their fields, and which are inert or refused."""

@@ -17,7 +17,11 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Fields):
-    """A function; `strict` changes nothing: forced calls always fit, others are the model's."""
+    """A function that the model may call.
+
+    `strict` changes nothing: forced calls always fit the schema, other calls are the model's
+    choice.
+    """
 
     foreign = TOOL
     name: FunctionName
@@ -27,7 +31,7 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    """A tool: there are no others."""
+    """A tool, which is always a function."""
 
     foreign = TOOL
     type: Literal["function"]
@@ -35,34 +39,34 @@ class Tool(Fields):
 
 
 class NamedFunction(Fields):
-    """The name of one of them."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Fields):
-    """The one that must be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedNames(Fields):
-    """Those of the tools that may be called, and whether one must be."""
+    """The tools that may be called, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Items[NamedTool]
 
 
 class AllowedTools(Fields):
-    """A choice of tools: the model sees these alone."""
+    """A restriction of the tools; the model sees only those that it names."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedNames
 
 
 class ChatBody(GenerationFields, TemplateFields):
-    """A conversation, what its template is given, and what the answer holds."""
+    """A conversation, options of its template, and options of the answer."""
 
     foreign = CHAT
     messages: Items[dict[str, Any]]

@@ -1,8 +1,8 @@
-"""Fields that APIs share, and what can be said of a field besides its type.
+"""Fields that APIs share, and marks of fields that are not honoured.
 
-Charter: types and names. Bounds are `SamplingParams`'s, so that every way in has the same.
-A field is honoured, `Inert` (accepted, changes nothing), or in the table `foreign` of its object:
-taken at the values at which it would change nothing, and refused at any other.
+Charter: names and types of fields. `SamplingParams` checks bounds, so that these are the same for
+all APIs. A field is honoured, `Inert` (accepted, but without effect), or in the table `foreign` of
+its object: accepted with values that would have no effect, and refused with any other value.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from foretoken.foreign import Foreign, without_foreign
 from foretoken.serve.protocol.foreign import CACHE, GENERATION
 
 Inert = Annotated[Any, "inert"]
-"""Part of the public API, of no consequence here: any value is accepted."""
-
-
+"""A field of a public API that has no effect here: any value is accepted."""
 REQUEST_ID = r"^[A-Za-z0-9_.:+/=@-]{1,128}$"
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 Item = TypeVar("Item")
 
 
 class _First(FailFast):
-    """The same, in unions, which hash their members."""
+    """`FailFast` for use in unions, which hash their members."""
 
     __hash__ = object.__hash__
 
 
 Items = Annotated[list[Item], _First()]
-"""A list of which one error is told: a long one may be wrong in each of its items."""
-_MOST_KEYS = 256
+"""A list that is checked up to its first error, since every item of a long list may be wrong."""
+_MAX_KEYS = 256
 
 
 class Fields(BaseModel):
-    """A JSON object whose keys and types are exact: no text for a number, no further key."""
+    """A JSON object with exact keys and types: unknown keys and texts for numbers are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     foreign: ClassVar[Mapping[str, Foreign]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def check_names(cls, given: Any) -> Any:
-        """Refuse far more keys than there are fields, before each of them is an error; and what
-        `foreign` does not take."""
-        if not isinstance(given, dict):
-            return given
-        if len(given) > _MOST_KEYS:
-            raise ValueError(f"an object of at most {_MOST_KEYS} keys")
-        return without_foreign(given, cls.foreign, RequestError) if cls.foreign else given
+    def check_names(cls, value: Any) -> Any:
+        """Refuse an object with too many keys, or with a value that `foreign` does not accept.
+
+        Too many keys are refused by one error, since each of them could be an error of its own.
+        """
+        if not isinstance(value, dict):
+            return value
+        if len(value) > _MAX_KEYS:
+            raise ValueError(f"an object of at most {_MAX_KEYS} keys")
+        return without_foreign(value, cls.foreign, RequestError) if cls.foreign else value
 
 
 class StreamOptions(Fields):
-    """What chunks hold."""
+    """What the chunks of a stream hold."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -64,7 +64,7 @@ class StreamOptions(Fields):
 
 
 class Speculative(Fields):
-    """How this request is drafted for and verified, and whether its answer tells."""
+    """How this request drafts and verifies, and whether its answer has a trace."""
 
     enabled: bool | None = None
     num_speculative_tokens: int | Literal["auto"] | None = None
@@ -81,20 +81,19 @@ class TextPart(Fields):
 
 
 class Prediction(Fields):
-    """A text that the answer may be like."""
+    """A text that the answer is likely to resemble."""
 
     type: Literal["content"]
     content: str | Items[TextPart]
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class JsonSchema(Fields):
-    """A schema that the answer must satisfy; its name and `strict` change nothing."""
+    """A schema that the answer must satisfy; `name` and `strict` have no effect."""
 
     name: Inert = None
     description: Inert = None
@@ -103,20 +102,19 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """A text, any JSON object, or JSON of a schema."""
+    """The format of the answer: a text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class SamplingFields(Fields):
-    """What every API that generates takes; None is the default everywhere.
+    """Fields of all APIs that generate; None is always the default.
 
-    Names that `SamplingParams` has mean what they mean there.
+    A field with the name of a field of `SamplingParams` has the same meaning.
     """
 
     foreign = GENERATION
-
     model: str | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -144,7 +142,7 @@ class SamplingFields(Fields):
 
 
 class CacheOptions(Fields):
-    """How OpenAI caches prompts; here equal prefixes are always found."""
+    """Options of OpenAI's prompt cache. This server always looks for equal prefixes."""
 
     foreign = CACHE
     mode: Inert = None
@@ -153,7 +151,7 @@ class CacheOptions(Fields):
 
 
 class InertFields(Fields):
-    """What OpenAI's APIs have for their own accounts and caches."""
+    """Fields about OpenAI's accounts and caches, which have no effect here."""
 
     user: Inert = None
     metadata: Inert = None
@@ -166,7 +164,7 @@ class InertFields(Fields):
 
 
 class TemplateFields(Fields):
-    """What a chat template is given beside a conversation."""
+    """Options of the chat template."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -175,7 +173,7 @@ class TemplateFields(Fields):
 
 
 class GenerationFields(SamplingFields, InertFields):
-    """What completions and chats take beyond it."""
+    """Further fields of completions and chats."""
 
     max_tokens: int | None = None
     n: int | None = None
@@ -196,10 +194,5 @@ class GenerationFields(SamplingFields, InertFields):
 
 
 def by_type(*kinds: type[Fields]) -> dict[str, type[Any]]:
-    """Kinds of objects by the one value that their field `type` may have."""
+    """The classes of objects, by the only value that their field `type` may have."""
     return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
-
-
-def described(kind: type[Fields], mark: str) -> list[str]:
-    """Names of a schema's fields that are marked so."""
-    return [name for name, field in kind.model_fields.items() if mark in field.metadata]

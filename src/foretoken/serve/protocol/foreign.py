@@ -1,6 +1,6 @@
-"""Fields of public schemas that are taken where they change nothing, and refused elsewhere.
+"""Fields of public schemas that are accepted where they change nothing, and refused elsewhere.
 
-Charter: the tables of the bodies, of the kind of `foretoken/foreign.py`. null is always harmless.
+Charter: one table for each body, as in `foretoken/foreign.py`. null is accepted for every field.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ GENERATION = {
         )
     },
     "stream_interval": Foreign((1,), "A step's tokens come as one chunk."),
-    "max_repetition_pattern_size": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
-    "min_repetition_pattern_size": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
-    "repetition_min_count": Foreign((0,), SAMPLING_FIELDS["repetition_detection"].instead),
+    **same_for(
+        "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count", (0,),
+        SAMPLING_FIELDS["repetition_detection"].instead,
+    ),
     "documents": Foreign(([],), "Write `chat_template_kwargs`: {\"documents\": [...]}."),
     **same_for("mm_processor_kwargs media_io_kwargs", _EMPTY, _TEXT_ALONE),
     **same_for("kv_transfer_params ec_transfer_params", _EMPTY, _ONE_SERVER),

@@ -21,7 +21,7 @@ class TextBlock(Fields):
 
 
 class ThinkingBlock(Fields):
-    """Reasoning of an earlier answer; nothing is signed here."""
+    """Reasoning of an earlier answer; its signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -41,7 +41,7 @@ class ToolUseBlock(Fields):
 
 
 class ToolResultBlock(Fields):
-    """What came of it; that it is an error is said by its text."""
+    """The result of a call. `is_error` has no effect: the model sees only the text."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -64,7 +64,7 @@ class Turn(Fields):
 
 
 class MessageTool(Fields):
-    """A function; `strict` changes nothing, as in a chat."""
+    """A function that the model may call; `strict` has no effect, as in a chat."""
 
     foreign = TOOL
     type: Literal["custom"] | None = None
@@ -77,7 +77,7 @@ class MessageTool(Fields):
 
 
 class MessageToolChoice(Fields):
-    """Whether and what must be called."""
+    """Whether a tool must be called, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -85,7 +85,7 @@ class MessageToolChoice(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model reasons; how long is its own choice."""
+    """Whether the model reasons; the model decides for how long."""
 
     type: Literal["disabled", "adaptive", "enabled"]
     display: Literal["summarized", "omitted"] | None = None
@@ -100,14 +100,14 @@ class OutputFormat(Fields):
 
 
 class OutputConfig(Fields):
-    """How much the model reasons, and what its text is."""
+    """How much the model reasons, and the format of its text."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class CountBody(Fields):
-    """A conversation."""
+    """A conversation, and what its prompt depends on."""
 
     foreign = COUNT
     model: str | None = None
@@ -125,7 +125,7 @@ class CountBody(Fields):
 
 
 class MessagesBody(CountBody, SamplingFields):
-    """And how its answer is made."""
+    """A conversation, and how its answer is generated."""
 
     foreign = MESSAGES
     max_tokens: int

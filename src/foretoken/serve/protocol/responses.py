@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, which keeps nothing: a conversation comes whole, as items."""
+"""The body of `/v1/responses`. The server stores nothing: a conversation comes whole, as items."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ Included = Annotated[
     | None,
     "inert",
 ]
-"""What there is none of here; log-probabilities, which there are, this API does not show."""
+"""Values of `include` for things that do not exist here. `message.output_text.logprobs` is refused:
+log-probabilities exist, but this API does not show them."""
 
 
 class InputText(Fields):
-    """A text of a message or of a function's output, asked or answered; a refusal is one."""
+    """A text of a message or of a function's output; the text of a refusal is read, too."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str
@@ -47,15 +48,15 @@ class InputText(Fields):
 
     @model_validator(mode="before")
     @classmethod
-    def read_refusal(cls, given: Any) -> Any:
-        """Its text has a name of its own."""
-        if isinstance(given, dict) and given.get("type") == "refusal":
-            given = {"text" if key == "refusal" else key: value for key, value in given.items()}
-        return given
+    def read_refusal(cls, value: Any) -> Any:
+        """Rename the field `refusal` of a refusal to `text`."""
+        if isinstance(value, dict) and value.get("type") == "refusal":
+            value = {"text" if key == "refusal" else key: value for key, value in value.items()}
+        return value
 
 
 class MessageItem(Fields):
-    """A message; those of earlier answers come back as they were given."""
+    """A message, also one of an earlier answer, which clients send back unchanged."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -79,7 +80,7 @@ class CallItem(Fields):
 
 
 class CallOutputItem(Fields):
-    """What came of it."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -92,7 +93,7 @@ class CallOutputItem(Fields):
 
 
 class ReasoningItem(Fields):
-    """Reasoning that stood before the next item of the assistant."""
+    """Reasoning that precedes the assistant's next item."""
 
     type: Literal["reasoning"]
     content: Items[InputText] | None = None
@@ -106,20 +107,20 @@ ITEMS = by_type(MessageItem, CallItem, CallOutputItem, ReasoningItem)
 
 
 class FunctionTool(Function):
-    """A function, as in a chat, in one object with its type."""
+    """A function as in a chat, but with its `type` in the same object."""
 
     type: Literal["function"]
 
 
 class ChosenFunction(Fields):
-    """The one that must be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedFunctions(Fields):
-    """Those that may be called, and whether one must be."""
+    """The functions that may be called, and whether one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -127,7 +128,7 @@ class AllowedFunctions(Fields):
 
 
 class TextFormat(JsonSchema):
-    """A text, any JSON object, or JSON of a schema."""
+    """The format of the answer: a text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -140,14 +141,14 @@ class TextOptions(Fields):
 
 
 class Reasoning(Fields):
-    """How much of it there shall be; all of it is told, and nothing summarises it."""
+    """How much the model reasons; the answer has the whole reasoning, without a summary."""
 
     foreign = REASONING
     effort: Effort | None = None
 
 
 class ResponsesBody(SamplingFields, InertFields):
-    """An input, what its template is given, and what the answer holds."""
+    """An input, options of its template, and options of the answer."""
 
     foreign = RESPONSES
     input: str | Items[dict[str, Any]]

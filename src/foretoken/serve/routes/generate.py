@@ -1,4 +1,4 @@
-"""Endpoints that generate: the flow from a body to an answer. Begin reading at `answer`."""
+"""Endpoints that generate: the flow from a body to an answer. Start reading at `answer`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from foretoken.errors import StepError
 from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, EventReader
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
-from foretoken.serve.context import Context
 from foretoken.serve.conversions import read_messages, read_responses
-from foretoken.serve.errors import Refusal, documented, written_as
+from foretoken.serve.errors import Refusal, error_responses, written_as
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked, Served, check_size, read_chat, read_completion
-from foretoken.serve.running import Flight, News, run
+from foretoken.serve.requests import (
+    GenerationRequest,
+    Served,
+    check_size,
+    read_chat,
+    read_completion,
+)
+from foretoken.serve.routes import Context
+from foretoken.serve.running import Flight, PromptDelta, run
 from foretoken.serve.sse import (
     AnswerWriter,
     EventStream,
@@ -37,101 +43,104 @@ from foretoken.serve.sse import (
 )
 
 Body = TypeVar("Body")
+Reader = Callable[[Body, Served], GenerationRequest]
 
 
 def router(context: Context) -> APIRouter:
-    """OpenAI's `/v1/completions`, `/v1/chat/completions`, `/v1/responses`; `/v1/messages`."""
+    """Endpoints that generate: those of OpenAI, and Anthropic's `/v1/messages`."""
     routes = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
     served, model = context.served, context.served.names[0]
 
-    async def read(work: Callable[[Body, Served], Asked], body: Body, request: Request) -> Asked:
-        """What a body asks for; of a long one others do not wait for that."""
-        return await aside(len(await request.body()), _checked, work, body, served)
+    async def read(reader: Reader[Body], body: Body, request: Request) -> GenerationRequest:
+        """The request of a body. A long body is read in a thread, so that other requests go on."""
+        return await aside(len(await request.body()), _read_and_check, reader, body, served)
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
-        asked = await read(read_completion, body, request)
-        writer = CompletionWriter(asked, model)
-        return await answer(context, request, asked, writer)
+        generation = await read(read_completion, body, request)
+        return await answer(context, request, generation, CompletionWriter(generation, model))
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        asked = await read(read_chat, body, request)
-        writer = ChatWriter(asked, model)
-        return await answer(context, request, asked, writer)
+        generation = await read(read_chat, body, request)
+        return await answer(context, request, generation, ChatWriter(generation, model))
 
     @routes.post("/responses", response_model=None)
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """Answer an input, of which nothing is kept."""
-        asked = await read(read_responses, body, request)
-        return await answer(context, request, asked, ResponsesWriter(asked, body, model))
+        """Answer an input; nothing is stored."""
+        generation = await read(read_responses, body, request)
+        return await answer(context, request, generation, ResponsesWriter(generation, body, model))
 
-    in_theirs = documented(Refusal(400, "", "").anthropic)
+    anthropic_errors = error_responses(Refusal(400, "", "").anthropic)
 
-    @routes.post("/messages", response_model=None, responses=in_theirs)
+    @routes.post("/messages", response_model=None, responses=anthropic_errors)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation as Anthropic's API does."""
-        asked = await read(read_messages, body, request)
-        return await answer(context, request, asked, MessagesWriter(asked, model))
+        generation = await read(read_messages, body, request)
+        return await answer(context, request, generation, MessagesWriter(generation, model))
 
-    @routes.post("/messages/count_tokens", response_model=None, responses=in_theirs)
+    @routes.post("/messages/count_tokens", response_model=None, responses=anthropic_errors)
     async def count(body: CountBody, request: Request) -> Response:
-        """How many tokens a conversation has, as its answer would count them."""
-        asked = await read(read_messages, body, request)
-        ids = await context.engine.encode_chat(asked.messages or (), **asked.template)
+        """Count the tokens of a conversation, as its answer would count them."""
+        generation = await read(read_messages, body, request)
+        ids = await context.engine.encode_chat(generation.messages or (), **generation.template)
         return WholeAnswer([dumps({"input_tokens": len(ids)})])
 
     return routes
 
 
-def _checked(read: Callable[[Body, Served], Asked], body: Body, served: Served) -> Asked:
-    asked = read(body, served)
-    with written_as(asked.written):
-        check_size(asked, served)
-    return asked
+def _read_and_check(read: Reader[Body], body: Body, served: Served) -> GenerationRequest:
+    generation = read(body, served)
+    with written_as(generation.written):
+        check_size(generation, served)
+    return generation
 
 
 async def answer(
-    context: Context, request: Request, asked: Asked, writer: AnswerWriter
+    context: Context, request: Request, generation: GenerationRequest, writer: AnswerWriter
 ) -> Response:
-    """Have the engine do what is asked, and write what comes of it.
+    """Have the engine generate; returns the response with the whole answer or with its stream.
 
-    A stream begins when the first tokens are there, so that what is refused has its status. A
-    client that leaves ends its request, before that and after it.
+    A stream's response is returned when the first tokens are there, so that a refusal before them
+    has an HTTP status of its own. A client that disconnects ends its request, before and after
+    that.
     """
-    record, reader = Record(context.counts), EventReader(asked)
-    request.state.usage, request.state.answer_id = reader.usage, asked.name  # for the log
+    record, reader = Record(context.counts), EventReader(generation)
+    request.state.usage, request.state.answer_id = reader.usage, generation.name  # for the log
     flight = Flight(context.lifetime, context.engine, uuid.uuid4().hex)
-    news = run(context.engine, asked, flight, context.served.options.max_answer_logprobs)
+    deltas = run(context.engine, generation, flight, context.served.options.max_answer_logprobs)
     try:
-        if not asked.stream:
-            work = whole(news, reader, writer, record)
+        if not generation.stream:
+            work = whole_answer(deltas, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
-        first = await while_connected(request.receive, _first(news))
+        first = await while_connected(request.receive, _first_delta(deltas))
     except BaseException as error:
-        await news.aclose()
+        await deltas.aclose()
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # only the log sees it
         raise
-    return EventStream(first, news, reader, writer, record.observe)
+    return EventStream(first, deltas, reader, writer, record.observe)
 
 
-async def whole(
-    news: AsyncGenerator[News, None], reader: EventReader, writer: AnswerWriter, record: Record
+async def whole_answer(
+    deltas: AsyncGenerator[PromptDelta, None],
+    reader: EventReader,
+    writer: AnswerWriter,
+    record: Record,
 ) -> list[bytes]:
-    """An answer that is complete, in parts."""
+    """The bytes of a complete answer, in parts."""
     choices: defaultdict[int, list[Event]] = defaultdict(list)
-    async with aclosing(news):
-        async for item in news:
+    async with aclosing(deltas):
+        async for item in deltas:
             record.observe(item)
             for event in reader.read(item):
                 choices[event.choice].append(event)
     return [part async for part in paced(writer.body(choices, reader.usage))]
 
 
-async def _first(news: AsyncGenerator[News, None]) -> News:
-    async for item in news:
+async def _first_delta(deltas: AsyncGenerator[PromptDelta, None]) -> PromptDelta:
+    async for item in deltas:
         return item
     raise StepError("a request ended before it began")

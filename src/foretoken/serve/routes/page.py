@@ -1,7 +1,8 @@
 """The page at `/`: what speculation does to a prompt, shown token by token.
 
-Its files are static and ask this server alone; what the page needs to know of it is `/page/state`.
-`/docs` is the API's document as a page, which loads nothing from elsewhere either.
+The page's files are static, and fetch only from this server. `/page/state` tells the page the
+server's options. `/docs` shows the API's document as a page, which also loads only from this
+server.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.serve.access import PAGE
-from foretoken.serve.context import Context
-from foretoken.serve.errors import told_of
+from foretoken.serve.errors import public_message
+from foretoken.serve.routes import Context
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _POLICY = (
@@ -37,23 +38,32 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, and asked for again by its ETag
+    "Cache-Control": "no-cache",  # cached, but checked by its ETag each time
 }
 
 
 def router(context: Context) -> APIRouter:
-    """`/`, its files, `/page/state`, and `/docs`."""
+    """Endpoints for the page `/` and its files, for `/page/state`, and for `/docs`."""
     routes = APIRouter(tags=["page"])
     served = _served(context)
 
     @routes.get("/page/state", response_model=None)
     async def state() -> JSONResponse:
-        """What a request may ask for here, and how busy the server is."""
-        return JSONResponse({**served, "now": _now(context)})
+        """The server's options for requests, and how busy it is."""
+        status, metrics = context.engine.status, context.engine.metrics
+        now = {
+            "running": status.num_running,
+            "waiting": status.num_waiting,
+            "kv_cache_usage": status.kv_cache_usage,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
+            "failure": None if status.failure is None else public_message(status.failure),
+        }
+        return JSONResponse({**served, "now": now})
 
     @routes.get("/docs", response_model=None, include_in_schema=False)
     async def docs(request: Request) -> HTMLResponse:
-        """The API's document; FastAPI's own page brings its scripts from another server."""
+        """The API's document; FastAPI's own page would load scripts from another server."""
         text = _HEAD + "".join(_sections(request.app.openapi()))
         return HTMLResponse(text, headers=HEADERS)
 
@@ -63,26 +73,26 @@ def router(context: Context) -> APIRouter:
 
 
 def _file(name: str) -> Any:
-    """The endpoint of one file, which is read once."""
+    """The endpoint that sends one file of the page; the file is read only once, here."""
     content = files("foretoken.serve").joinpath("page", name).read_bytes()
     headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
-    kind = _TYPES[name.rpartition(".")[2]]
+    media_type = _TYPES[name.rpartition(".")[2]]
 
     async def send(request: Request) -> Response:
-        known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
-        if headers["ETag"] in map(str.strip, known):
+        etags = request.headers.get("if-none-match", "").replace("W/", "").split(",")
+        if headers["ETag"] in map(str.strip, etags):
             return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers, media_type=kind)
+        return Response(content, headers=headers, media_type=media_type)
 
     return send
 
 
 def _served(context: Context) -> dict[str, Any]:
-    """What does not change while the server runs."""
+    """The part of `/page/state` that does not change: the model and the options for requests."""
     served, engine = context.served, context.engine
     speculation, limits = engine.config.speculative_config, engine.engine.limits
     rule = speculation.rejection_sample_method if speculation else "standard"
-    synthetic = ("synthetic",) if limits.allows_synthetic else ()
+    synthetic_rules = ("synthetic",) if limits.allows_synthetic else ()
     return {
         "model": served.names[0],
         "has_chat": served.format.has_template,
@@ -92,28 +102,17 @@ def _served(context: Context) -> dict[str, Any]:
         "drafters": [name for name in limits.names if name],
         "predictors": served.predictors,
         "rule": rule,
-        "rules": (*LOSSLESS_METHODS, *synthetic),
-    }
-
-
-def _now(context: Context) -> dict[str, Any]:
-    status, metrics = context.engine.status, context.engine.metrics
-    return {
-        "running": status.num_running,
-        "waiting": status.num_waiting,
-        "kv_cache_usage": status.kv_cache_usage,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_tokens": metrics.num_accepted_tokens,
-        "failure": None if status.failure is None else told_of(status.failure),
+        "rules": (*LOSSLESS_METHODS, *synthetic_rules),
     }
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[str]:
-    """What each path takes, then the objects that bodies are made of."""
+    """HTML sections for the paths of an OpenAPI document, and then for the objects in bodies."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            said = escape(operation.get("description", ""))
-            yield f"<section><h2><code>{method.upper()} {escape(path)}</code></h2><p>{said}</p>"
+            description = escape(operation.get("description", ""))
+            yield f"<section><h2><code>{method.upper()} {escape(path)}</code></h2>"
+            yield f"<p>{description}</p>"
             for kind, content in operation.get("requestBody", {}).get("content", {}).items():
                 yield f"<p>Body, {kind}: {_type(content['schema'])}</p>"
             yield "</section>"
@@ -121,13 +120,13 @@ def _sections(document: Mapping[str, Any]) -> Iterator[str]:
         yield f'<section id="{name}"><h2>{name}</h2><p>{escape(schema.get("description", ""))}</p>'
         yield "<table><thead><tr><th>Field<th>Type<th></thead>"
         for field, value in schema.get("properties", {}).items():
-            need = "required" if field in schema.get("required", ()) else ""
-            yield f"<tr><th><code>{escape(field)}</code><td>{_type(value)}<td>{need}"
+            requirement = "required" if field in schema.get("required", ()) else ""
+            yield f"<tr><th><code>{escape(field)}</code><td>{_type(value)}<td>{requirement}"
         yield "</table></section>"
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type in words, with links to those that have names."""
+    """The type of a JSON schema in words, as HTML with links to named types."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f'<a href="#{name}">{name}</a>'

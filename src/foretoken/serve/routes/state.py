@@ -1,4 +1,4 @@
-"""What is served: `/v1/models`, `/tokenize` and `/detokenize`, in vLLM's shapes. How the server is:
+"""The model: `/v1/models`, `/tokenize` and `/detokenize`, in vLLM's shapes. The server's state:
 health, load, metrics, version, and its options."""
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from starlette.responses import JSONResponse, Response
 
 from foretoken import __version__
 from foretoken.errors import RequestError
-from foretoken.serve.context import Context
 from foretoken.serve.errors import UnavailableError, refusal
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import EngineCollector, exposition
 from foretoken.serve.protocol.chat import DetokenizeBody, TokenizeBody
 from foretoken.serve.protocol.common import TemplateFields
 from foretoken.serve.requests import chat_options, check_text
+from foretoken.serve.routes import Context
 from foretoken.serve.sse import WholeAnswer, dumps
 
 
 def router(context: Context) -> APIRouter:
-    """What is served, under all its names, texts to tokens and back, and how the server is."""
+    """Endpoints for models, tokens, and the server's state."""
     routes = APIRouter()
 
     @routes.get("/v1/models", response_model=None, tags=["models"])
     async def models() -> JSONResponse:
-        """All names of the model."""
-        listed = [_card(context, name) for name in context.served.names]
-        return JSONResponse({"object": "list", "data": listed})
+        """All names of the model, as models."""
+        cards = [_card(context, name) for name in context.served.names]
+        return JSONResponse({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{name:path}", response_model=None, tags=["models"])
     async def model(name: str) -> JSONResponse:
-        """One of them."""
+        """The model with this name; 404 if there is none."""
         context.served.check_name(name)
         return JSONResponse(_card(context, name))
 
@@ -45,9 +45,9 @@ def router(context: Context) -> APIRouter:
         """Token ids of a text or a conversation."""
         context.served.check_name(body.model)
         ids = await _encode(context, body)
-        most = context.served.max_model_len
-        found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
-        return WholeAnswer([dumps(found)])
+        longest = context.served.max_model_len
+        answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None}
+        return WholeAnswer([dumps(answer)])
 
     @tokens.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -62,7 +62,7 @@ def router(context: Context) -> APIRouter:
 
 
 def _state(context: Context) -> APIRouter:
-    """For probes, scrapers and the curious."""
+    """Endpoints for the server's state."""
     routes = APIRouter(tags=["state"])
     collector = EngineCollector(context.engine, context.counts, context.served.names[0])
 
@@ -74,7 +74,7 @@ def _state(context: Context) -> APIRouter:
         "foretoken_config": asdict(context.engine.config),
     }
 
-    # The engine is built before the socket listens: while it lives, it is ready.
+    # The engine is built before the socket listens, so the server is ready until the engine fails.
     @routes.get("/health", response_model=None)
     async def health() -> Response:
         """200 while the engine serves, 503 once it has failed."""
@@ -84,12 +84,12 @@ def _state(context: Context) -> APIRouter:
     @routes.get("/ping", response_model=None)
     @routes.post("/ping", response_model=None)
     async def ping() -> Response:
-        """As `/health`, by the name that some load balancers ask for."""
+        """As `/health`, under the name that some load balancers use."""
         return await health()
 
     @routes.get("/load", response_model=None)
     async def load() -> JSONResponse:
-        """How many requests are being answered."""
+        """The number of requests being answered."""
         return JSONResponse({"server_load": len(context.lifetime.flights)})
 
     @routes.get("/server_info", response_model=None)
@@ -99,12 +99,12 @@ def _state(context: Context) -> APIRouter:
 
     @routes.get("/tokenizer_info", response_model=None)
     async def tokenizer_info() -> JSONResponse:
-        """What the checkpoint's files say of its tokenizer, its own chat template included."""
+        """The tokenizer's facts from the checkpoint's files, with its own chat template."""
         return JSONResponse(tokenizer)
 
     @routes.get("/health/ready", response_model=None)
     async def ready() -> Response:
-        """The same, and 503 once the server takes no more requests."""
+        """As `/health`, and 503 once the server takes no more requests."""
         if context.lifetime.is_draining:
             return refusal(UnavailableError("The server ends.")).response()
         return await health()
@@ -123,6 +123,7 @@ def _state(context: Context) -> APIRouter:
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:
+    """What `/v1/models` lists for one name of the model."""
     return {
         "id": name,
         "object": "model",
@@ -135,6 +136,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
 
 
 async def _encode(context: Context, body: TokenizeBody) -> list[int]:
+    """The token ids of a body's prompt or messages; `RequestError` unless it has one of them."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt", body.prompt, "given, or else `messages`, and not both")
     if body.messages is None:
@@ -149,9 +151,9 @@ async def _encode(context: Context, body: TokenizeBody) -> list[int]:
 
 
 def tokenizer_facts(tokenizer: Any | None) -> dict[str, Any]:
-    """Facts of a tokenizer that clients need to count and to show; {} where there is none.
+    """What clients need to know of a tokenizer to count and show tokens; {} if it is None.
 
-    A template that `--chat-template` gave is not among them: its author may keep it.
+    The chat template is the tokenizer's own. That of `--chat-template` may be private.
     """
     if tokenizer is None:
         return {}

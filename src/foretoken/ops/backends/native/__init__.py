@@ -1,7 +1,6 @@
 """C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
 
-Stacks that native code runs attend inside it (`csrc/attention.cpp`); others attend in stock
-operators.
+Native stacks use native attention (`csrc/attention.cpp`); other stacks attend in stock operators.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """Why there are no native kernels on this machine; None if there are."""
+    """The reason why there are no native kernels on this machine; None if there are."""
     from foretoken.ops.backends.native import library
 
     return library.missing()

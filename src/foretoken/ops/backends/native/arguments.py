@@ -1,6 +1,6 @@
-"""Tensors as the structs that the kernels read: their fields, of 8 bytes each, in C's order.
+"""The structs that the kernels read, made from tensors: fields of 8 bytes each, in C's order.
 
-Belongs here: dtypes, strides, addresses. Does not: checks (`ops/checks.py`), what is computed.
+Belongs here: dtypes, strides, addresses. Does not: checks (`ops/checks.py`), computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `csrc/rows.
 
 
 class Struct(array):  # type: ignore[type-arg]
-    """The fields, kept together with what they point to. Passed by address, as `ctypes` has it."""
+    """The fields of a C struct; keeps what they point to alive. `ctypes` passes its address."""
 
     __slots__ = ("_as_parameter_", "_kept")
     _as_parameter_: int
@@ -26,21 +26,22 @@ class Struct(array):  # type: ignore[type-arg]
 
 
 def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None) -> Struct:
-    """Addresses of tensors, made contiguous (None: a null pointer), then numbers.
+    """A struct of the addresses of tensors (0 for None), followed by numbers.
 
-    It keeps the tensors alive, and `kept`: what else its numbers are addresses of.
+    Tensors that are not contiguous are copied. The struct keeps the tensors alive, and also `kept`:
+    objects with the memory that `numbers` point to.
     """
-    held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    fields = [0 if tensor is None else tensor.data_ptr() for tensor in held]
+    contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    fields = [0 if tensor is None else tensor.data_ptr() for tensor in contiguous]
     fields += numbers
-    made = Struct("q", fields)
-    made._as_parameter_ = made.buffer_info()[0]
-    made._kept = held, kept
-    return made
+    result = Struct("q", fields)
+    result._as_parameter_ = result.buffer_info()[0]
+    result._kept = contiguous, kept
+    return result
 
 
 address = attrgetter("_as_parameter_")
-"""Where a struct is."""
+"""The address of a struct."""
 _NULL = Struct("q")
 _NULL._as_parameter_ = 0
 
@@ -48,47 +49,43 @@ _latest: tuple[SlotParams, Struct] | None = None  # an engine has one slot table
 
 
 def native_params(params: SlotParams) -> Struct:
-    """`Params`, the slot table's columns; made once for a table of contiguous ones."""
+    """The C struct `Params`: the slot table's columns. If they are contiguous, it is made once."""
     global _latest
     latest = _latest
     if latest is not None and latest[0] is params:
         return latest[1]
-    made = struct(params.columns)
-    # Else these are copies of today's values.
+    native = struct(params.columns)
+    # A struct of columns that are not contiguous points to copies, which become outdated.
     if all(map(Tensor.is_contiguous, params.columns)):
-        _latest = (params, made)
-    return made
+        _latest = (params, native)
+    return native
 
 
 def _as_native(logits: Tensor) -> Tensor:
-    """The logits, or float32 ones in place of float64, which no kernel reads."""
+    """The logits; float64, which no kernel reads, becomes float32."""
     return logits if logits.dtype in _DTYPES else logits.float()
 
 
 def _logits_fields(logits_NV: Tensor) -> tuple[int, int, int, int]:
-    """`Logits`: rows of `_as_native` logits, at any distance from each other."""
+    """The fields of the C struct `Logits`, for logits from `_as_native` with any row stride."""
     stride, vocabulary = logits_NV.stride(0), logits_NV.shape[1]
     return logits_NV.data_ptr(), _DTYPES[logits_NV.dtype], stride, vocabulary
 
 
 def _native_edits(edits: Edits | None) -> Struct:
-    """`Edits`, or a null pointer."""
+    """The C struct `Edits`, or a null pointer."""
     if edits is None:
         return _NULL
-    tensors = (
-        edits.mask_RW,
-        edits.mask_N,
-        edits.start_N1,
-        edits.token_M,
-        edits.bias_M,
-        edits.repetition_M,
-        edits.subtract_M,
-    )
-    return struct(tensors, 0 if edits.mask_RW is None else edits.mask_RW.shape[1])
+    entries = (edits.start_N1, edits.token_M, edits.bias_M, edits.repetition_M, edits.subtract_M)
+    words = 0 if edits.mask_RW is None else edits.mask_RW.shape[1]
+    return struct((edits.mask_RW, edits.mask_N, *entries), words)
 
 
 def native_cache(cache: DraftCache | None) -> Struct:
-    """`Cache`, or a null pointer; a float64 one as a copy (`sample.py` writes its logits)."""
+    """The C struct `Cache`, or a null pointer.
+
+    For float64 logits it points to a float32 copy; `sampling.draft` then writes the logits itself.
+    """
     if cache is None:
         return _NULL
     logits_SKV = _as_native(cache.logits_SKV)
@@ -98,24 +95,24 @@ def native_cache(cache: DraftCache | None) -> Struct:
 
 
 def native_rows(rows: Rows | Tensor) -> Struct:
-    """`Rows`; of a tensor the raw logits alone."""
+    """The C struct `Rows`; a tensor stands for raw logits without parameters and edits."""
     if isinstance(rows, Rows):
         logits_NV, params, slot_N, edits = rows
         kept = native_params(params), _native_edits(edits)
     else:
         logits_NV, slot_N, kept = rows, None, (_NULL, _NULL)
     logits_NV = _as_native(logits_NV)
-    numbers = (address(kept[0]), address(kept[1]), len(logits_NV))
+    numbers = (*map(address, kept), len(logits_NV))
     return struct((slot_N,), *_logits_fields(logits_NV), *numbers, kept=(logits_NV, kept))
 
 
 def native_places(noise: Noise) -> Struct:
-    """`Places`: where the noise of every row is."""
+    """The C struct `Places`: the name of each row's noise."""
     return struct((noise.position_N, noise.draft_index_N), *noise.streams, noise.fp64)
 
 
 def native_batch(batch: VerifyBatch) -> Struct:
-    """`VerifyBatch`."""
+    """The C struct `VerifyBatch`."""
     logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, _ = batch
     token_BK, logits_NV = drafts.token_BK, _as_native(logits_NV)
     kept = native_params(params), _native_edits(edits), native_cache(drafts.cache)

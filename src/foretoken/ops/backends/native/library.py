@@ -1,12 +1,13 @@
 """The compiled kernels as Python functions.
 
-Belongs here: choosing and loading a library, the C signatures. Does not: what the kernels read
-(`arguments.py`).
+Belongs here: choosing and loading a library, the C signatures. Does not: the structs that kernels
+read (`arguments.py`).
 
 Pointers are addresses of contiguous arrays that the caller keeps alive during the call; nothing is
-checked on the C side. Calls release the GIL and raise what kept them from being done. Those of a
-step's bookkeeping are too short for that: they keep the GIL, which another thread would have for
-longer than the call takes, and return a status, for `check` if it is not 0.
+checked on the C side. Calls release the GIL and raise an error if they fail. The exception are the
+calls of a step's bookkeeping, which are very short: another thread would keep the GIL for longer
+than the call takes. They do not release it, and return a status; if the status is not 0, pass it to
+`check`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.native import build
 
 VARIANT = "FORETOKEN_NATIVE_VARIANT"
-"""This variable of the environment names the one library that may be loaded. Processors with the
-same library compute the same bits; tests run the AVX2 library where there is AVX-512, too."""
+"""Environment variable: the name of the only variant that may be loaded. Processors with the same
+variant compute the same bits. Tests set it to run the AVX2 variant on machines with AVX-512."""
 
 
 class NotFiniteError(ValueError):
@@ -45,7 +46,9 @@ _NEEDS = {
 
 @cache
 def _variant() -> tuple[str | None, str]:
-    """The most capable variant that this processor runs and that was built, or None and why.
+    """The most capable variant that was built and runs on this processor, and "".
+
+    If there is none: None, and the reason.
 
     Raises:
         ConfigError: the environment names a variant that this processor cannot run.
@@ -57,10 +60,10 @@ def _variant() -> tuple[str | None, str]:
     fitting = [v for v in variants if _NEEDS.get(v, set()) <= features]
     if not fitting:
         return None, "this processor is older than x86-64-v3 (AVX2)"
-    asked = from_environment(VARIANT)
-    if asked is not None:
-        check_choice(VARIANT, asked, tuple(fitting), "Unset it to use the most capable one.")
-        fitting = [asked]
+    chosen = from_environment(VARIANT)
+    if chosen is not None:
+        check_choice(VARIANT, chosen, tuple(fitting), "Unset it to use the most capable one.")
+        fitting = [chosen]
     built = [v for v in fitting if build.library_path(v).exists()]
     if not built:
         return None, f"they were not built: {_REMEDY}"
@@ -68,6 +71,7 @@ def _variant() -> tuple[str | None, str]:
 
 
 def _cpu_features() -> set[str]:
+    """The processor's features as the Linux kernel names them; none on other systems."""
     if not _CPUINFO.exists():
         return set()
     lines = _CPUINFO.read_text().splitlines()
@@ -76,23 +80,23 @@ def _cpu_features() -> set[str]:
 
 
 def missing() -> str | None:
-    """Why there are no native kernels on this machine; None if there are."""
+    """The reason why there are no native kernels on this machine; None if there are."""
     variant, reason = _variant()
     if variant is None:
         return reason
     try:
         load()
-    except OSError as error:  # damaged, or built elsewhere, against newer system libraries
+    except OSError as error:  # damaged, or built on a machine with newer system libraries
         return f"they cannot be loaded ({error}): {_REMEDY}"
     return None
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, its functions declared.
+    """Load the library and declare the signatures of its functions.
 
     Raises:
-        OSError: it cannot be loaded, or `missing()` says why there is none.
+        OSError: the library is missing (`missing()` returns the reason), or cannot be loaded.
     """
     variant, reason = _variant()
     if variant is None:
@@ -104,9 +108,9 @@ def load() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, f"foretoken_{name}")
         function.argtypes, function.restype, function.errcheck = arguments, c_int, check
-    short = ctypes.PyDLL(str(path), handle=library._handle)  # its functions keep the GIL
-    for name, arguments in _SHORT.items():
-        function = getattr(short, f"foretoken_{name}")
+    keeps_gil = ctypes.PyDLL(str(path), handle=library._handle)
+    for name, arguments in _SHORT_SIGNATURES.items():
+        function = getattr(keeps_gil, f"foretoken_{name}")
         function.argtypes, function.restype = arguments, c_int
         setattr(library, f"foretoken_{name}", function)
     library.foretoken_misfit.restype = c_char_p
@@ -132,7 +136,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
 }
-_SHORT: dict[str, list[Any]] = {
+_SHORT_SIGNATURES: dict[str, list[Any]] = {
     "steps_count": _ADDRESS,
     "steps_write": _ADDRESS,
     "steps_pack": _ADDRESS,
@@ -143,7 +147,7 @@ _SHORT: dict[str, list[Any]] = {
 
 
 def check(status: int, function: Any, arguments: Any = None) -> None:
-    """Raise what kept a call from being done; `csrc/call.h` names the numbers."""
+    """Raise the error that a status stands for; 0 is success. `csrc/call.h` defines the numbers."""
     if status == 1:
         raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
     if status == 2:
@@ -157,5 +161,5 @@ def check(status: int, function: Any, arguments: Any = None) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that share one call's work, the calling one included; of the whole process."""
+    """Share the work of each call among `count` threads, including the caller; process-wide."""
     load().foretoken_set_num_threads(count)

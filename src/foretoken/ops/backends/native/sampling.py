@@ -1,7 +1,7 @@
 """Processing, sampling, drafting, log-probabilities and verification, one native call each.
 
-See `Backend` for each. Rules are stated once more in `csrc/verify.cpp`, where a request's rows are
-read one by one, as far as its own rule needs them, whatever else is in the batch; so `synthetic`
+`Backend` documents each function. `csrc/verify.cpp` implements the rules again. It reads only those
+rows of a request that its own rule needs, whatever other requests are in the batch; so `synthetic`
 takes the time of `standard` (decision 015).
 """
 
@@ -11,61 +11,61 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import (
-    native_batch,
-    native_cache,
-    native_places,
-    native_rows,
-)
+
+from foretoken.ops.backends.native.arguments import (  # isort: skip
+    native_batch, native_cache, native_places, native_rows,
+)  # fmt: skip
 from foretoken.ops.types import DraftCache, Logprobs, Noise, Rows, Verdict, VerifyBatch
 
 
 def process_logits(rows: Rows) -> Tensor:
-    """Rows that are not finite (NaN, +inf or all -inf) are edited and scaled, not filtered."""
+    """Processed logits; rows that are not finite are edited and scaled, but not filtered."""
     out_NV = torch.empty(rows.logits_NV.shape, dtype=torch.float32)
     library.load().foretoken_process(native_rows(rows), out_NV.data_ptr())
     return out_NV
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
-    """int64 [N]; a row that is not finite gives 0."""
+    """Draw a token per row, int64 [N]; a row that is not finite gives 0."""
     token_N = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_sample(native_rows(rows), native_places(noise), token_N.data_ptr())
     return token_N
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """int64 [B]. Rows at T=0 leave threshold -inf and LSE 0: their q is never read."""
+    """Draw a draft per row, int64 [B], and store its q.
+
+    For rows at T=0, where q is never read, the stored threshold is -inf and the LSE is 0.
+    """
     token_B = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_draft(
         native_rows(rows), native_places(noise), native_cache(cache), token_B.data_ptr()
     )
-    if cache is not None and cache.logits_SKV.dtype is torch.float64:  # a copy was written
+    # The kernel wrote float64 logits only to a float32 copy of the cache.
+    if cache is not None and cache.logits_SKV.dtype is torch.float64:
         cache.logits_SKV[rows.slot_N, noise.draft_index_N] = rows.logits_NV
     return token_B
 
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-    """A row that is not finite has NaN throughout."""
-    token_N, shape = token_N.long().contiguous(), (len(token_N), num_top)
-    found = Logprobs(
-        torch.empty(shape[0], dtype=torch.float32),
-        torch.empty(shape[0], dtype=torch.int64),
-        torch.empty(shape, dtype=torch.float32),
-        torch.empty(shape, dtype=torch.int64),
-    )
-    addresses = (tensor.data_ptr() for tensor in (token_N, *found))
+    """Log-probabilities; all of them are NaN in a row that is not finite."""
+    token_N = token_N.long().contiguous()
+    out = Logprobs.empty(len(token_N), num_top, token_N.device)
+    addresses = (tensor.data_ptr() for tensor in (token_N, *out))
     library.load().foretoken_logprobs(native_rows(rows), *addresses, num_top)
-    return found
+    return out
 
 
 def verify(batch: VerifyBatch) -> Verdict:
-    """The output's distribution is exactly the target's (Leviathan et al. 2023, appendix A.1; Chen
-    et al. 2023, theorem 1; Sun et al. 2024, theorem 1)."""
+    """Verify drafts. The distribution of the emitted tokens is exactly the target's.
+
+    Proofs: Leviathan et al. 2023, appendix A.1; Chen et al. 2023, theorem 1; Sun et al. 2024,
+    theorem 1.
+    """
     token_BK = batch.drafts.token_BK
-    num_requests, most = token_BK.shape
+    num_requests, num_columns = token_BK.shape
     verdict = Verdict(
-        torch.empty(num_requests, most + 1, dtype=torch.int64),
+        torch.empty(num_requests, num_columns + 1, dtype=torch.int64),
         torch.empty(num_requests, dtype=torch.int64),
         torch.empty(num_requests, dtype=torch.bool),
     )

@@ -1,10 +1,10 @@
 """A pass of a stack of layers, or a round of drafting, in one native call.
 
-Belongs here: which stacks native code can run, and handing it weights and batches. Does not: the
-arithmetic (`csrc/stack.cpp`), deciding whether it is right (that is the caller's self-check).
+Belongs here: which stacks native code can run, and passing weights and batches to it. Does not: the
+arithmetic (`csrc/stack.cpp`), checking its results (that is the caller's self-check).
 
-Why: at batch 1 a forward through the modules of the embedded target is mostly the overhead of some
-4 600 operator calls.
+Why native code: at batch 1 most of the time of a pass through the modules of the embedded target is
+the overhead of some 4 600 operator calls.
 
 Shape suffixes: as in `ops/stack.py`.
 """
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.ops.backends.native import library
+from foretoken.ops.formats import BLOCKS, GROUP
+from foretoken.ops.passes import pass_begins
+from foretoken.ops.steps import ForwardBatch
 
 from foretoken.ops.backends.native.arguments import (  # isort: skip
     Struct, address, native_cache, native_params, struct,
@@ -32,54 +35,51 @@ from foretoken.ops.checks import (  # isort: skip
     INT64, check_attention_batch, check_aux, check_draft_round, check_features, check_hidden,
     check_tensor,
 )  # fmt: skip
-from foretoken.ops.passes import pass_begins
-
 from foretoken.ops.stack import (  # isort: skip
     KV, Blocks, Dense, DraftRound, Features, ForwardOutput, Grouped, Joined, Layer, Linear, Outcome,
     Stack, UnfitError, Weight, format_of, linears, map_linears, parts_of,
 )  # fmt: skip
-from foretoken.ops.formats import BLOCKS, GROUP
-from foretoken.ops.steps import ForwardBatch
 
 KINDS = {
     name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])
 }
-"""Formats of weights by number: `foretoken::Kind`."""
+"""The number of each weight format, as in `foretoken::Kind` of the C++ side."""
 
 FETCHES = ("no hint", "cached")
-"""`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
+"""The names of the numbers in `foretoken::Fetch`: ways to fetch weights ahead of their use."""
 
 _log = logging.getLogger(__name__)
 
-HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
+HEAD_MULTIPLE = 16  # numbers in the widest vector: a head's values are read in whole vectors
 
 _tunings: dict[str, dict[str, dict[str, float | str]]] = {}
 
 
 def tunings() -> dict[str, dict[str, dict[str, float | str]]]:
-    """What this process measured and took: by size of the weights, by rows (`describe_fetches`)."""
+    """The measurements of this process (`describe_fetches`), by size of the weights and by rows."""
     return dict(_tunings)
 
 
 def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | str]:
-    """What was taken, and milliseconds of a pass over the weights with each of `FETCHES`."""
+    """The way of `FETCHES` that was taken, and milliseconds of a pass over the weights per way."""
     measured = {name: float(f"{1000 * s:.3g}") for name, s in zip(FETCHES, seconds, strict=True)}
     return {"taken": FETCHES[taken], **measured}
 
 
 class NativeStack:
-    """The native `RoundStack`. Keeps its own copy of all matrices but the embedding, each in the
-    format that it has; all else is float32.
+    """The native `RoundStack`.
 
-    Keys and values are laid out as `csrc/attention.h` says.
+    It copies all matrices except the embedding, and keeps their formats. All other numbers are
+    float32. `csrc/attention.h` describes the layout of keys and values.
 
     Args:
-        stack: what it reads besides matrices and biases stays where it is.
-        positions, most_rows, deterministic: without effect, as angles are computed where they are
-            used, memory grows with the rows, and a row's bits never depend on the rows next to it.
+        stack: matrices and biases are copied; everything else is read in place.
+        positions: without effect, since angles are computed where they are used.
+        most_rows: without effect, since memory grows with the rows.
+        deterministic: without effect, since a row's bits never depend on other rows.
 
     Raises:
-        UnfitError: the stack has something that native code does not implement.
+        UnfitError: native code does not implement some part of the stack.
         CheckpointError: a scale of the weights is not finite.
     """
 
@@ -96,7 +96,7 @@ class NativeStack:
         self._num_layers, self._size = len(stack.layers), stack.hidden_size
         self._vocab_size, self._has_rule = stack.vocab_size, rule is not None
         self._no_logits = torch.empty(0, stack.vocab_size)
-        self._read_numbers = 0 if rule is None else rule.fc.weight.shape[1]
+        self._states_size = 0 if rule is None else rule.fc.weight.shape[1]  # inputs of `fc`
         layers = [_native_layer(layer) for layer in stack.layers]
         addresses, native_rule = struct((), *map(address, layers)), _native_rule(stack)
         scales = stack.eps, mixer.options.scale, mixer.rope.scale
@@ -110,15 +110,16 @@ class NativeStack:
                 "A scale of the quantised weights is NaN or infinite: they are damaged, download "
                 "them again."
             ) from error
-        self._read_there = model  # the embedding's rows
-        # Not at exit: a daemon thread may still compute then.
+        self._read_in_place = model  # keeps the embedding's rows alive
+        # Not at exit: a daemon thread may still be computing.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
-        self.stack = self._read = _without_matrices(stack)  # native code reads what it still has
-        self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
+        self.stack = self._read = _without_matrices(stack)  # native code reads its norms in place
+        self._latest_kv: tuple[Any, ...] = (None,) * 4  # keys, values, the addresses of both
         self._aux: tuple[Tensor, ...] = ()
-        self._aux_fields: Struct | None = None  # of those, and what they are for
-        self._aux_for: tuple[Sequence[int], int] = ((), 0)
+        self._aux_fields: Struct | None = None  # addresses of `_aux`
+        self._aux_for: tuple[Sequence[int], int] = ((), 0)  # the layers and tokens of `_aux`
+        # Of the last call of `_features`: hidden states, number of rows, and the C struct.
         self._latest_states: tuple[Sequence[Tensor], int, Struct] = ((), -1, struct(()))
 
     def run(
@@ -130,26 +131,31 @@ class NativeStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`; after the last layer's attention only wanted rows are computed,
-        unless `aux_layers` has what follows it."""
+        """See `LoadedStack.run`.
+
+        After the last layer's attention only the rows in `logit_row_N` are computed, unless
+        `aux_layers` includes the input of the output layer.
+        """
         token_T, row_N = batch.token_T, batch.logit_row_N
-        num_tokens, wanted = len(token_T), len(row_N)
-        hidden_NC = torch.empty(wanted, self._size) if self._has_rule else None
-        logits_NV = torch.empty(wanted, self._vocab_size) if logits else self._no_logits
+        num_tokens, num_rows = len(token_T), len(row_N)
+        hidden_NC = torch.empty(num_rows, self._size) if self._has_rule else None
+        logits_NV = torch.empty(num_rows, self._vocab_size) if logits else self._no_logits
         if self._aux_for != (aux_layers, num_tokens):
             self._allocate_aux(aux_layers, num_tokens)
         native = native_batch(batch, kv)
-        begins = self._features(features, num_tokens)
+        native_features = self._features(features, num_tokens)
         addresses = self._addresses(kv)
         hidden = None if hidden_NC is None else hidden_NC.data_ptr()
         # An empty tensor's address is null: no logits.
         outputs = logits_NV.data_ptr(), hidden, self._aux_fields
         pass_begins()
-        self._library.foretoken_stack_run(self._handle, native, begins, *addresses, *outputs)
+        self._library.foretoken_stack_run(
+            self._handle, native, native_features, *addresses, *outputs
+        )
         return ForwardOutput(logits_NV, self._aux, hidden_NC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """See `LoadedStack.logits`."""
+        """See `LoadedStack.logits`; the result is a new tensor."""
         check_hidden(hidden_NC := hidden_NC.contiguous(), len(hidden_NC), self._size)
         logits_NV = torch.empty(len(hidden_NC), self._vocab_size)
         numbers = (hidden_NC.data_ptr(), len(hidden_NC), logits_NV.data_ptr())
@@ -157,14 +163,10 @@ class NativeStack:
         return logits_NV
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
-        """See `RoundStack.draft`."""
+        """See `RoundStack.draft`. With a `FeatureRule` the batch's tokens are not read."""
         attention, hidden_SC = batch.attention, drafting.hidden_SC
-        length_B, block_BL, block_size = (
-            attention.length_B,
-            attention.block_BL,
-            attention.block_size,
-        )
-        columns = block_BL.shape[1]
+        length_B, block_BL = attention.length_B, attention.block_BL
+        columns, block_size = block_BL.shape[1], attention.block_size
         room, least = columns * block_size, 0 if self._has_rule else 1
         nums = check_draft_round(drafting, length_B, room, self._vocab_size, least)
         if self._has_rule:
@@ -178,32 +180,33 @@ class NativeStack:
         else:
             last_B = attention.query_start_B1[1:] - 1
             first = native_batch(batch._replace(logit_row_N=last_B), kv)
-        token_BK, native = _native_round(drafting, max(nums))
+        token_BK = torch.empty(len(nums), max(nums), dtype=torch.int64)
+        native = _native_round(drafting, token_BK)
         addresses = self._addresses(kv)
         pass_begins()
         self._library.foretoken_stack_draft(self._handle, first, *addresses, native)
         return token_BK
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
-        """See `RoundStack.observe`."""
+        """See `RoundStack.observe`; writes the rows' outputs to `outcome.hidden_SC`."""
         token_SL, length_B, slot_B, hidden_SC = outcome
         check_hidden(hidden_SC, len(token_SL), self._size)
         known = struct((), *length_B)
         fields = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
-        self._library.foretoken_stack_observe(
-            self._handle,
-            native_batch(batch, kv),
-            struct((), *fields, token_SL.shape[1]),
-            self._features(features, batch.attention.query_start_B1.tolist()[-1]),
-            *self._addresses(kv),
-        )
+        native, native_outcome = native_batch(batch, kv), struct((), *fields, token_SL.shape[1])
+        native_features = self._features(features, int(batch.attention.query_start_B1[-1]))
+        arguments = native, native_outcome, native_features, *self._addresses(kv)
+        self._library.foretoken_stack_observe(self._handle, *arguments)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""
+        """Set how weights are fetched (an index of `FETCHES`) for one row and for a few rows.
+
+        Logits do not depend on it.
+        """
         self._library.foretoken_stack_set_fetches(self._handle, one_row, few_rows)
 
     def _tune(self) -> None:
-        """Measure how weights are fetched fastest on this machine, take it and say so."""
+        """Measure which way to fetch weights is fastest on this machine, choose it, and log it."""
         taken_R, size = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
         seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
         self._library.foretoken_stack_measure_fetches(
@@ -211,74 +214,79 @@ class NativeStack:
         )
         self.set_fetches(*taken_R.tolist())
         name = f"{size.item() / 2**20:.1f} MiB"
-        found = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
-        _tunings[name] = dict(zip(("1 row", "6 rows"), found, strict=True))
+        descriptions = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
+        _tunings[name] = dict(zip(("1 row", "6 rows"), descriptions, strict=True))
         for rows, measured in _tunings[name].items():
             _log.debug("Weights of %s, %s, ms: %s", name, rows, measured)
 
     def _addresses(self, kv: KV) -> tuple[Struct, Struct]:
-        """Where the tensors are; looked up once for a pool that is used again and again."""
-        keys, values, (known_keys, known_values, *addresses) = kv.keys, kv.values, self._cache
-        if keys is not known_keys or values is not known_values:
+        """The addresses of all layers' keys and of all layers' values, looked up once per pool."""
+        keys, values = kv.keys, kv.values
+        latest_keys, latest_values, *addresses = self._latest_kv
+        if keys is not latest_keys or values is not latest_values:
             if not len(keys) == len(values) == self._num_layers:
                 raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
             addresses = [struct(keys), struct(values)]
-            self._cache = (keys, values, *addresses)
+            self._latest_kv = (keys, values, *addresses)
         key_addresses, value_addresses = addresses
         return key_addresses, value_addresses
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
-        """Memory for hidden states, which passes of as many tokens share: new tensors, and a look
-        at them by who reads them, would take some 20 us of a step."""
+        """Allocate memory for hidden states; it is reused while the number of tokens is the same.
+
+        New tensors in each pass, and checks of these tensors in the stack that reads them, would
+        take some 20 us of a step.
+        """
         aux = {i: torch.empty(tokens, self._size) for i in layers}
-        every = [aux.get(i) for i in range(self._num_layers + 1)]
-        self._aux, self._aux_fields = tuple(aux[i] for i in layers), struct(every) if aux else None
+        states = [aux.get(i) for i in range(self._num_layers + 1)]
+        self._aux = tuple(aux[i] for i in layers)
+        self._aux_fields = struct(states) if aux else None
         self._aux_for = (layers, tokens)
 
     def _features(self, features: Features | None, tokens: int) -> Struct | None:
-        """`Features`; of the same tensors as the last time the same."""
+        """The C struct `Features`; reused if the hidden states are those of the last call."""
         check_features(self._has_rule, features)
         if features is None:
             return None
         if isinstance(features, Tensor):
             check_hidden(features := features.contiguous(), tokens, self._size)
             return struct((features,), 0, 0, 0)
-        known, num_rows, native = self._latest_states
-        if features is known and tokens == num_rows:
+        latest, num_rows, native = self._latest_states
+        if features is latest and tokens == num_rows:
             return native
-        if features[0].dtype is not torch.float32:  # of a target in stock operators
+        if features[0].dtype is not torch.float32:  # the target runs in stock operators
             features = [states.float() for states in features]
-        check_aux(features, tokens, self._read_numbers)
+        check_aux(features, tokens, self._states_size)
         states = struct(features)
         native = struct((None,), address(states), 0, len(features), kept=states)
-        if isinstance(features, tuple):  # a list may hold others by then
+        if isinstance(features, tuple):  # a list could change before the next call
             self._latest_states = (features, tokens, native)
         return native
 
 
 def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
-    """`Batch`."""
-    token_T, row_N, where = batch.token_T, batch.logit_row_N, batch.attention
-    check_attention_batch(where, len(token_T), kv.keys[0])
-    tensors = (token_T, row_N, where.query_start_B1, where.length_B, where.block_BL)
-    return struct(tensors, *where.block_BL.shape, where.block_size, len(token_T), len(row_N))
+    """Check a batch, and make the C struct `Batch` of it."""
+    token_T, row_N, attention = batch.token_T, batch.logit_row_N, batch.attention
+    check_attention_batch(attention, len(token_T), kv.keys[0])
+    block_BL = attention.block_BL
+    tensors = (token_T, row_N, attention.query_start_B1, attention.length_B, block_BL)
+    return struct(tensors, *block_BL.shape, attention.block_size, len(token_T), len(row_N))
 
 
-def _native_round(drafting: DraftRound, most: int) -> tuple[Tensor, Struct]:
-    """`DraftRound`, and the drafts [B, most] that it gives."""
-    token_BK = torch.empty(len(drafting.num_B), most, dtype=torch.int64)
+def _native_round(drafting: DraftRound, token_BK: Tensor) -> Struct:
+    """The C struct `DraftRound`. Native code writes the drafts to `token_BK`."""
     hidden_SC = drafting.hidden_SC
-    kept = native_params(drafting.params), native_cache(drafting.cache), hidden_SC
+    params, cache = native_params(drafting.params), native_cache(drafting.cache)
     tensors = (drafting.slot_B, drafting.num_B, token_BK)
     hidden = 0 if hidden_SC is None else hidden_SC.data_ptr()
-    numbers = (*map(address, kept[:2]), hidden, most, drafting.fp64_noise)
-    return token_BK, struct(tensors, *numbers, kept=kept)
+    numbers = (address(params), address(cache), hidden, token_BK.shape[1], drafting.fp64_noise)
+    return struct(tensors, *numbers, kept=(params, cache, hidden_SC))
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError` unless the kernels implement it; they know one shape of all layers."""
+    """Raise `UnfitError` unless the kernels implement the stack; its layers need equal shapes."""
     if library.missing() is not None:
         raise UnfitError(f"there are no native kernels: {library.missing()}")
     if stack.device.type != "cpu":
@@ -310,7 +318,7 @@ def _check_fit(stack: Stack) -> None:
 
 
 def _check_weight(name: str, weight: Weight) -> None:
-    """Raise `UnfitError` for a layout that kernels do not read."""
+    """Raise `UnfitError` if the kernels cannot read a weight's format or layout."""
     for part in parts_of(weight):
         kind = format_of(part)
         if kind not in KINDS:
@@ -318,71 +326,68 @@ def _check_weight(name: str, weight: Weight) -> None:
         stored: Tensor = part.rows if isinstance(part, Blocks) else part[0]
         if not stored.is_contiguous():
             raise UnfitError(f"`{name}` is not contiguous")
-        if isinstance(part, Grouped) and _group(part) % GROUP:
-            raise UnfitError(f"`{name}` has groups of {_group(part)}: no multiple of {GROUP}")
+        if isinstance(part, Grouped) and _group_size(part) % GROUP:
+            raise UnfitError(f"`{name}` has groups of {_group_size(part)}: no multiple of {GROUP}")
         if isinstance(part, Blocks) and part.shape[1] % GROUP:
             raise UnfitError(f"`{name}` has rows of {part.shape[1]}: no multiple of {GROUP}")
 
 
-def _group(weight: Grouped) -> int:
-    """Numbers that share a scale."""
+def _group_size(weight: Grouped) -> int:
+    """How many numbers share a scale."""
     return weight.shape[1] // weight.scale_NG.shape[1]
 
 
 def _native_kind(weight: Dense | Blocks | Grouped) -> tuple[str, int]:
-    """What parts of one packed matrix have in common."""
-    return format_of(weight), _group(weight) if isinstance(weight, Grouped) else 0
+    """Format and group size, in which all parts of a packed matrix must agree."""
+    return format_of(weight), _group_size(weight) if isinstance(weight, Grouped) else 0
 
 
 def _native_part(weight: Dense | Blocks | Grouped) -> Struct:
-    """`Part`."""
+    """The C struct `Part`."""
     scale_NG = order_N = None
     if isinstance(weight, Blocks):
         stored, order_N, group = weight.rows, weight.order_N, 0
     elif isinstance(weight, Grouped):
-        stored, scale_NG, group = weight.codes, weight.scale_NG, _group(weight)
+        stored, scale_NG, group = weight.codes, weight.scale_NG, _group_size(weight)
     else:
         stored, group = weight.values, 0
-    kept, kind = (stored, scale_NG, order_N), KINDS[format_of(weight)]
-    places = (0 if tensor is None else tensor.data_ptr() for tensor in kept)
+    tensors, kind = (stored, scale_NG, order_N), KINDS[format_of(weight)]
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     stride = stored.shape[1] * stored.itemsize
-    return struct((), kind, *places, weight.shape[0], stride, group, kept=kept)
+    return struct((), kind, *addresses, weight.shape[0], stride, group, kept=tensors)
 
 
 def _native_matrix(weight: Weight) -> tuple[tuple[int, int], object]:
-    """`Matrix`, and what it points to."""
+    """The fields of the C struct `Matrix`, and the object with the memory that they point to."""
     parts = [_native_part(part) for part in parts_of(weight)]
     pointers = struct((), *map(address, parts), kept=parts)
     return (address(pointers), len(parts)), pointers
 
 
 def _with_wide_norms(stack: Stack) -> Stack:
-    """A stack whose norms and biases are float32: what native code computes in."""
+    """The stack with norms and biases in float32, as native code reads them."""
     if stack.dtype not in (torch.bfloat16, torch.float16):
         return stack
 
     def wide(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.float()
 
-    def widen(linear: Linear) -> Linear:
-        return linear._replace(bias=wide(linear.bias))
+    def widen(record: Any, *names: str) -> Any:
+        return record._replace(**{name: wide(getattr(record, name)) for name in names})
 
-    layers = []
-    for layer in stack.layers:
-        norms = {name: wide(getattr(layer.mixer, name)) for name in ("q_norm_D", "k_norm_D")}
-        mixer = layer.mixer._replace(**norms)
-        layers.append(Layer(wide(layer.mixer_norm_C), mixer, wide(layer.feed_norm_C), layer.feed))
-    rule = stack.features and stack.features._replace(
-        fc_norm_PA=wide(stack.features.fc_norm_PA),
-        feature_norm_C=wide(stack.features.feature_norm_C),
+    layers = tuple(
+        widen(layer, "mixer_norm_C", "feed_norm_C")._replace(
+            mixer=widen(layer.mixer, "q_norm_D", "k_norm_D")
+        )
+        for layer in stack.layers
     )
-    norm_C = stack.norm_C.float()
-    stack = replace(stack, layers=tuple(layers), norm_C=norm_C, features=rule)
-    return map_linears(stack, widen)
+    rule = stack.features and widen(stack.features, "fc_norm_PA", "feature_norm_C")
+    stack = replace(stack, layers=layers, norm_C=stack.norm_C.float(), features=rule)
+    return map_linears(stack, lambda linear: widen(linear, "bias"))
 
 
 def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The norms and biases, if kernels can read them where they are."""
+    """The given norms and biases; `UnfitError` if the kernels cannot read one of them in place."""
     for weight in weights:
         if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
             raise UnfitError("a norm or a bias is not contiguous float32")
@@ -390,14 +395,14 @@ def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _native_model(stack: Stack) -> Struct:
-    """`Model`."""
+    """The C struct `Model`."""
     mixer, feed = stack.layers[0].mixer, stack.layers[0].feed
     (embedding,), (head, kept) = parts_of(stack.embedding), _native_matrix(stack.head.weight)
     part, frequency_R = _native_part(embedding), mixer.rope.frequency_R
     tensors = (*_checked(stack.norm_C, frequency_R), stack.target_ids)
-    places = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return struct(
-        (), address(part), *head, *places,
+        (), address(part), *head, *addresses,
         len(stack.layers), stack.hidden_size, feed.down.weight.shape[1], mixer.heads,
         mixer.kv_heads, mixer.head_size, 2 * len(frequency_R), stack.head.weight.shape[0],
         stack.vocab_size, kept=(part, kept, tensors),
@@ -405,39 +410,40 @@ def _native_model(stack: Stack) -> Struct:
 
 
 def _native_layer(layer: Layer) -> Struct:
-    """`LayerWeights`."""
+    """The C struct `LayerWeights`."""
     mixer, feed = layer.mixer, layer.feed
     norms = (layer.mixer_norm_C, layer.feed_norm_C, mixer.q_norm_D, mixer.k_norm_D)
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
     matrices, kept = zip(*(_native_matrix(linear.weight) for linear in linears), strict=True)
     tensors = _checked(*norms, *(linear.bias for linear in linears))
-    places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    fields = (*places[:4], *chain(*matrices), *places[4:], mixer.options.sliding_window or 0)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    window = mixer.options.sliding_window or 0
+    fields = (*addresses[:4], *chain(*matrices), *addresses[4:], window)
     return struct((), *fields, kept=(kept, tensors))
 
 
 def _native_rule(stack: Stack) -> Struct | None:
-    """`FeatureRule`."""
+    """The C struct `FeatureRule`; None if the stack has no rule."""
     rule = stack.features
     if rule is None:
         return None
     parts = 1 if rule.fc_norm_PA is None else len(rule.fc_norm_PA)
     fc, kept = _native_matrix(rule.fc.weight)
     tensors = _checked(rule.fc_norm_PA, rule.feature_norm_C)
-    places = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     numbers = (rule.fc.weight.shape[1], parts, rule.norm_before_residual, rule.norm_output)
-    return struct((), *fc, *places, *numbers, kept=(kept, tensors))
+    return struct((), *fc, *addresses, *numbers, kept=(kept, tensors))
 
 
 def _without_matrices(stack: Stack) -> Stack:
-    """Shapes in place of what was packed."""
+    """The stack with shapes (tensors on the device `meta`) in place of matrices and biases."""
 
-    def shape(tensor: Any) -> Any:
+    def to_meta(tensor: Any) -> Any:
         return torch.empty_like(tensor, device="meta") if isinstance(tensor, Tensor) else tensor
 
-    def empty(linear: Linear) -> Linear:
-        parts = tuple(type(part)(*map(shape, part)) for part in parts_of(linear.weight))
+    def layer_to_meta(linear: Linear) -> Linear:
+        parts = tuple(type(part)(*map(to_meta, part)) for part in parts_of(linear.weight))
         weight = Joined(parts) if len(parts) > 1 else parts[0]
-        return linear._replace(weight=weight, bias=shape(linear.bias))
+        return linear._replace(weight=weight, bias=to_meta(linear.bias))
 
-    return map_linears(stack, empty)
+    return map_linears(stack, layer_to_meta)

@@ -1,8 +1,8 @@
-"""What a step does with its slots between the models, in C++; see `foretoken.ops.steps.Steps`.
+"""Bookkeeping of a step over its slots, in C++; see `foretoken.ops.steps.Steps`.
 
-At batch 1 a function takes 0.1 us there and 20 times as long to call. So what is computed anew in
-each step lies in memory that is used again, and the tensors over it are kept, by their sizes. Only
-drafting pass by pass, in stock operators, needs `shift` and `join_drafts`: so these are, too.
+At batch 1 a function takes 0.1 us in C++, and the call from Python 20 times as long. So results are
+written to memory that is reused, and tensors that view it are cached by their sizes. `shift` and
+`join_drafts` are inherited: only drafting pass by pass, in stock operators, needs them.
 """
 
 from __future__ import annotations
@@ -24,30 +24,37 @@ from foretoken.ops.backends.torch import steps as stock
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
-_MOST_KEPT = 256  # sizes whose tensors are kept
+_MAX_CACHED = 256  # tensors are cached for so many different sizes
 _INT64, _NUMPY_INT64 = torch.int64, np.dtype(np.int64)
-# Write fields of a struct that is used again: `arguments.struct` takes 3 times as long.
+# They write 2, 5, 6 or 8 fields of a reused struct. A new `arguments.struct` takes 3 times as long.
 _fill_2, _fill_5, _fill_6, _fill_8 = (Layout(f"{n}q").pack_into for n in (2, 5, 6, 8))
-_SIZES, _OUTCOME = 8 * 5, 8 * 7  # where in `Step` the fields of `pack` and of `advance` begin
+# Offsets in the C struct `Step`: of the fields that `pack` sets, and of those that `advance` sets.
+_SIZES, _OUTCOME = 8 * 5, 8 * 7
 
 
 class Steps(stock.Steps):
-    """The functions on one `SlotState`, of one thread."""
+    """`ops.steps.Steps` in C++, for one `SlotState` and one thread.
+
+    Each function writes the addresses of its tensors to a reused C struct, and passes the struct's
+    address. Tensors are copied first if they are not contiguous or not int64.
+    """
 
     def __init__(self, state: SlotState) -> None:
         super().__init__(state)
         self._kept_table = struct(state, *state.token_SL.shape, state.block_SL.shape[1])
         self._table = address(self._kept_table)
         self._batches = _Batches()
-        # `Counts`, `Drafts` and `Step` of the C++ side, and where they are.
+        # The C structs `Counts`, `Drafts` and `Step`, and their addresses.
         self._counts = array("q", [*[0] * 5, self._table])
         self._drafts = array("q", [*[0] * 8, self._table])
         self._step = array("q", [*[0] * 13, self._table, self._batches.address])
         self._counts_at, self._drafts_at, self._step_at = (
             fields.buffer_info()[0] for fields in (self._counts, self._drafts, self._step)
         )
-        self._known: StepTokens | None = None  # whose addresses are in `Step`
-        self._counted: dict[int, tuple[Tensor, Tensor, int, int]] = {}
+        # The tokens of which `Step` holds the addresses.
+        self._latest_tokens: StepTokens | None = None
+        # By number of requests: `num_B`, `position_B` and their addresses.
+        self._count_results: dict[int, tuple[Tensor, Tensor, int, int]] = {}
         native = library.load()
         self._count, self._write = native.foretoken_steps_count, native.foretoken_steps_write
         self._pack, self._advance = native.foretoken_steps_pack, native.foretoken_steps_advance
@@ -55,51 +62,47 @@ class Steps(stock.Steps):
         self._look_up = native.foretoken_steps_look_up
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Steps.count_drafts`."""
         if not (slot_B.is_contiguous() and most_B.is_contiguous()):
             slot_B, most_B = slot_B.contiguous(), most_B.contiguous()
-        requests = slot_B.numel()
-        kept = self._counted.get(requests)
-        if kept is None:
-            num_B, position_B = _empty(requests), _empty(requests)
-            kept = (num_B, position_B, num_B.data_ptr(), position_B.data_ptr())
-            _keep(self._counted, requests, kept)
-        num_B, position_B, num, position = kept
-        _fill_5(self._counts, 0, slot_B.data_ptr(), most_B.data_ptr(), num, position, requests)
+        count = slot_B.numel()
+        results = self._count_results.get(count)
+        if results is None:
+            num_B, position_B = _empty(count), _empty(count)
+            results = (num_B, position_B, num_B.data_ptr(), position_B.data_ptr())
+            _cache(self._count_results, count, results)
+        num_B, position_B, num_at, position_at = results
+        _fill_5(self._counts, 0, slot_B.data_ptr(), most_B.data_ptr(), num_at, position_at, count)
         self._count(self._counts_at)
         return num_B, position_B
 
     def write_drafts(
-        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """See `Steps.write_drafts`."""
-        slot_B, asked_B, position_B, _, _, _, _ = asked
-        if num_B.numel() != asked_B.numel():
-            raise IntegrityError(f"{num_B.tolist()} drafts, {asked_B.tolist()} asked for")
+        slot_B, allowed_B, position_B = requests.slot_B, requests.num_B, requests.position_B
+        if num_B.numel() != allowed_B.numel():
+            raise IntegrityError(f"{num_B.tolist()} drafts, {allowed_B.tolist()} asked for")
         if token_BK.dtype is not _INT64 or not (
             token_BK.is_contiguous() and num_B.is_contiguous() and slot_B.is_contiguous()
-            and asked_B.is_contiguous() and position_B.is_contiguous()
+            and allowed_B.is_contiguous() and position_B.is_contiguous()
         ):  # fmt: skip
             token_BK, num_B = token_BK.to(_INT64).contiguous(), num_B.contiguous()
-            slot_B, asked_B, position_B = map(Tensor.contiguous, asked[:3])
+            slot_B, allowed_B, position_B = map(Tensor.contiguous, (slot_B, allowed_B, position_B))
         _fill_8(
-            self._drafts, 0, slot_B.data_ptr(), asked_B.data_ptr(), position_B.data_ptr(),
+            self._drafts, 0, slot_B.data_ptr(), allowed_B.data_ptr(), position_B.data_ptr(),
             num_B.data_ptr(), token_BK.data_ptr(), num_B.numel(), token_BK.shape[1], last_id,
         )  # fmt: skip
         if status := self._write(self._drafts_at):
             library.check(status, self._write)
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """See `Steps.pack`."""
-        if tokens is not self._known:
-            self._take(tokens)
+        if tokens is not self._latest_tokens:
+            self._set_tokens(tokens)
         _fill_2(self._step, _SIZES, block_size, sizes.ahead)
         return self._batches.batch(self._pack, self._step_at, sizes.queries, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """See `Steps.advance`."""
-        if tokens is not self._known:
-            self._take(tokens)
+        if tokens is not self._latest_tokens:
+            self._set_tokens(tokens)
         token_BK1, accepted_B, finite_B = verdict
         if token_BK1.dtype is not _INT64 or not (
             token_BK1.is_contiguous() and accepted_B.is_contiguous() and finite_B.is_contiguous()
@@ -107,37 +110,43 @@ class Steps(stock.Steps):
             token_BK1 = token_BK1.to(_INT64).contiguous()
             accepted_B, finite_B = accepted_B.contiguous(), finite_B.contiguous()
         deciding, width = token_BK1.shape
-        size = self._step[4] + deciding * (width + 3)
-        packet = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
+        size = tokens.slot_B.numel() + deciding * (width + 3)
+        outcome = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
         _fill_6(
             self._step, _OUTCOME, token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(),
-            packet.data_ptr(), deciding, width - 1,
+            outcome.data_ptr(), deciding, width - 1,
         )  # fmt: skip
         if status := self._advance(self._step_at):
             library.check(status, self._advance)
-        return packet
+        return outcome
 
-    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        """See `Steps.begin_round`."""
-        requests, most = asked.slot_B.numel(), asked.most
-        num_B, index_B1 = _empty(requests), _empty(requests + 1)
-        place_3KB = _empty(3, most, requests)
-        tensors, batches = (*asked[:3], num_B, index_B1, place_3KB), _Batches()
-        numbers = (requests, most, known, max_len, block_size, self._table, batches.address)
-        given = struct(tensors, *numbers)
-        first = batches.batch(self._begin_round, address(given), known, block_size)
+    def begin_round(
+        self, requests: DraftRequests, known: int, max_len: int, block_size: int
+    ) -> Round:
+        count, most, batches = requests.slot_B.numel(), requests.most, _Batches()
+        num_B, index_B1 = _empty(count), _empty(count + 1)
+        place_3KB = _empty(3, most, count)  # `position_KB`, `length_KB`, `index_KB`
+        inputs = requests.slot_B, requests.num_B, requests.position_B
+        numbers = (count, most, known, max_len, block_size, self._table, batches.address)
+        native = struct((*inputs, num_B, index_B1, place_3KB), *numbers)
+        first = batches.batch(self._begin_round, address(native), known, block_size)
         return Round(num_B, first, index_B1, *place_3KB.unbind())
 
-    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        """See `Steps.look_up`."""
-        requests, most = asked.slot_B.numel(), asked.most
-        num_B, token_BK = _empty(requests), _empty(requests, most)
-        given = struct((*asked[:3], num_B, token_BK), requests, most, 0, self._table)
-        self._look_up(given, shortest, longest)
+    def look_up(
+        self, requests: DraftRequests, shortest: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        count, most = requests.slot_B.numel(), requests.most
+        num_B, token_BK = _empty(count), _empty(count, most)
+        inputs = requests.slot_B, requests.num_B, requests.position_B
+        native = struct((*inputs, num_B, token_BK), count, most, 0, self._table)
+        self._look_up(native, shortest, longest)
         return token_BK, num_B
 
-    def _take(self, tokens: StepTokens) -> None:
-        """Look up addresses, which `advance` has from `pack` if both are given the same object."""
+    def _set_tokens(self, tokens: StepTokens) -> None:
+        """Write the addresses of `tokens` to `Step`.
+
+        If `pack` and `advance` get the same object, this is done once for both.
+        """
         slot_B, num_tokens_B, of_B, num_D = tokens
         if not (
             slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
@@ -146,7 +155,8 @@ class Steps(stock.Steps):
             of_B = None if of_B is None else of_B.contiguous()
             slot_B, num_tokens_B = slot_B.contiguous(), num_tokens_B.contiguous()
             tokens = StepTokens(slot_B, num_tokens_B, of_B, num_D.contiguous())
-        self._known = tokens  # if these are copies, the next call makes new ones
+        # If they are copies, the next call does not find its own object here, and copies again.
+        self._latest_tokens = tokens
         _fill_5(
             self._step, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),
             0 if of_B is None else of_B.data_ptr(), tokens.num_D.data_ptr(), slot_B.numel(),
@@ -154,59 +164,45 @@ class Steps(stock.Steps):
 
 
 class _Batches:
-    """Memory of packed batches, and the tensors over it.
+    """Reused memory of packed batches, and the tensors that view it.
 
-    address: of `Packed` of the C++ side
+    address: the address of the C struct `Packed`
     """
 
     def __init__(self) -> None:
-        # The memory, its capacity; sizes of the last batch: T, N, B, L.
-        self._told = array("q", bytes(8 * 6))
-        self.address = self._told.buffer_info()[0]
-        self._kept: dict[bytes, tuple[Tensor, ...]] = {}
+        # Address and capacity of the memory; sizes of the last batch: T, N, B, L.
+        self._packed = array("q", bytes(8 * 6))
+        self.address = self._packed.buffer_info()[0]
+        self._views: dict[bytes, tuple[Tensor, ...]] = {}  # by the fields of `_packed`
 
     def batch(
-        self, pack: Callable[[int], int], given: int, queries: int, block_size: int
+        self, pack: Callable[[int], int], argument: int, queries: int, block_size: int
     ) -> ForwardBatch:
-        """What the native function packs; it overwrites the last batch."""
-        if status := pack(given):
+        """Pack a batch with a native function and its argument; overwrites the last batch."""
+        if status := pack(argument):
             library.check(status, pack)
-        parts = self._kept.get(self._told.tobytes())
+        parts = self._views.get(self._packed.tobytes())
         if parts is None:
-            if self._grows():
-                return self.batch(pack, given, queries, block_size)
-            parts = self._tensors()
+            tokens, rows, requests, columns = self._packed[2:]
+            sizes = (tokens, tokens, rows, requests + 1, requests, requests * columns)
+            if sum(sizes) > self._packed[1]:  # the memory was too small, nothing was written
+                self._memory = _empty(2 * sum(sizes))
+                self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * sum(sizes)
+                self._views.clear()
+                return self.batch(pack, argument, queries, block_size)
+            *flat, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
+            parts = (*flat, block.view(requests, columns))
+            _cache(self._views, self._packed.tobytes(), parts)
         token_T, position_T, row_N, start_B1, length_B, block_BL = parts
         attention = AttentionBatch(start_B1, length_B, block_BL, block_size, queries, True)
         return ForwardBatch(token_T, position_T, row_N, attention)
 
-    def _sizes(self) -> tuple[int, ...]:
-        tokens, rows, requests, columns = self._told[2:]
-        return tokens, tokens, rows, requests + 1, requests, requests * columns
 
-    def _grows(self) -> bool:
-        """Whether the memory was too small; it no longer is."""
-        needed = sum(self._sizes())
-        if needed <= self._told[1]:
-            return False
-        self._memory = _empty(2 * needed)
-        self._told[0], self._told[1] = self._memory.data_ptr(), 2 * needed
-        self._kept.clear()
-        return True
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        sizes = self._sizes()
-        *parts, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
-        parts.append(block.view(*self._told[4:]))
-        _keep(self._kept, self._told.tobytes(), tuple(parts))
-        return tuple(parts)
-
-
-def _keep(kept: dict[Any, Any], key: object, value: object) -> None:
-    """Keep it; once there are many, it alone."""
-    if len(kept) >= _MOST_KEPT:
-        kept.clear()
-    kept[key] = value
+def _cache(cache: dict[Any, Any], key: object, value: object) -> None:
+    """Add a value to a cache; a full cache is emptied first."""
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
+    cache[key] = value
 
 
 def _empty(*shape: int) -> Tensor:

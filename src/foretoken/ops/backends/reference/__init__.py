@@ -1,7 +1,7 @@
 """The fp64 oracle: each op as the papers and the contract define it, a row at a time.
 
-What belongs here: the most readable correct form. What does not: speed, and anything shared with
-the backends that are compared with it (the noise, the filters, the rules are written again).
+What belongs here: the most readable correct form. What does not: speed, and code shared with the
+backends that are compared with it (noise, filters and rules are written again).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The verification rules as their papers state them: on whole distributions, for one request.
 
-Each rule gets the rows p[0..K] of the target and the drafts 1..K (a list from 0, so `drafts[i]` is
-x_{i+1}, which row i decides), with the uniforms u in the same order, and returns (tau, w): how many
-drafts are accepted, and the weight in the residual norm(max(w p - q, 0)).
+Each rule gets the rows p[0..K] of the target, the drafts 1..K and their uniforms u. Lists are
+indexed from 0: `drafts[i]` is x_{i+1}, `u[i]` its uniform, and row i decides it. A rule returns
+(tau, w): how many drafts are accepted, and the weight in the residual norm(max(w p - q, 0)).
 
-A list of drafts ends before the first one whose q is 0 everywhere.
+A list of drafts ends before the first draft with q = 0 everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.ops.types import Rule
 Outcome = tuple[int, float]
 
 
-def at(p: Row, x: int) -> float:
+def probability(p: Row, x: int) -> float:
     """p(x); 0 for an id that the target does not have."""
     return float(p[x]) if 0 <= x < len(p) else 0.0
 
@@ -36,7 +36,7 @@ def standard(p: list[Row], drafts: list[Draft], u: list[float], rates: list[floa
     for i = 1..K: accept x_i if u_i < p(x_i) / q(x_i), else stop.
     """
     tau = 0
-    while tau < len(drafts) and u[tau] < at(p[tau], drafts[tau].x) / drafts[tau].q_x:
+    while tau < len(drafts) and u[tau] < probability(p[tau], drafts[tau].x) / drafts[tau].q_x:
         tau += 1
     return tau, 1.0
 
@@ -47,12 +47,12 @@ def block(p: list[Row], drafts: list[Draft], u: list[float], rates: list[float])
     p_0 = 1; for i = 1..K: p_i = min(1, p_{i-1} p(x_i) / q(x_i));
     S_i = sum_x max(p_i p(x | x_1..x_i) - q(x | x_1..x_i), 0);
     h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, but h_K = p_K;
-    tau = i if u_i < h_i, else as it was: no early stop. w = p_tau.
+    tau = i if u_i < h_i, else unchanged: no early stop. w = p_tau.
     """
     tau, w, p_i = 0, 1.0, 1.0
     for i in range(1, len(drafts) + 1):
         x, q_x, _ = drafts[i - 1]
-        p_i = min(1.0, p_i * at(p[i - 1], x) / q_x)
+        p_i = min(1.0, p_i * probability(p[i - 1], x) / q_x)
         if i == len(drafts):
             h = p_i
         else:
@@ -64,7 +64,7 @@ def block(p: list[Row], drafts: list[Draft], u: list[float], rates: list[float])
 
 
 def synthetic(p: list[Row], drafts: list[Draft], u: list[float], rates: list[float]) -> Outcome:
-    """for i = 1..K: accept x_i if u_i < c_i, else stop; whatever p and q are."""
+    """for i = 1..K: accept x_i if u_i < c_i, else stop; c are the `rates`, p and q are not read."""
     tau = 0
     while tau < len(drafts) and u[tau] < rates[tau]:
         tau += 1
@@ -75,7 +75,7 @@ RULES: dict[Rule, Callable[[list[Row], list[Draft], list[float], list[float]], O
     Rule.STANDARD: standard,
     Rule.BLOCK: block,
     # Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative
-    # decoding": accept while the draft equals the target's own draw, which is p here, one-hot.
+    # decoding": accept while the draft equals the target's own draw, at which p is one-hot here.
     Rule.COUPLED: standard,
     Rule.SYNTHETIC: synthetic,
 }

@@ -35,7 +35,7 @@ def attention(
 
 
 def _weights(query_D: Tensor, key_jD: Tensor, h: int, options: AttentionOptions) -> Tensor:
-    """The weight of each key j that query and head h see:
+    """The weight of each key j that the query of head h sees:
 
     s_j = q . k_j * scale;  s_j = c * tanh(s_j / c) if capped;  weight_j = softmax(s)_j
     and a sink adds exp(sink_h) to the softmax's denominator.

@@ -38,11 +38,12 @@ def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
 def uniforms(
     index_M: Array, key: int, position: int, draft_index: int, stream: int, fp64: int
 ) -> Array:
-    """Draws `index_M` of a stream, in the open interval (0, 1); float32, or float64 with `fp64`.
+    """The uniforms with numbers `index_M` of a stream, in the open interval (0, 1).
 
-    FP32: h = word (index mod 4) of group (index div 4); (h + 1/2) 2^-32 in FP32 arithmetic, at most
-    1 - 2^-24. FP64: h = the upper 53 bits of word pair (index mod 2) of group (index div 2), the
-    first word above the second; (h + 1/2) 2^-53 in FP64 arithmetic, at most 1 - 2^-53.
+    float32: h = word (index mod 4) of group (index div 4); u = (h + 1/2) 2^-32 in FP32 arithmetic,
+    at most 1 - 2^-24. float64, with `fp64`: h = the upper 53 bits of word pair (index mod 2) of
+    group (index div 2), with the first word in the upper half of the pair; u = (h + 1/2) 2^-53 in
+    FP64 arithmetic, at most 1 - 2^-53.
     """
     group_M, place_M = np.divmod(index_M, 2 if fp64 else 4)
     names = (group_M, position, draft_index, int(stream))
@@ -60,14 +61,14 @@ def uniforms(
 
 
 def uniform_of(index: int, *name: int) -> float:
-    """One draw of `uniforms`; `name` is the rest of its arguments."""
+    """A single draw of `uniforms`; `name` holds the other arguments of `uniforms`."""
     return float(uniforms(np.array([index]), *name)[0])
 
 
 def gumbels(index_M: Array, *name: int) -> Array:
     """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0.
 
-    u are the draws of `uniforms`, and `name` the rest of its arguments.
+    u are the draws of `uniforms`; `name` holds the other arguments of `uniforms`.
     """
     u_M = uniforms(index_M, *name).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))

@@ -1,5 +1,4 @@
-"""Edits, temperature and filters in fp64, one row at a time, each step as it is defined; then
-log-probabilities.
+"""Edits, temperature, filters and log-probabilities in fp64, one row at a time, as defined.
 
 Order: mask -> entries (bias, repetition, subtract) -> temperature -> min_p -> top_k -> top_p. A
 filter keeps every logit at or above a threshold: ties stay together.
@@ -32,7 +31,7 @@ def process_logits(rows: Rows) -> Tensor:
 
 
 def edit(row: Row, edits: Edits, n: int) -> None:
-    """Row n's mask, then its entries, in place."""
+    """Apply row n's mask, then its entries, in place."""
     if edits.mask_RW is not None and edits.mask_N is not None and edits.mask_N[n] >= 0:
         words = edits.mask_RW[int(edits.mask_N[n])].tolist()
         for v in range(len(row)):
@@ -40,15 +39,18 @@ def edit(row: Row, edits: Edits, n: int) -> None:
                 row[v] = -np.inf
     start, stop = edits.start_N1[n : n + 2].tolist()
     columns = (edits.token_M, edits.bias_M, edits.repetition_M, edits.subtract_M)
-    each = zip(*(column[start:stop].tolist() for column in columns), strict=True)
-    for v, bias, repetition, subtract in each:
+    entries = zip(*(column[start:stop].tolist() for column in columns), strict=True)
+    for v, bias, repetition, subtract in entries:
         x = float(row[v]) + bias
         x = x / repetition if x > 0 else x * repetition
         row[v] = x - subtract
 
 
 def filter_row(row: Row, params: SlotParams, slot: int) -> None:
-    """Temperature and filters of a slot, in place; T=0 and rows that are not finite stay as is."""
+    """Apply a slot's temperature and filters, in place.
+
+    At T=0 the row does not change. A row that is not finite is scaled but not filtered.
+    """
     temperature = float(params.temperature_S[slot])
     if temperature == 0:
         return
@@ -80,7 +82,7 @@ def _keep_top_p(row: Row, top_p: float) -> None:
 
 
 def log_sum_exp(row: Row) -> float:
-    """log sum exp; -inf for an empty set, NaN or +inf if the row holds one."""
+    """log sum exp of a row: -inf if all its values are, NaN or +inf if the row holds one."""
     largest = float(np.max(row))
     if not math.isfinite(largest):
         return largest
@@ -88,7 +90,7 @@ def log_sum_exp(row: Row) -> float:
 
 
 def softmax(row: Row) -> Row:
-    """exp of a finite row over its sum."""
+    """exp(row) / sum(exp(row)) of a finite row."""
     weight = np.exp(row - np.max(row))
     return np.asarray(weight / weight.sum())
 
@@ -96,17 +98,13 @@ def softmax(row: Row) -> Row:
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """See `Backend.logprobs`. log p(v) = logit_v - log sum exp of the row."""
     x_NV = (process_logits(rows) if isinstance(rows, Rows) else rows.detach().double()).numpy()
-    out = Logprobs(
-        logprob_N=torch.empty(len(x_NV), dtype=torch.float32),
-        rank_N=torch.empty(len(x_NV), dtype=torch.int64),
-        top_logprob_NT=torch.empty(len(x_NV), num_top, dtype=torch.float32),
-        top_token_NT=torch.empty(len(x_NV), num_top, dtype=torch.int64),
-    )
+    out = Logprobs.empty(len(x_NV), num_top, token_N.device)
     for n, x in enumerate(token_N.tolist()):
-        with np.errstate(invalid="ignore"):  # inf - inf, of rows that are not finite
+        with np.errstate(invalid="ignore"):  # inf - inf, in rows that are not finite
             log_p = x_NV[n] - log_sum_exp(x_NV[n])
         likeliest = np.argsort(-x_NV[n], kind="stable")[:num_top]
-        out.logprob_N[n] = torch.from_numpy(log_p)[x]  # a float beyond float32 would raise
+        # As a tensor: a Python float outside the range of float32 would raise an error.
+        out.logprob_N[n] = torch.from_numpy(log_p)[x]
         out.rank_N[n] = 1 + int((x_NV[n] > x_NV[n][x]).sum())
         out.top_token_NT[n] = torch.from_numpy(likeliest)
         out.top_logprob_NT[n] = torch.from_numpy(log_p[likeliest])

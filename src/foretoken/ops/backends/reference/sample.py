@@ -1,9 +1,9 @@
-"""Gumbel-max sampling in fp64, one row at a time; drafts, and the q they came from, written to the
-cache and stated again from it.
+"""Gumbel-max sampling in fp64, one row at a time; writing the q of drafts to the cache, and
+recomputing it from there.
 
 argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
-(Gumbel 1954; Maddison et al. 2014). The same over blocks of the vocabulary, then within the block,
-is the same distribution, since P(block) P(token | block) = P(token).
+(Gumbel 1954; Maddison et al. 2014). Drawing a block of the vocabulary in this way, then a token of
+the block, gives the same distribution, since P(block) P(token | block) = P(token).
 
 Shapes: B requests, S slots, K drafts, V' draft vocabulary.
 """
@@ -30,7 +30,7 @@ Streams = tuple[Stream, Stream]
 
 
 class Slot(NamedTuple):
-    """What decides how a slot's rows are drawn, its filters apart."""
+    """The parameters that decide how a slot's rows are drawn, except its filters."""
 
     key: int
     temperature: float
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
     fp64_noise: bool
 
     @classmethod
-    def of(cls, params: SlotParams, slot: int, fp64_noise: bool) -> Slot:
+    def from_params(cls, params: SlotParams, slot: int, fp64_noise: bool) -> Slot:
         return cls(
             int(params.key_S[slot]), float(params.temperature_S[slot]), int(params.top_k_S[slot]),
             Rule(int(params.rule_S[slot])), fp64_noise,
@@ -57,20 +57,23 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
     processed = process_logits(rows).numpy()
     token_N = torch.empty(len(processed), dtype=torch.int64)
     for n, s in enumerate(rows.slot_N.tolist()):
-        slot = Slot.of(rows.params, s, fp64_noise)
+        slot = Slot.from_params(rows.params, s, fp64_noise)
         token_N[n] = draw(processed[n], slot, int(position_N[n]), int(draft_index_N[n]), streams)
     return token_N
 
 
 def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams) -> int:
-    """One token of one processed row; the slot alone decides which noise it uses."""
+    """Draw a token from a processed row. Only the slot decides whether the noise is flat."""
     if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest index on ties
     if is_finite(row):
-        row = row - row.max()  # next to 1e30 noise would be rounded away
+        row = row - row.max()  # noise added to 1e30 would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
-        """first + argmax of score + noise, named by first + index; -inf is never drawn."""
+        """The id with the largest score + noise; score[i] is that of id first + i, noise is by id.
+
+        An id with score -inf is never drawn; if all scores are -inf, the result is `first`.
+        """
         index = first + np.flatnonzero(score > -np.inf)
         if len(index) == 0:
             return first
@@ -86,9 +89,9 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
 
 
 class Draft(NamedTuple):
-    """A draft x, its own q(x), and q over the target's V ids (x may lie beyond).
+    """A draft x, its q(x), and q over the target's V ids (x may be >= V).
 
-    q(x) is 0 of what counts as no draft, NaN where that is because q's row is not finite.
+    q(x) is NaN if the q row is not finite, and 0 if x counts as no draft for another reason.
     """
 
     x: int
@@ -97,14 +100,14 @@ class Draft(NamedTuple):
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never asked for, lse is 0."""
+    """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never read, the LSE is 0."""
     logits_BV = rows.logits_NV.detach()
     processed = process_logits(rows).numpy()
     token_B = torch.empty(len(processed), dtype=torch.int64)
     for b, s in enumerate(rows.slot_N.tolist()):
-        slot = Slot.of(rows.params, s, noise.fp64)
+        slot = Slot.from_params(rows.params, s, noise.fp64)
         position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
-        # Under COUPLED with the target's own noise.
+        # Under COUPLED drafts use the target's own noise.
         index, streams = (0, TARGET) if slot.rule == Rule.COUPLED else (i, DRAFT)
         token_B[b] = draw(processed[b], slot, position, index, streams)
         if cache is not None:
@@ -116,7 +119,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def threshold_of(raw: Row, filtered: Row) -> float:
-    """The least raw logit that the filters kept, not above it in float32; -inf if they kept all."""
+    """The least raw logit that the filters kept, rounded down to float32; -inf if they kept all."""
     kept = filtered > -np.inf
     if not is_finite(filtered) or not (raw[~kept] > -np.inf).any():
         return -math.inf
@@ -129,29 +132,26 @@ def draft_of(block: DraftBlock, b: int, i: int, s: int, slot: Slot, vocabulary: 
     """Draft i of request b, which has slot s."""
     x, q = int(block.token_BK[b, i]), np.zeros(vocabulary)
     if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
-        return Draft(x, 0.0, q)  # a rate cannot make a token of the target out of another id
+        return Draft(x, 0.0, q)  # a rate cannot turn an unknown id into a token of the target
     if block.cache is None or not block.real_q_B[b] or slot.is_certain:
         return Draft(x, 1.0, one_hot(x, vocabulary))
     if not math.isfinite(float(block.cache.lse_SK[s, i])):
         return Draft(x, math.nan, q)
-    whole = q_of(block.cache, s, i, slot.temperature)
-    shared = min(vocabulary, len(whole))
-    q[:shared] = whole[:shared]
-    return Draft(x, float(whole[x]) if x < len(whole) else 0.0, q)
+    drafter_q = q_of(block.cache, s, i, slot.temperature)  # over the drafter's V' ids
+    shared = min(vocabulary, len(drafter_q))
+    q[:shared] = drafter_q[:shared]
+    return Draft(x, float(drafter_q[x]) if x < len(drafter_q) else 0.0, q)
 
 
 def one_hot(x: int, vocabulary: int) -> Row:
-    """All zero for an id that the target does not have."""
+    """A row with 1 at id x and 0 elsewhere; all 0 if x is not an id of the target."""
     q = np.zeros(vocabulary)
     q[x : x + 1] = 1.0
     return q
 
 
 def q_of(cache: DraftCache, slot: int, i: int, temperature: float) -> Row:
-    """q of a cached row, which is finite, over its V' tokens.
-
-    q = exp(logit / T - lse) where logit >= threshold.
-    """
+    """q of a finite cached row, over V' tokens: exp(logit / T - lse) where logit >= threshold."""
     raw = cache.logits_SKV[slot, i].detach().double().numpy()
     threshold, lse = float(cache.threshold_SK[slot, i]), float(cache.lse_SK[slot, i])
     return np.asarray(np.where(raw >= threshold, np.exp(raw / temperature - lse), 0.0))

@@ -1,4 +1,4 @@
-"""Stock operators, on any device that PyTorch has. See `foretoken.ops.Backend` for the contract."""
+"""Stock PyTorch operators, on any device. See `foretoken.ops.Backend` for the contract."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 Belongs here: `attention` of the backend contract. Does not: writing K/V, building batches.
 
-At batch 1 a layer's attention is mostly operator overhead, so everything that depends on the
-batch alone (block lists, masks, contiguous runs) is planned once and shared by all layers.
+At batch 1 a layer's attention is mostly operator overhead, so everything that depends only on the
+batch (block lists, masks, contiguous runs) is planned once and shared by all layers.
 
-Shape suffixes: T packed tokens, H heads, D head size, b requests of a call, Q queries of each,
-L keys of each.
+Shape suffixes: T packed tokens, H heads, D head size, b requests of a call, Q queries of each
+request, L keys of each request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One SDPA call: b requests of Q queries over L keys each.
+    """One SDPA call: b requests with Q queries and L keys each.
 
-    tokens:    their b*Q tokens in the packed axis T: a slice if adjacent, else int64 indices
+    tokens:    the b*Q tokens of the call in the packed axis T: a slice if adjacent, else int64
+               indices
     first:     flat cache index of the first key if the keys are contiguous in the pool, else None
     block_ids: int64 [b * columns], read if `first` is None
     skip:      keys to drop at the front of the gathered blocks (sliding window)
     length:    L
     mask:      [b, 1, Q, L] of 0 and -inf, or None if every query sees every key (or `causal`)
-    causal:    queries and keys start together: SDPA's own causal mask is right
+    causal:    whether SDPA's own causal mask is right: queries and keys start at the same position
     """
 
     tokens: Tensor | slice
@@ -49,8 +50,9 @@ class _Call:
 
 _Plans = dict[tuple[int | None, torch.dtype], list[_Call]]
 
-# The last batch and its plans. All layers of a forward share one batch; holding a reference to it
-# makes the identity test sound. One tuple, swapped at once: threads can only make it miss.
+# The last batch and its plans, by window and dtype. All layers of a pass share one batch. Holding a
+# reference to the batch makes the identity test sound. The tuple is replaced in one assignment, so
+# that a race between threads can only cause a new plan.
 _last: tuple[AttentionBatch | None, _Plans] = (None, {})
 
 
@@ -63,25 +65,22 @@ def attention(
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
     calls = _plan(batch, options.sliding_window, query_THD.dtype)
+    caches = key_cache, value_cache
     if len(calls) == 1 and calls[0].num_requests * calls[0].num_queries == len(query_THD):
-        return _run(calls[0], query_THD, key_cache, value_cache, options)
+        return _run(calls[0], query_THD, caches, options)
     out_THD = query_THD.new_zeros(*query_THD.shape[:2], value_cache.shape[-1])  # padding stays 0
     for call in calls:
-        query = query_THD[call.tokens]
-        out_THD[call.tokens] = _run(call, query, key_cache, value_cache, options)
+        out_THD[call.tokens] = _run(call, query_THD[call.tokens], caches, options)
     return out_THD
 
 
 def _run(
-    call: _Call,
-    query_THD: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    options: AttentionOptions,
+    call: _Call, query_THD: Tensor, caches: tuple[Tensor, Tensor], options: AttentionOptions
 ) -> Tensor:
+    """Attention of one call's tokens, [T, H, D_v]."""
     tokens, heads, size = query_THD.shape
     query = query_THD.view(call.num_requests, call.num_queries, heads, size).transpose(1, 2)
-    key, value = _read(call, key_cache), _read(call, value_cache)
+    key, value = (_read(call, cache) for cache in caches)
     if options.softcap is None and options.sinks_H is None:
         # enable_gqa: 3.5x faster than repeating the K/V heads on a CPU.
         out = F.scaled_dot_product_attention(
@@ -99,7 +98,7 @@ def _read(call: _Call, cache: Tensor) -> Tensor:
     if call.first is not None:
         flat = cache.view(1, -1, heads, size)
         return flat.narrow(1, call.first, call.length).transpose(1, 2)
-    # By whole blocks: gathering token by token took half the step at batch 16.
+    # Whole blocks are gathered: gathering token by token took half the step at batch 16.
     gathered = cache.index_select(0, call.block_ids).view(call.num_requests, -1, heads, size)
     return gathered.narrow(1, call.skip, call.length).transpose(1, 2)
 
@@ -107,7 +106,7 @@ def _read(call: _Call, cache: Tensor) -> Tensor:
 def _explicit(
     call: _Call, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Softmax written out, in float32: SDPA has neither soft cap nor sinks. [b, H, Q, D_v]."""
+    """Attention with the softmax in float32, [b, H, Q, D_v]: SDPA has no soft cap and no sinks."""
     b, heads, queries, size = query.shape
     kv_heads, per_kv = key.shape[1], heads // key.shape[1]
     grouped = query.reshape(b, kv_heads, per_kv * queries, size)
@@ -129,6 +128,7 @@ def _explicit(
 
 
 def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list[_Call]:
+    """The calls of a layer; planned once per batch, window and dtype."""
     global _last
     last, plans = _last
     if last is not batch:
@@ -146,8 +146,11 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
 
 
 def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
-    """The requests by query length, cut where padding would cost more than the keys: in each
-    group the longest request is at most twice the shortest, or short anyway."""
+    """The requests, grouped by number of queries.
+
+    A group is split if padding would cost more than its keys. In each part the longest request then
+    has at most twice the length of the shortest, or fewer than 128 tokens.
+    """
     by_queries: dict[int, list[int]] = {}
     for b, (start, end) in enumerate(pairwise(start_B1)):
         by_queries.setdefault(end - start, []).append(b)
@@ -162,7 +165,10 @@ def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
 
 
 def _places(group: list[int], start_B1: list[int], device: torch.device) -> tuple[Any, Any]:
-    """The group's tokens in T and requests in B: slices if adjacent, so that views will do."""
+    """Indices of the group's tokens in T and of its requests in B; slices if they are adjacent.
+
+    A slice gives a view without a copy.
+    """
     first, last = group[0], group[-1]
     if last - first == len(group) - 1:
         return slice(start_B1[first], start_B1[last + 1]), slice(first, last + 1)
@@ -179,19 +185,19 @@ def _plan_call(
     window: int | None,
     dtype: torch.dtype,
 ) -> _Call:
-    """Decide what keys to read, as a view if possible, and the smallest mask that is right."""
+    """Plan the call of a group: the keys to read, as a view if possible, and the mask needed."""
     requests, queries = len(group), start_B1[group[0] + 1] - start_B1[group[0]]
     block_size, device = batch.block_size, batch.block_BL.device
     tokens, places = _places(group, start_B1, device)
     table_bL, lengths = batch.block_BL[places], [length_B[b] for b in group]
     shortest, longest = min(lengths), max(lengths)
-    # The earliest key that the earliest query of any request still sees.
+    # All keys before this one are outside the window of every query.
     skip = 0 if window is None else max(0, shortest - queries - window + 1)
     first_column, columns = skip // block_size, -(-longest // block_size)
     block_bL = table_bL[:, first_column:columns]
     if shortest < longest:
-        # Read the request's own first block instead of the padding's: a masked key that another
-        # request left as NaN would still make this one NaN.
+        # Pad the table with the request's own first block. The block of another request might hold
+        # a NaN, which would spread to this request's results even from a masked key.
         used_b1 = torch.tensor([[-(-length // block_size)] for length in lengths], device=device)
         column_L = torch.arange(first_column, columns, device=device)
         block_bL = torch.where(column_L < used_b1, block_bL, table_bL[:, :1])
@@ -216,8 +222,10 @@ def _plan_call(
 
 
 def _mask(query_bQ: Tensor, key_L: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [b, 1, Q, L] by positions. Floats: SDPA converts a boolean mask in every call,
-    once per layer."""
+    """The additive mask [b, 1, Q, L] of queries and keys at these positions.
+
+    It holds floats, since SDPA converts a boolean mask in every call, once per layer.
+    """
     query_bQ1 = query_bQ.unsqueeze(2)
     hidden = key_L > query_bQ1
     if window is not None:

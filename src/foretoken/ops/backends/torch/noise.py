@@ -1,4 +1,4 @@
-"""Philox4x32-10 by name, in int64 tensors. No generator state: see `Stream` for what a name is.
+"""Philox4x32-10 noise by name, in int64 tensors, without generator state; see `ops/__init__.py`.
 
 Shapes: N rows, G groups of four 32-bit words.
 """
@@ -16,7 +16,7 @@ _MAX = {False: 1 - 2.0**-24, True: 1 - 2.0**-53}  # by `fp64`: the largest numbe
 
 
 class RowNoise(NamedTuple):
-    """Where the noise of N rows is. int64 [N], of which the lower 32 bits count; the key: 64."""
+    """The names of the noise of N rows: int64 [N] with 32 significant bits; the key has 64 bits."""
 
     key_N: Tensor
     position_N: Tensor
@@ -27,7 +27,7 @@ class RowNoise(NamedTuple):
 
     @property
     def per_group(self) -> int:
-        """Draws that one group of words gives."""
+        """Draws per group of words."""
         return 2 if self.fp64 else 4
 
     def take(self, index: Tensor | slice) -> RowNoise:
@@ -35,7 +35,10 @@ class RowNoise(NamedTuple):
         return RowNoise(key_N, position_N, draft_index_N, token_N, block_N, self.fp64)
 
     def tokens(self, first_N: Tensor, count: int) -> Tensor:
-        """Gumbel noise of `count` ids from `first_N` on, a multiple of 4: float64 [N, count]."""
+        """Gumbel noise of ids first_N..first_N + count - 1, float64 [N, count].
+
+        first_N: multiples of 4
+        """
         return self._gumbel(first_N, count, self.token_stream_N)
 
     def blocks(self, count: int) -> Tensor:
@@ -43,6 +46,7 @@ class RowNoise(NamedTuple):
         return self._gumbel(torch.zeros_like(self.key_N), count, self.block_stream_N)
 
     def _gumbel(self, first_N: Tensor, count: int, stream_N: Tensor) -> Tensor:
+        """Gumbel noise first_N..first_N + count - 1 of each row's stream, float64 [N, count]."""
         groups_G = torch.arange(-(-count // self.per_group), device=first_N.device)
         group_NG = first_N[:, None] // self.per_group + groups_G
         name = group_NG, self.key_N, self.position_N, self.draft_index_N, stream_N
@@ -51,7 +55,7 @@ class RowNoise(NamedTuple):
 
 @cache
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What even words are multiplied with, and what is added to the key's halves in each round."""
+    """The multipliers of the even words, and the constants added to the key's halves each round."""
     pairs = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
     multiplier, weyl = (torch.tensor(pair).view(2, 1, 1).to(device) for pair in pairs)
     return multiplier, weyl
@@ -63,8 +67,9 @@ def words(
     """The four words of each group, counter = (group, position, draft index, stream): [N, G, 4].
 
     Philox4x32-10 (Salmon et al. 2011, with the constants of Random123) on even words (0, 2) and odd
-    words (1, 3), each [2, N, G]. A product of two words may exceed int64: its bits are those of the
-    unsigned one. Bits of `odd` and `key` above the lower 32 are masked later.
+    words (1, 3), each [2, N, G]. A product of two words may overflow int64, but its 64 bits are
+    those of the unsigned product. `odd` and `key` may have bits above the lower 32: these are
+    masked where they enter `even`, and at the end.
     """
     multiplier, weyl = _constants(key_N.device)
     even = torch.stack([group_NG, draft_index_N[:, None].expand_as(group_NG)]).bitwise_and_(_MASK)
@@ -78,7 +83,7 @@ def words(
 
 
 def to_uniform(words_NG4: Tensor, fp64: bool) -> Tensor:
-    """Words to uniforms in (0, 1), open at both ends: float32 [N, 4G], or float64 [N, 2G].
+    """Convert words to uniforms in the open interval (0, 1): float32 [N, 4G], or float64 [N, 2G].
 
     FP32: (h + 1/2) 2^-32 in FP32 arithmetic, at most 1 - 2^-24. FP64: h = the upper 53 bits of
     two adjacent words, (h + 1/2) 2^-53, at most 1 - 2^-53.
@@ -92,13 +97,13 @@ def to_uniform(words_NG4: Tensor, fp64: bool) -> Tensor:
 
 
 def to_gumbel(u: Tensor) -> Tensor:
-    """-log(-log(1 - u)), float64: the winning tail lies at u -> 0, where floats are dense."""
+    """-log(-log(1 - u)), float64. Large noise comes from u near 0, where floats are dense."""
     return u.double().neg_().log1p_().neg_().log_().neg_()
 
 
 def first_uniform(
     key_N: Tensor, position_N: Tensor, draft_index_N: Tensor, stream: int, fp64: bool
 ) -> Tensor:
-    """Draw 0 of each stream: [N] in (0, 1), float32, or float64 with `fp64`."""
+    """The first uniform of a stream for each of N names: [N], float32, or float64 with `fp64`."""
     group_N1, stream_N = torch.zeros_like(key_N)[:, None], torch.full_like(key_N, stream)
     return to_uniform(words(group_N1, key_N, position_N, draft_index_N, stream_N), fp64)[:, 0]

@@ -1,13 +1,13 @@
-"""Raw logits in, processed on load: edits, temperature and filters of a few rows at a time.
+"""Processing of raw logits: edits, temperature and filters, a few rows at a time.
 
-Belongs here: how rows are read, their filters, their distribution, what is written of it. Does not:
-noise, and what is done with a distribution.
+Belongs here: reading rows, their filters and distribution, processed logits, log-probabilities.
+Does not: noise and draws.
 
-Every filter keeps the logits at or above some value, ties included, so that all filters of a row
-are one threshold, in units of raw logits.
+Every filter keeps the logits at or above some value, ties included. So all filters of a row can be
+combined into one threshold, in units of raw logits.
 
-Shapes: N rows of the call, R of them at a time, V vocabulary, W the same in whole blocks, D digits,
-M entries, T likeliest tokens.
+Shapes: N rows of the call, R rows processed at a time, V vocabulary, W the vocabulary padded to
+whole blocks, D digits, M entries, T likeliest tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.nn.functional import pad
 from foretoken.ops.types import Edits, Logprobs, Rows, Rule, SlotParams
 
 BLOCK = 1024
-_CHUNK = 1 << 19  # logits at a time: 4 MB in float64, which caches hold
+_CHUNK = 1 << 19  # logits at a time: 4 MB in float64, which fit in caches
 
 
 class Distribution(NamedTuple):
-    """What R rows may draw.
+    """The distributions of R rows.
 
     logit_RW:    float32, raw logits after edits, -inf beyond V
     weight_RW:   float64, exp((logit - max) / T) where no filter drops the token, else 0
     max_R:       float32; finite iff the row is
-    threshold_R: float32, in units of raw logits
-    lse_R:       float64, log of the sum of exp(logit / T) over what is kept; finite iff the row is
+    threshold_R: float32, in units of raw logits; tokens with lower logits are dropped
+    lse_R:       float64, log of the sum of exp(logit / T) over kept tokens; finite iff the row is
     """
 
     logit_RW: Tensor
@@ -44,7 +44,7 @@ class Distribution(NamedTuple):
 
 
 def temperatures(params: SlotParams, slot_R: Tensor) -> Tensor:
-    """float64, 1 at T=0."""
+    """The temperatures of slots as float64, with 1 in place of 0."""
     temperature_R = params.temperature_S[slot_R].double()
     return temperature_R.masked_fill_(temperature_R == 0, 1.0)
 
@@ -61,13 +61,14 @@ def _top_k_active(rows: Rows, slot_R: Tensor) -> Tensor:
 
 
 def chunks(count: int, width: int) -> Iterator[slice]:
-    """Cut `count` rows in parts of a bounded number of logits."""
-    step = max(1, _CHUNK // max(width, 1024))  # a narrow row has a search's table, too
+    """Split `count` rows into parts with a bounded number of logits."""
+    # At least 1024 per row: the filters' search needs a table per row, even if rows are narrow.
+    step = max(1, _CHUNK // max(width, 1024))
     return (slice(start, start + step) for start in range(0, count, step))
 
 
 def load(rows: Rows, index_R: Tensor) -> Tensor:
-    """Raw logits after edits, float32 [R, W], a copy; -inf from V on."""
+    """A copy of raw logits after edits, float32 [R, W]; -inf in columns V and higher."""
     vocabulary = rows.logits_NV.shape[1]
     unit = BLOCK if vocabulary > BLOCK else 4  # 4: a group of noise
     x_RV = rows.logits_NV.detach().index_select(0, index_R).float()
@@ -77,7 +78,7 @@ def load(rows: Rows, index_R: Tensor) -> Tensor:
 
 
 def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
-    """The mask, then one entry per (row, token), in place."""
+    """Apply the rows' masks, then their entries, in place."""
     if edits.mask_RW is not None and edits.mask_N is not None:
         mask_R = edits.mask_N[index_R]
         bit_32 = torch.arange(32, dtype=torch.int32, device=x_RV.device)
@@ -87,7 +88,7 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
     start_R = edits.start_N1[index_R]
     count_R = edits.start_N1[index_R + 1] - start_R
     row_M = torch.arange(len(index_R), device=x_RV.device).repeat_interleave(count_R)
-    # Entry m of the chunk is entry m - (those of the rows before) of its row.
+    # The index of each entry in `edits`: the first entry of its row, plus its place in the row.
     entry_M = torch.arange(len(row_M), device=x_RV.device)
     entry_M += (start_R - (count_R.cumsum(0) - count_R))[row_M]
     at, repetition_M = (row_M, edits.token_M[entry_M]), edits.repetition_M[entry_M]
@@ -97,10 +98,10 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
 
 
 def distribution(rows: Rows, index_R: Tensor) -> Distribution:
-    """Edits -> temperature -> min_p -> top_k -> top_p of a few rows.
+    """The distributions of a few rows: edits -> temperature -> min_p -> top_k -> top_p.
 
-    In float64: how an operator rounds may depend on the rows next to a row, but 1e-16 decides no
-    draw, and p / q of equal logits is as near to 1 as no uniform comes.
+    Weights are float64. An operator's rounding may depend on neighbouring rows, but an error of
+    1e-16 changes no draw, and p / q of equal logits is nearer to 1 than any uniform.
     """
     x_RW, slot_R = load(rows, index_R), rows.slot_N[index_R]
     temperature_R, max_R = temperatures(rows.params, slot_R), x_RW.amax(dim=1)
@@ -114,12 +115,12 @@ def distribution(rows: Rows, index_R: Tensor) -> Distribution:
 
 
 def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tensor:
-    """The rows' thresholds; weights of logits below them become 0, in place."""
-    params, warm_R = rows.params, rows.params.temperature_S[slot_R] > 0
+    """The rows' thresholds; weights of logits below the threshold are set to 0, in place."""
+    params, samples_R = rows.params, rows.params.temperature_S[slot_R] > 0
     min_p_R, top_p_R = params.min_p_S[slot_R].double(), params.top_p_S[slot_R].double()
-    min_p_on_R, top_p_on_R = (min_p_R > 0) & warm_R, (top_p_R < 1) & warm_R
-    top_k_on_R = _top_k_active(rows, slot_R) & warm_R
-    threshold_R = torch.full_like(warm_R, -torch.inf, dtype=torch.float32)
+    min_p_on_R, top_p_on_R = (min_p_R > 0) & samples_R, (top_p_R < 1) & samples_R
+    top_k_on_R = _top_k_active(rows, slot_R) & samples_R
+    threshold_R = torch.full_like(samples_R, -torch.inf, dtype=torch.float32)
     if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
         threshold_R = torch.where(min_p_on_R, _round_up(exact_R), threshold_R)
@@ -130,69 +131,72 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
         kth_R = best_RK.gather(1, top_k_R1 - 1)[:, 0]
         threshold_R = torch.where(top_k_on_R, threshold_R.maximum(kth_R), threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
-        # Where ties go on below the k best, so may the nucleus: it ends at the k-th then.
+        # Ties may extend past the k best logits. If the nucleus does too, it ends at the k-th.
         reach_RK = weight_RW.gather(1, id_RK).cumsum(dim=1)
         short_RK = reach_RK < (top_p_R * weight_RW.sum(dim=1))[:, None]
         place_R1 = short_RK.sum(dim=1, keepdim=True).clamp_(max=short_RK.shape[1] - 1)
         last_R = best_RK.gather(1, place_R1)[:, 0]
         threshold_R = torch.where(top_k_on_R & top_p_on_R, last_R, threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
-    top_p_alone_R = top_p_on_R & ~top_k_on_R
-    if top_p_alone_R.any():
+    only_top_p_R = top_p_on_R & ~top_k_on_R
+    if only_top_p_R.any():
         goal_R = top_p_R * weight_RW.sum(dim=1)
         last_R = threshold_R.maximum(_largest_reaching(ordered(x_RW), weight_RW, goal_R))
-        threshold_R = torch.where(top_p_alone_R, last_R, threshold_R)
+        threshold_R = torch.where(only_top_p_R, last_R, threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
     return threshold_R
 
 
 def _round_up(exact_R: Tensor) -> Tensor:
-    """The least float32 that is not below, so that comparing with it decides as in float64."""
+    """The least float32 >= a float64. A float32 is >= the result iff it is >= the float64."""
     out_R = exact_R.float()
     next_R = out_R.nextafter(torch.full_like(out_R, torch.inf))
     return torch.where(out_R < exact_R, next_R, out_R)
 
 
 def ordered(x: Tensor) -> Tensor:
-    """int32 in the order of the float32 they are made from; 0.0 and -0.0 are one."""
+    """Map float32 to int32 with the same order; 0.0 and -0.0 become equal."""
     bits = (x + 0.0).view(torch.int32)
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
 
 
 def _largest_reaching(key_RW: Tensor, weight_RW: Tensor, goal_R: Tensor) -> Tensor:
-    """The largest logit of each row such that the weights at or above it sum to the goal.
+    """The largest logit of each row such that the weights of logits at or above it reach the goal.
 
-    A radix search by 11, 11 and 10 bits of the ordered logit: the digit at which the sum from above
-    reaches the goal, then the same among the logits that begin with the digits found. A sort takes
-    35 ns per logit where this takes 2.
+    key_RW holds `ordered` logits. A radix search by digits of 11, 11 and 10 bits of the key: find
+    the digit at which the sum of weights, from the top, reaches the goal; then continue among the
+    keys with that prefix. The search takes 2 ns per logit, a sort 35.
     """
     digit_RW = (key_RW >> 21).add_(1024)
     mass_RD = weight_RW.new_zeros(len(key_RW), 2048).scatter_add_(1, digit_RW.long(), weight_RW)
     digit_R, above_R = _digit_reaching(mass_RD, goal_R, torch.zeros_like(goal_R))
     row_M, id_M = (digit_RW == digit_R.int()[:, None]).nonzero(as_tuple=True)
     key_M, weight_M = key_RW[row_M, id_M], weight_RW[row_M, id_M]
-    found_R = digit_R - 1024
+    prefix_R = digit_R - 1024
     for shift, digits in ((10, 2048), (0, 1024)):
         digit_M = key_M >> shift & digits - 1
         mass = weight_M.new_zeros(len(goal_R) * digits)
         mass.index_add_(0, row_M * digits + digit_M, weight_M)
         digit_R, above_R = _digit_reaching(mass.view(-1, digits), goal_R, above_R)
-        found_R = found_R * digits + digit_R
+        prefix_R = prefix_R * digits + digit_R
         weight_M = weight_M * (digit_M == digit_R[row_M])
-    return (found_R ^ ((found_R >> 31) & 0x7FFFFFFF)).int().view(torch.float32)
+    return (prefix_R ^ ((prefix_R >> 31) & 0x7FFFFFFF)).int().view(torch.float32)
 
 
 def _digit_reaching(mass_RD: Tensor, goal_R: Tensor, above_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(The digit at which `above` and the masses from the top reach the goal, the sum above it)."""
+    """The digit at which the sum of masses, from the top, reaches the goal; and the sum above it.
+
+    Sums start at `above_R`, the mass of all keys with a higher prefix.
+    """
     reach_RD = above_R[:, None] + mass_RD.flip(1).cumsum(dim=1)
     short_RD = reach_RD < goal_R[:, None]
-    # Masses of a digit's parts may round to less than its own: the last part is meant then.
+    # Due to rounding, all digits together may sum to less than the goal: then take the lowest.
     digit_R = (mass_RD.shape[1] - 1 - short_RD.sum(dim=1)).clamp_(min=0)
     return digit_R, torch.where(short_RD, reach_RD, above_R[:, None]).amax(dim=1)
 
 
 def processed(rows: Rows, index_R: Tensor) -> Tensor:
-    """Logits / T, -inf where dropped, float32 [R, V]."""
+    """Processed logits: logit / T, -inf for dropped tokens, float32 [R, V]."""
     p, vocabulary = distribution(rows, index_R), rows.logits_NV.shape[1]
     temperature_R = temperatures(rows.params, rows.slot_N[index_R]).float()
     dropped_RW = p.logit_RW < p.threshold_R[:, None]
@@ -213,18 +217,14 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """See `Backend.logprobs`."""
     logits_NV = rows.logits_NV if isinstance(rows, Rows) else rows.detach()
     count, vocabulary = logits_NV.shape
-    out = Logprobs(
-        logprob_N=torch.empty_like(token_N, dtype=torch.float32),
-        rank_N=torch.empty_like(token_N, dtype=torch.int64),
-        top_logprob_NT=token_N.new_empty(count, num_top, dtype=torch.float32),
-        top_token_NT=token_N.new_empty(count, num_top, dtype=torch.int64),
-    )
+    out = Logprobs.empty(count, num_top, token_N.device)
     index_N, id_V = (torch.arange(n, device=token_N.device) for n in (count, vocabulary))
     for part in chunks(count, vocabulary):
         x_RV = processed(rows, index_N[part]) if isinstance(rows, Rows) else logits_NV[part].float()
         lse_R1 = x_RV.double().logsumexp(dim=1, keepdim=True)
         given_R1 = x_RV.gather(1, token_N[part, None].long())
-        key_RV = (ordered(x_RV).long() << 32) - id_V  # all differ: of equal ones `topk` takes any
+        # Keys are distinct, with lower ids first: `topk` takes equal values in any order.
+        key_RV = (ordered(x_RV).long() << 32) - id_V
         top_RT = key_RV.topk(num_top, dim=1).indices
         out.logprob_N[part] = (given_R1 - lse_R1)[:, 0]
         out.rank_N[part] = (x_RV > given_R1).sum(dim=1) + 1

@@ -1,10 +1,11 @@
 """Gumbel-max sampling of raw logits: argmax, flat, or hierarchical over blocks.
 
-Belongs here: `sample`, `draft`, which keeps q, and how rows and weights are drawn, which `verify`
-shares. Does not: what a row is (`process`), its noise (`noise`).
+Belongs here: `sample`; `draft`, which also stores q; drawing from weights, which `verify` shares.
+Does not: processing rows (`process`), noise (`noise`).
 
-Shapes: N rows of the call, M of them drawn, R of these at a time, V vocabulary, W the same in whole
-blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
+Shapes: N rows of the call, M rows that are drawn from, R rows that are processed at a time, V
+vocabulary, W the vocabulary padded to whole blocks, B requests, J blocks of a row, G groups of
+noise, P draws of a group.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
 class Drawn(NamedTuple):
-    """What drawing M rows found.
+    """The draws of M rows.
 
-    finite_M:    whether the row is
-    threshold_M: float32, in units of raw logits
-    lse_M:       float64, log sum exp of logits / T over what is kept; 0 at T=0
+    finite_M:    whether the row is finite
+    threshold_M: float32, in units of raw logits: the row keeps tokens with logit >= threshold
+    lse_M:       float64, log sum exp of logits / T over kept tokens; 0 at T=0
     """
 
     token_M: Tensor
@@ -38,20 +39,20 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
     index_N = torch.arange(len(rows.slot_N), device=rows.slot_N.device)
     token_N, block_N = (torch.full_like(index_N, stream) for stream in noise.streams)
     key_N = rows.params.key_S[rows.slot_N]
-    own = RowNoise(key_N, noise.position_N, noise.draft_index_N, token_N, block_N, noise.fp64)
-    return draw_rows(rows, index_N, own).token_M
+    row_noise = RowNoise(key_N, noise.position_N, noise.draft_index_N, token_N, block_N, noise.fp64)
+    return draw_rows(rows, index_N, row_noise).token_M
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """See `Backend.draft`. Returns int64 [B]."""
     slot_B, index_B = rows.slot_N, noise.draft_index_N
     coupled_B = rows.params.rule_S[slot_B] == Rule.COUPLED
-    own = RowNoise(
+    row_noise = RowNoise(
         rows.params.key_S[slot_B], noise.position_N, index_B.masked_fill(coupled_B, 0),
         torch.where(coupled_B, Stream.TARGET_TOKEN, Stream.DRAFT_TOKEN),
         torch.where(coupled_B, Stream.TARGET_BLOCK, Stream.DRAFT_BLOCK), noise.fp64,
     )  # fmt: skip
-    drawn = draw_rows(rows, torch.arange(len(slot_B), device=slot_B.device), own)
+    drawn = draw_rows(rows, torch.arange(len(slot_B), device=slot_B.device), row_noise)
     if cache is not None:
         cache.logits_SKV[slot_B, index_B] = rows.logits_NV.detach()
         cache.threshold_SK[slot_B, index_B] = drawn.threshold_M
@@ -60,7 +61,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
-    """Draw rows `index_M`, each by its parameters alone; `noise` has one entry for each."""
+    """Draw a token in each row `index_M`; `noise` has one entry per drawn row."""
     out = Drawn(
         torch.empty_like(index_M),
         torch.empty_like(index_M, dtype=torch.bool),
@@ -77,34 +78,36 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
             out.lse_M[part] = p.lse_R
         if len(greedy):
             max_R, token_R = load(rows, n[greedy]).max(dim=1)  # the lowest id on ties
-            at = greedy + part.start
-            out.token_M[at], out.finite_M[at], out.lse_M[at] = token_R, max_R.isfinite(), 0.0
+            m = greedy + part.start
+            out.token_M[m], out.finite_M[m], out.lse_M[m] = token_R, max_R.isfinite(), 0.0
     return out
 
 
 def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
     """One token per row with probability proportional to its weight, the lowest id on ties.
 
-    Weights are float64, the largest near 1: one that underflows is too small for any noise. A row
-    that is not finite gives some id in [0, V).
+    Weights are float64, the largest near 1. A weight that underflows to 0 could not win with any
+    noise. A row that is not finite gives some id in [0, V).
+
+    flat_R: whether the row draws flat noise instead of hierarchical noise
     """
-    if weight_RW.shape[1] <= BLOCK:  # one block, and so no block to draw
+    if weight_RW.shape[1] <= BLOCK:  # a single block needs no draw of a block
         gumbel_RW = noise.tokens(torch.zeros_like(noise.key_N), weight_RW.shape[1])
         return (weight_RW.log() + gumbel_RW).argmax(dim=1)
-    r = flat_R.nonzero()[:, 0]
-    if len(r) == len(flat_R):
+    flat = flat_R.nonzero()[:, 0]
+    if len(flat) == len(flat_R):
         return _draw_flat(weight_RW, noise)
     token_R = _draw_hierarchical(weight_RW, noise)
-    if len(r):
-        token_R[r] = _draw_flat(weight_RW[r], noise.take(r))
+    if len(flat):
+        token_R[flat] = _draw_flat(weight_RW[flat], noise.take(flat))
     return token_R
 
 
 def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
-    """argmax over blocks of log-mass + Gumbel noise, then the same over the block's tokens.
+    """Draw a block by the argmax of log-mass + Gumbel noise, then a token of it in the same way.
 
-    The distribution is that of the weights, since P(block) P(token | block) = P(token); only
-    V/1024 + 1024 noises are drawn.
+    The distribution is that of the weights, since P(block) P(token | block) = P(token). Noise is
+    drawn for only V/1024 blocks and 1024 tokens.
     """
     weight_RJB = weight_RW.view(len(weight_RW), -1, BLOCK)
     mass_RJ = weight_RJB.sum(dim=2)
@@ -115,7 +118,10 @@ def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
 
 
 def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:
-    """argmax of log-weight + Gumbel noise, drawn for the groups of ids that have any weight."""
+    """The id with the largest log-weight + Gumbel noise, the lowest on ties.
+
+    Noise is drawn only for groups of ids with a weight above 0.
+    """
     weight_RGP = weight_RW.view(len(weight_RW), -1, noise.per_group)
     row_M, group_M = (weight_RGP > 0).any(dim=2).nonzero(as_tuple=True)
     first_M = group_M * noise.per_group
@@ -123,6 +129,6 @@ def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:
     best_M, place_M = (weight_RGP[row_M, group_M].log() + gumbel_MP).max(dim=1)
     best_R = torch.full_like(weight_RW[:, 0], -torch.inf)
     best_R.scatter_reduce_(0, row_M, best_M, "amax")
-    m = (best_M == best_R[row_M]).nonzero()[:, 0]  # more than one where ids tie
+    m = (best_M == best_R[row_M]).nonzero()[:, 0]  # the best group of each row, or several on ties
     token_R, id_M = torch.zeros_like(noise.key_N), first_M[m] + place_M[m]
     return token_R.scatter_reduce_(0, row_M[m], id_M, "amin", include_self=False)

@@ -1,10 +1,9 @@
-"""A stack in stock operators: portable, readable, and what other backends are compared with.
+"""A stack in stock operators: portable, readable, the reference for other backends.
 
-Reading order: `StockStack.run` (the pass), then what a layer does before and after its attention
-(also what training unrolls), `multiply` (the product of each weight format), `pack`.
+Reading order: `StockStack.run` (the pass), then the parts of a layer before and after its attention
+(which training calls, too), `multiply` (the product of each weight format), `pack`.
 
-Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W numbers that a mixer
-reads.
+Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W input size of a mixer.
 """
 
 from __future__ import annotations
@@ -21,45 +20,28 @@ from foretoken.ops.checks import check_pass
 from foretoken.ops.formats import decode_blocks, decode_groups, round_rows
 from foretoken.ops.paging import write_index, write_kv
 from foretoken.ops.passes import pass_begins
-from foretoken.ops.stack import (
-    KV,
-    Attention,
-    Blocks,
-    Dense,
-    FeatureRule,
-    Features,
-    ForwardOutput,
-    Grouped,
-    Joined,
-    Layer,
-    Linear,
-    Rope,
-    Stack,
-    UnfitError,
-    Weight,
-    check_known,
-    format_of,
-    linears,
-    map_linears,
-    parts_of,
+
+from foretoken.ops.stack import (  # isort: skip
+    KV, Attention, Blocks, Dense, FeatureRule, Features, ForwardOutput, Grouped, Joined, Layer,
+    Linear, Rope, Stack, UnfitError, Weight, check_known, format_of, linears, map_linears, parts_of,
     plain,
-)
+)  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
 
-# What oneDNN's layout is tuned for. With 1, single rows would take another kernel, which is slower
-# and rounds differently.
+# Number of rows that oneDNN's layout is tuned for. With 1, single rows would use another kernel,
+# which is slower and rounds differently.
 _ROWS_HINT = 64
 
 MIN_BYTES = 16 << 20
-"""Smaller models stay as they are: their weights stay in the cache, where MKL's single rows are as
-fast and its calls 10 us cheaper."""
+"""Smaller models are not packed: their weights stay in the processor's cache. There MKL multiplies
+single rows as fast as oneDNN, and its calls are 10 us cheaper."""
 
 
 class StockStack:
-    """The `LoadedStack` of stock operators, around any backend's attention; see `pack`."""
+    """The `LoadedStack` of stock operators, with the attention of any backend; see `pack`."""
 
     multiplies_masked_keys: ClassVar[bool] = True
 
@@ -68,9 +50,9 @@ class StockStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `LoadedStack`."""
         return self.stack.dtype
 
+    @torch.inference_mode()
     def run(
         self,
         batch: ForwardBatch,
@@ -80,19 +62,8 @@ class StockStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. All rows go through all layers: fewer would round otherwise."""
+        """See `LoadedStack.run`. Every layer computes all rows: fewer would round differently."""
         pass_begins()
-        with torch.inference_mode():
-            return self._run(batch, kv, aux_layers, features, logits)
-
-    def _run(
-        self,
-        batch: ForwardBatch,
-        kv: KV,
-        aux_layers: Sequence[int],
-        features: Features | None,
-        logits: bool,
-    ) -> ForwardOutput:
         stack, row_N, last = self.stack, batch.logit_row_N, len(self.stack.layers)
         check_pass(stack, batch, kv, features)
         index_T = write_index(batch.attention, len(batch.token_T), len(kv.keys[0]))
@@ -103,7 +74,7 @@ class StockStack:
             if i:
                 read_TW = norm(x_TC, layer.mixer_norm_C, stack.eps)
             if id(rope) not in angles:
-                angles[id(rope)] = turns(rope, batch.position_T, stack.dtype)
+                angles[id(rope)] = cos_sin(rope, batch.position_T, stack.dtype)
             query, key, value = project(stack, layer.mixer, read_TW, angles[id(rope)])
             caches, options = (kv.keys[i], kv.values[i]), layer.mixer.options
             write_kv(caches, index_T, key, value)
@@ -116,8 +87,8 @@ class StockStack:
         rule, is_normed = stack.features, stack.features is not None and stack.features.norm_output
         hidden_NC = norm(x_TC, stack.norm_C, stack.eps) if is_normed else x_TC
         logits_NV = output(stack, hidden_NC if logits else hidden_NC[:0])
-        found = tuple(aux[i] for i in aux_layers)
-        return ForwardOutput(logits_NV, found, None if rule is None else hidden_NC)
+        states = tuple(aux[i] for i in aux_layers)
+        return ForwardOutput(logits_NV, states, None if rule is None else hidden_NC)
 
     @torch.inference_mode()
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -126,7 +97,7 @@ class StockStack:
 
 
 def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Tensor, Tensor]:
-    """The residual stream [T, C], and what the first mixer reads of it [T, W]."""
+    """The residual stream [T, C], and the input of the first mixer [T, W]."""
     token_TC = vectors(stack.embedding, token_T).to(stack.dtype)
     rule, eps = stack.features, stack.eps
     read_TC = norm(token_TC, stack.layers[0].mixer_norm_C, eps)
@@ -139,7 +110,7 @@ def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Ten
 
 
 def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
-    """[T, C] of the target's hidden states, in the order of layers."""
+    """The features [T, C] from the target's hidden states, which are in the order of layers."""
     states_TA = torch.cat(list(states), dim=-1).to(rule.feature_norm_C.dtype)
     if (gain_PA := rule.fc_norm_PA) is not None:
         states_TPA = states_TA.view(-1, *gain_PA.shape)
@@ -150,7 +121,7 @@ def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
 def project(
     stack: Stack, mixer: Attention, read_TW: Tensor, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed and turned, and values; [T, H, D]."""
+    """Queries, keys and values, [T, H, D]. Queries and keys are normed and rotated (RoPE)."""
     heads, kv_heads = mixer.heads, mixer.kv_heads
     qkv_THD = multiply(read_TW, mixer.qkv).view(len(read_TW), -1, mixer.head_size)
     query, key, value = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
@@ -158,11 +129,11 @@ def project(
         query = norm(query, mixer.q_norm_D, stack.eps)
     if mixer.k_norm_D is not None:
         key = norm(key, mixer.k_norm_D, stack.eps)
-    return turn(query, angles), turn(key, angles), value
+    return rotate(query, angles), rotate(key, angles), value
 
 
 def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor:
-    """The stream after a layer, from what its attention gave."""
+    """The residual stream after a layer, from the stream before it and its attention's result."""
     x_NC = x_NC + multiply(mixed_NW, layer.mixer.o)
     feed, inner_NC = layer.feed, norm(x_NC, layer.feed_norm_C, stack.eps)
     gate_NI, up_NI = multiply(inner_NC, feed.gate_up).chunk(2, dim=-1)
@@ -170,24 +141,24 @@ def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor
 
 
 def output(stack: Stack, x_NC: Tensor) -> Tensor:
-    """Logits [N, V] of the stream's rows, or of rows' outputs."""
+    """Logits [N, V] of rows of the residual stream, which with `norm_output` are already normed."""
     rule = stack.features
     is_normed = rule is not None and rule.norm_output
     logits = multiply(x_NC if is_normed else norm(x_NC, stack.norm_C, stack.eps), stack.head)
     if stack.target_ids is None:
         return logits
-    wide_NV = logits.new_full((len(logits), stack.vocab_size), -torch.inf)
-    return wide_NV.index_copy_(1, stack.target_ids, logits)
+    logits_NV = logits.new_full((len(logits), stack.vocab_size), -torch.inf)
+    return logits_NV.index_copy_(1, stack.target_ids, logits)
 
 
-def turns(rope: Rope, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cos_sin(rope: Rope, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions, [T, 1, R]."""
     angle_T1R = position_T.float()[:, None, None] * rope.frequency_R
     return (angle_T1R.cos() * rope.scale).to(dtype), (angle_T1R.sin() * rope.scale).to(dtype)
 
 
-def turn(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Heads turned by their positions."""
+def rotate(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate heads by the cosines and sines of their positions."""
     cos, sin = angles
     size = cos.shape[-1]
     a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
@@ -202,7 +173,7 @@ def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
-    """Rows of an embedding, [T, C]."""
+    """The embeddings of tokens, [T, C]."""
     if isinstance(embedding, Dense):
         return embedding.values[token_T]
     if isinstance(embedding, Grouped):
@@ -214,10 +185,10 @@ def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, linear: Linear) -> Tensor:
-    """[..., in] times a layer: [..., out].
+    """The product of x [..., in] with a layer: [..., out].
 
-    Weights in blocks or groups multiply rows that were rounded to eight bits (`round_rows`): that
-    is part of what such a model is, whatever computes it.
+    Before a product with blocks or groups, activations are rounded to eight bits (`round_rows`):
+    that is part of the model's definition in every backend.
     """
     weight, bias = linear.weight, linear.bias
     if isinstance(weight, Joined):
@@ -235,7 +206,7 @@ def multiply(x: Tensor, linear: Linear) -> Tensor:
 
 
 def decoded(weight: Dense | Blocks | Grouped) -> Dense:
-    """A weight as plain numbers; of blocks and groups as float32."""
+    """A weight as plain numbers; blocks and groups are decoded to float32."""
     if isinstance(weight, Dense):
         return weight
     if isinstance(weight, Grouped):
@@ -245,24 +216,27 @@ def decoded(weight: Dense | Blocks | Grouped) -> Dense:
 
 
 def pack(stack: Stack) -> Stack:
-    """The same as it is multiplied: plain numbers; in oneDNN's layout on a CPU, if it is there and
-    pays (decision 004)."""
+    """The stack with all weights as plain numbers.
+
+    On a CPU they are in oneDNN's layout, if that exists and is faster (decision 004).
+    """
     check_known(stack)
-    kept = [linear.weight for _, linear in linears(stack)]
-    if not all(isinstance(one, Dense) and one.values.dtype is stack.dtype for one in kept):
-        return map_linears(stack, partial(_unpacked, dtype=stack.dtype))
+    stored = [linear.weight for _, linear in linears(stack)]
+    if not all(isinstance(w, Dense) and w.values.dtype is stack.dtype for w in stored):
+        return map_linears(stack, partial(_decoded_layer, dtype=stack.dtype))
     weights = [plain(linear.weight) for _, linear in linears(stack)]
     return map_linears(stack, packed) if pays(weights) else stack
 
 
-def _unpacked(linear: Linear, dtype: torch.dtype) -> Linear:
-    found = map(decoded, parts_of(linear.weight))
-    parts = tuple(part._replace(values=part.values.to(dtype)) for part in found)
+def _decoded_layer(linear: Linear, dtype: torch.dtype) -> Linear:
+    """A layer with its weight, or each part of it, as plain numbers of a dtype."""
+    dense_parts = map(decoded, parts_of(linear.weight))
+    parts = tuple(part._replace(values=part.values.to(dtype)) for part in dense_parts)
     return linear._replace(weight=Joined(parts) if len(parts) > 1 else parts[0])
 
 
 def pays(weights: Sequence[Tensor]) -> bool:
-    """Whether this build of PyTorch packs linear layers of these weights, and they are large."""
+    """Whether this build of PyTorch can pack these weights, and they are large enough to gain."""
     if sum(weight.nbytes for weight in weights) < MIN_BYTES:
         return False
     ops = ("_linear_pointwise", "_reorder_linear_weight")

@@ -14,7 +14,7 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 
 class Steps:
-    """The `ops.steps.Steps` of any device, and the ones that the others must equal."""
+    """`ops.steps.Steps` for any device. The `Steps` of other backends must give equal results."""
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
@@ -25,135 +25,157 @@ class Steps:
         return torch.minimum(most_B, left_B).clamp(min=0), length_B
 
     def write_drafts(
-        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
+        """Write drafts after the known tokens of each request."""
         if num_B.device.type == "cpu":
-            fits = num_B.shape == asked.num_B.shape and not (num_B > asked.num_B).any()
+            fits = num_B.shape == requests.num_B.shape and not (num_B > requests.num_B).any()
             if not fits:
-                raise IntegrityError(f"{num_B.tolist()} drafts, {asked.num_B.tolist()} asked for")
-        self._put(asked.slot_B, asked.position_B, num_B, token_BK.clamp(0, last_id))
+                raise IntegrityError(
+                    f"{num_B.tolist()} drafts, {requests.num_B.tolist()} asked for"
+                )
+        self._write_tokens(requests.slot_B, requests.position_B, num_B, token_BK.clamp(0, last_id))
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        want_B = tokens.num_D + 1
+        """Pack the tokens of a step; deciding requests have K_b + 1 rows of logits, others none."""
+        num_rows_B = tokens.num_D + 1
         if tokens.of_B is not None:
-            want_B = pad(want_B, (0, 1))[tokens.of_B]  # -1 is the 0 after the last
-        count_B = tokens.num_tokens_B + (want_B - 1).clamp(min=0)
-        slot_B = self._going_on(tokens.slot_B)
+            num_rows_B = pad(num_rows_B, (0, 1))[tokens.of_B]  # index -1 reads the 0 at the end
+        count_B = tokens.num_tokens_B + (num_rows_B - 1).clamp(min=0)
+        slot_B = self._spare_if_done(tokens.slot_B)
         start_B = self._state.computed_S[slot_B]
-        return self._packed(slot_B, start_B, count_B, want_B, sizes, block_size)
+        return self._packed(slot_B, start_B, count_B, num_rows_B, sizes, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
+        """Make accepted drafts and the token after them known tokens; returns the outcome."""
         slot_B, (token_BK1, accepted_B, finite_B) = tokens.slot_B, verdict
         decides_B = torch.ones_like(finite_B)
-        if (of_B := tokens.of_B) is not None:
-            token_BK1, decides_B = pad(token_BK1, (0, 0, 0, 1))[of_B], of_B >= 0
-            accepted_B, finite_B = pad(accepted_B, (0, 1))[of_B], pad(finite_B, (0, 1))[of_B]
-        length_B, computed_B, limit_B = (column[slot_B] for column in self._state[2:])
-        goes_on_B = length_B < limit_B
-        end_B = length_B + (accepted_B + finite_B) * goes_on_B
-        self._put(slot_B, length_B, end_B - length_B, token_BK1)
-        self._state.computed_S[slot_B] = computed_B + (tokens.num_tokens_B + accepted_B) * goes_on_B
-        self._state.length_S[slot_B] = end_B
-        self._state.limit_S[slot_B] = torch.where(goes_on_B & decides_B & ~finite_B, end_B, limit_B)
+        if (decider_B := tokens.of_B) is not None:
+            # Rows of the verdict by request: zeros where the request does not decide (index -1).
+            token_BK1, decides_B = pad(token_BK1, (0, 0, 0, 1))[decider_B], decider_B >= 0
+            accepted_B = pad(accepted_B, (0, 1))[decider_B]
+            finite_B = pad(finite_B, (0, 1))[decider_B]
+        state = self._state
+        length_B, limit_B = state.length_S[slot_B], state.limit_S[slot_B]
+        computed_B, continues_B = state.computed_S[slot_B], length_B < limit_B
+        end_B = length_B + (accepted_B + finite_B) * continues_B
+        self._write_tokens(slot_B, length_B, end_B - length_B, token_BK1)
+        state.computed_S[slot_B] = computed_B + (tokens.num_tokens_B + accepted_B) * continues_B
+        state.length_S[slot_B] = end_B
+        state.limit_S[slot_B] = torch.where(continues_B & decides_B & ~finite_B, end_B, limit_B)
         columns = (tokens.num_D, verdict.n_accept_B, verdict.finite_B.to(torch.int64))
-        of_D = torch.cat([torch.stack(columns, dim=1), verdict.token_BK1.to(torch.int64)], dim=1)
-        return torch.cat([computed_B, of_D.flatten()])
+        token_DK1 = verdict.token_BK1.to(torch.int64)
+        outcome = torch.cat([torch.stack(columns, dim=1), token_DK1], dim=1)
+        return torch.cat([computed_B, outcome.flatten()])
 
-    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        (slot_B, num_B, position_B, most), state = asked[:4], self._state
-        requests, columns = len(slot_B), state.block_SL.shape[1]
-        spare, device = len(state.length_S) - 1, slot_B.device
-        slot_B = self._going_on(slot_B)
+    def begin_round(
+        self, requests: DraftRequests, known: int, max_len: int, block_size: int
+    ) -> Round:
+        """Plan all passes of a round of drafting; see `ops.steps.Round`."""
+        state, position_B, most = self._state, requests.position_B, requests.most
+        count, columns = len(position_B), state.block_SL.shape[1]
+        spare, device = len(state.length_S) - 1, position_B.device
+        slot_B = self._spare_if_done(requests.slot_B)
         fits_B = (position_B <= max_len) & (slot_B < spare)
         slot_B, length_B = torch.where(fits_B, slot_B, spare), torch.where(fits_B, position_B, 1)
-        num_B = torch.minimum(num_B, (max_len + 1 - position_B).clamp(min=0))
+        num_B = torch.minimum(requests.num_B, (max_len + 1 - position_B).clamp(min=0))
         count_B = length_B.clamp(max=known)
-        want_B, sizes = torch.ones_like(count_B), PackSizes(known * requests, requests, known, most)
-        first = self._packed(slot_B, length_B - count_B, count_B, want_B, sizes, block_size)
+        num_rows_B, sizes = torch.ones_like(count_B), PackSizes(known * count, count, known, most)
+        first = self._packed(slot_B, length_B - count_B, count_B, num_rows_B, sizes, block_size)
         block_BL = first.attention.block_BL
         used_B = (length_B + num_B + block_size - 1) // block_size
         is_own_BL = torch.arange(block_BL.shape[1], device=device) < used_B[:, None]
         first.attention.block_BL = torch.where(is_own_BL, block_BL, state.block_SL[spare, 0])
         index_K1 = torch.arange(most, device=device)[:, None]
         length_KB = (length_B + index_K1).clamp(max=min(max_len, columns * block_size))
-        index_KB = index_K1.expand(-1, requests).contiguous()
-        index_B1 = torch.arange(requests + 1, device=device)
+        index_KB = index_K1.expand(-1, count).contiguous()
+        index_B1 = torch.arange(count + 1, device=device)
         return Round(num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
 
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        start_B1, length_B, (token_SL, _, length_S, *_) = (
-            batch.query_start_B1, batch.length_B, self._state,
-        )  # fmt: skip
-        start_B, end_B = start_B1[:-1], start_B1[1:]
+        """The token after each token of a pass, and the index of each request's last such token."""
+        token_SL, length_B = self._state.token_SL, batch.length_B
+        start_B, end_B = batch.query_start_B1[:-1], batch.query_start_B1[1:]
         index_T = torch.arange(num_tokens, device=end_B.device)
-        owner_T = torch.searchsorted(end_B, index_T, right=True).clamp_(max=len(end_B) - 1)
-        next_T = (index_T + (length_B - end_B + 1)[owner_T]).clamp_(max=token_SL.shape[1] - 1)
-        token_T = token_SL[slot_B[owner_T], next_T].long().clamp_(min=0)
+        request_T = torch.searchsorted(end_B, index_T, right=True).clamp_(max=len(end_B) - 1)
+        next_T = (index_T + (length_B - end_B + 1)[request_T]).clamp_(max=token_SL.shape[1] - 1)
+        token_T = token_SL[slot_B[request_T], next_T].long().clamp_(min=0)
+        # Positions: of the first token of the pass, and of its last token with a known next token.
         first_B = length_B - (end_B - start_B)
-        last_B = torch.minimum(length_B - 1, length_S[slot_B] - 2)
+        last_B = torch.minimum(length_B - 1, self._state.length_S[slot_B] - 2)
         return token_T, start_B + (last_B - first_B).clamp_(min=0)
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
         index_K = torch.arange(len(drafts), device=num_B.device)
         return torch.stack(list(drafts), dim=1).masked_fill(index_K >= num_B[:, None], -1)
 
-    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        # An occurrence is named by where it ends: `run_BL` is how many tokens up to there are equal
-        # to the last ones.
-        slot_B, num_B, position_B, most = asked[:4]
-        text_BL, length_B1 = self._state.token_SL[slot_B], position_B[:, None]
+    def look_up(
+        self, requests: DraftRequests, shortest: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        # `run_BL`: the number of tokens, up to and including each place, that equal the text's
+        # last tokens.
+        num_B, position_B = requests.num_B, requests.position_B
+        text_BL, length_B1 = self._state.token_SL[requests.slot_B], position_B[:, None]
         width = text_BL.shape[1]
         place_L = torch.arange(width, device=text_BL.device)
-        run_BL, goes_on_BL = torch.zeros_like(text_BL), torch.ones_like(text_BL, dtype=torch.bool)
+        run_BL, matches_BL = torch.zeros_like(text_BL), torch.ones_like(text_BL, dtype=torch.bool)
         for back in range(longest):
             last_B1 = text_BL.gather(1, (length_B1 - 1 - back).clamp(min=0))
             shifted_BL = text_BL.roll(back, dims=1)
-            goes_on_BL = goes_on_BL & (shifted_BL == last_B1) & (place_L >= back)
-            run_BL = run_BL + goes_on_BL
-        run_BL = torch.where(place_L < length_B1 - 1, run_BL, 0)  # an earlier occurrence
+            matches_BL = matches_BL & (shifted_BL == last_B1) & (place_L >= back)
+            run_BL = run_BL + matches_BL
+        run_BL = torch.where(place_L < length_B1 - 1, run_BL, 0)  # only earlier occurrences
         size_B1 = run_BL.amax(dim=1, keepdim=True)
-        ends_BL = (run_BL == size_B1) & (size_B1 >= shortest)
-        is_long_BL = ends_BL & (length_B1 - 1 - place_L >= num_B[:, None])
-        latest_B = torch.where(is_long_BL, place_L, -1).amax(dim=1)
-        earliest_B = torch.where(ends_BL, place_L, width).amin(dim=1)
+        is_end_BL = (run_BL == size_B1) & (size_B1 >= shortest)  # the longest match ends here
+        # The latest match that enough tokens follow, else the earliest match.
+        has_all_BL = is_end_BL & (length_B1 - 1 - place_L >= num_B[:, None])
+        latest_B = torch.where(has_all_BL, place_L, -1).amax(dim=1)
+        earliest_B = torch.where(is_end_BL, place_L, width).amin(dim=1)
         end_B = torch.where(latest_B >= 0, latest_B, earliest_B) + 1
         num_B = torch.minimum(num_B, (position_B - end_B).clamp(min=0))
-        index_K = torch.arange(most, device=text_BL.device)
+        index_K = torch.arange(requests.most, device=text_BL.device)
         token_BK = text_BL.gather(1, (end_B[:, None] + index_K).clamp(max=width - 1)).long()
         return token_BK.masked_fill(index_K >= num_B[:, None], -1), num_B
 
-    def _going_on(self, slot_B: Tensor) -> Tensor:
-        """The slots, and the spare in the place of those whose requests may have no more tokens:
-        there may be no block for the last one, which need not be computed."""
-        goes_on_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
-        return torch.where(goes_on_B, slot_B, len(self._state.length_S) - 1)
+    def _spare_if_done(self, slot_B: Tensor) -> Tensor:
+        """The slots, with the spare slot in place of requests that may have no more tokens.
 
-    def _put(self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor) -> None:
-        """Write the first `num_B` tokens of each row; the others go to the end of the spare's."""
+        The last token of such a request need not be computed, and may have no block.
+        """
+        continues_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
+        return torch.where(continues_B, slot_B, len(self._state.length_S) - 1)
+
+    def _write_tokens(
+        self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor
+    ) -> None:
+        """Write the first `num_B` tokens of each row to positions first_B, first_B + 1, ...
+
+        The row's other tokens go to the last place of the spare slot's row.
+        """
         spare, end = self._state.token_SL.shape[0] - 1, self._state.token_SL.shape[1] - 1
         index_J = torch.arange(token_BJ.shape[1], device=token_BJ.device)
-        wanted_BJ = index_J < num_B[:, None]
-        row_BJ = torch.where(wanted_BJ, slot_B[:, None], spare)
-        at_BJ = torch.where(wanted_BJ, first_B[:, None] + index_J, end)
-        self._state.token_SL[row_BJ, at_BJ] = token_BJ.to(torch.int32)
+        is_written_BJ = index_J < num_B[:, None]
+        row_BJ = torch.where(is_written_BJ, slot_B[:, None], spare)
+        place_BJ = torch.where(is_written_BJ, first_B[:, None] + index_J, end)
+        self._state.token_SL[row_BJ, place_BJ] = token_BJ.to(torch.int32)
 
     def _packed(
         self,
         slot_B: Tensor,
         start_B: Tensor,
         count_B: Tensor,
-        want_B: Tensor,
+        num_rows_B: Tensor,
         sizes: PackSizes,
         block_size: int,
     ) -> ForwardBatch:
-        """Tokens start..start + count - 1 of each slot, with logits of the last `want_B`."""
+        """Pack tokens start..start + count - 1 of slots, with logits of the last `num_rows_B`."""
         (token_SL, block_SL, *_), (tokens, rows, queries, ahead) = self._state, sizes
-        ends_B, wanted_B, device = count_B.cumsum(0), want_B.cumsum(0), slot_B.device
+        ends_B, row_ends_B, device = count_B.cumsum(0), num_rows_B.cumsum(0), slot_B.device
         length_B, columns = start_B + count_B, block_SL.shape[1]
         if device.type == "cpu":
-            totals = torch.stack([ends_B[-1], wanted_B[-1], length_B.max()])
+            totals = torch.stack([ends_B[-1], row_ends_B[-1], length_B.max()])
             tokens, rows, longest = totals.tolist()
             room = min(token_SL.shape[1], columns * block_size)
             if longest > room:
@@ -162,18 +184,18 @@ class Steps:
                 )
             columns = min(columns, -(-(longest + ahead) // block_size))
         index_T = torch.arange(tokens, device=device)
-        owner_T = torch.searchsorted(ends_B, index_T, right=True)
+        request_T = torch.searchsorted(ends_B, index_T, right=True)
         spare, last = len(token_SL) - 1, len(slot_B) - 1
-        is_real_T, owner_T = owner_T <= last, owner_T.clamp(max=last)
-        slot_T = torch.where(is_real_T, slot_B[owner_T], spare)
-        position_T = torch.where(is_real_T, index_T + (length_B - ends_B)[owner_T], 0)
+        is_real_T, request_T = request_T <= last, request_T.clamp(max=last)
+        slot_T = torch.where(is_real_T, slot_B[request_T], spare)
+        position_T = torch.where(is_real_T, index_T + (length_B - ends_B)[request_T], 0)
         token_T = token_SL[slot_T, position_T].to(torch.int64)
         if device.type == "cpu" and (token_T < 0).any():
             raise IntegrityError("a token is to be computed that was never written")
         index_N = torch.arange(rows, device=device)
-        of_N = torch.searchsorted(wanted_B, index_N, right=True)
-        is_real_N, of_N = of_N <= last, of_N.clamp(max=last)
-        row_N = torch.where(is_real_N, index_N + (ends_B - wanted_B)[of_N], 0)
+        request_N = torch.searchsorted(row_ends_B, index_N, right=True)
+        is_real_N, request_N = request_N <= last, request_N.clamp(max=last)
+        row_N = torch.where(is_real_N, index_N + (ends_B - row_ends_B)[request_N], 0)
         attention = AttentionBatch(
             pad(ends_B, (1, 0)), length_B, block_SL[slot_B, :columns], block_size,
             most_queries=queries, values_fit=True,

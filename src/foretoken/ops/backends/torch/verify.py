@@ -1,24 +1,24 @@
 """Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-Belongs here: the reductions, the residual, what is emitted, and what a verdict rests on. Does not:
-the rules (`ops/rules.py`), how a row is read (`process`) and drawn (`sample`).
+Belongs here: the reductions, the residual, the emitted tokens, and the evidence of a verdict. Does
+not: the rules (`ops/rules.py`), reading rows (`process`) and drawing from them (`sample`).
 
-q(x) is one number of the cache; p(x) takes a pass over the row of every draft that has a q; the
-token after the accepted drafts takes one more. The block rule reads p and q of every draft except
-the first once again, for its residual masses.
+q(x) is read from the cache as one number. p(x) takes a pass over the row of every draft with a q,
+and the token after the accepted drafts takes one more pass. The block rule reads p and q of every
+draft except the first once more, for its residual masses.
 
-`evidence_by` serves other backends, too: it reads rows by their functions, waits for no device, and
-has no shape that depends on what tensors hold. On a GPU it runs outside of what is captured.
+Other backends use `evidence_by`, too. It reads rows with their functions and waits for no device,
+and its shapes do not depend on tensors' values. On a GPU it runs outside of captured graphs.
 
-Shapes: B requests, K most drafts, N rows, V vocabulary, W the same in whole blocks, M drafts or
-rows in flat order, R of them, or of the requests, at a time, E edits.
+Shapes: B requests, K columns of drafts, N rows, V vocabulary, W the vocabulary padded to whole
+blocks, M drafts or rows as a flat list, R drafts, rows or requests processed at a time, J rows of a
+request, E entries of edits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,118 +35,125 @@ from foretoken.ops.types import (  # isort: skip
     Verdict, VerifyBatch,
 )  # fmt: skip
 
-_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests are asked for
+_ProcessLogits = Callable[[Rows], Tensor]
+_Logprobs = Callable[[Rows, Tensor, int], Logprobs]
+
+_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests need it
 
 
 class Batch(NamedTuple):
-    """What the stages share.
+    """The data that the stages share.
 
-    rows:        the N target rows; those of a request have the parameters of its slot
-    first_row_B: the row that decides the request's first token
-    own_B:       p is one-hot at the target's own draw: T = 0, or COUPLED
-    real_q_B:    as given, but False where `own_B`, which asks nothing of q
+    inputs:      the arguments of `verify`
+    rows:        the N target rows, each with the parameters of its request's slot
+    first_row_B: index of the row that decides the request's first token
+    one_hot_p_B: whether p is one-hot at the target's own draw: at T = 0 and under COUPLED
+    real_q_B:    whether the request's q is read: as in `inputs`, but False if p is one-hot
     finite_BK1:  filled by the stages: False where a target row was read and is not finite
     """
 
-    given: VerifyBatch
+    inputs: VerifyBatch
     rows: Rows
     first_row_B: Tensor
     rule_B: Tensor
-    own_B: Tensor
+    one_hot_p_B: Tensor
     token_BK: Tensor
     real_q_B: Tensor
     finite_BK1: Tensor
     vocabulary: int
 
 
-def verify(given: VerifyBatch) -> Verdict:
+def verify(inputs: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`."""
-    params, slot_B, drafts = given.params, given.slot_B, given.drafts
+    params, slot_B, drafts = inputs.params, inputs.slot_B, inputs.drafts
     most, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
     rules_of(rule_B.tolist())
-    slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(given.logits_NV))
-    own_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
+    slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(inputs.logits_NV))
+    one_hot_p_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
     batch = Batch(
-        given, rows=Rows(given.logits_NV, params, slot_N, given.edits),
-        first_row_B=num_rows_B.cumsum(0) - num_rows_B, rule_B=rule_B, own_B=own_B,
-        token_BK=drafts.token_BK.long(), real_q_B=drafts.real_q_B & ~own_B,
+        inputs, rows=Rows(inputs.logits_NV, params, slot_N, inputs.edits),
+        first_row_B=num_rows_B.cumsum(0) - num_rows_B, rule_B=rule_B, one_hot_p_B=one_hot_p_B,
+        token_BK=drafts.token_BK.long(), real_q_B=drafts.real_q_B & ~one_hot_p_B,
         finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
-        vocabulary=given.logits_NV.shape[1],
+        vocabulary=inputs.logits_NV.shape[1],
     )  # fmt: skip
     n_accept_B, rejected_B, log_w_B = _decide(batch)
     last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
     n_accept_B1 = n_accept_B[:, None]
-    behind_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
-    # A draft is accepted at a row that is not finite only by SYNTHETIC.
-    finite_B = (batch.finite_BK1 | behind_BK1).all(dim=1)
+    after_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
+    # Rows 0..n_accept must be finite. Only SYNTHETIC accepts a draft at a row that is not.
+    finite_B = (batch.finite_BK1 | after_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
-    token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(behind_BK1, -1)
+    token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(after_BK1, -1)
     token_BK1 = token_BK1.scatter_(1, n_accept_B1, last_B1).to(drafts.token_BK.dtype)
     return Verdict(token_BK1, n_accept_B, finite_B)
 
 
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Stages (i) and (ii): n_accept_B, rejected_B, log_w_B.
+    """Stages (i) and (ii), reductions and rule: n_accept_B, rejected_B, log_w_B.
 
-    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
+    rejected_B: whether a draft with a q follows the accepted drafts; then the last token is drawn
+                from the residual
     log_w_B:    log of the residual's weight
     """
-    zero_B, rules = torch.zeros_like(batch.first_row_B), batch.given.params.rules
+    zero_B, rules = torch.zeros_like(batch.first_row_B), batch.inputs.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
         return zero_B, zero_B > 0, zero_B.double()
     log_q_BK = _log_q(batch)
-    drafted_BK, log_p_BK = log_q_BK > -torch.inf, torch.full_like(log_q_BK, -torch.inf)
-    b_M, i_M = (drafted_BK & batch.own_B[:, None]).nonzero(as_tuple=True)
+    has_q_BK, log_p_BK = log_q_BK > -torch.inf, torch.full_like(log_q_BK, -torch.inf)
+    b_M, i_M = (has_q_BK & batch.one_hot_p_B[:, None]).nonzero(as_tuple=True)
     if len(b_M):
-        log_p_BK[b_M, i_M] = _log_p_own(batch, b_M, i_M)
-    b_M, i_M = (drafted_BK & ~batch.own_B[:, None]).nonzero(as_tuple=True)
+        log_p_BK[b_M, i_M] = _log_p_one_hot(batch, b_M, i_M)
+    b_M, i_M = (has_q_BK & ~batch.one_hot_p_B[:, None]).nonzero(as_tuple=True)
     for part in chunks(len(b_M), batch.vocabulary):
         log_p_BK[b_M[part], i_M[part]] = _log_p(batch, b_M[part], i_M[part])
-    log_u_BK = torch.full_like(log_p_BK, -torch.inf)  # p and q are one-hot: any u decides alike
+    # If p and q are one-hot, the decision is the same for every u.
+    log_u_BK = torch.full_like(log_p_BK, -torch.inf)
     if len(b_M) or Rule.SYNTHETIC in rules:
-        log_u_BK = _uniforms(batch.given, batch.given.slot_B, batch.given.position_B).log()
-    x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, batch.given.synthetic_rate_K)
+        log_u_BK = _uniforms(batch.inputs, batch.inputs.slot_B, batch.inputs.position_B).log()
+    x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, batch.inputs.synthetic_rate_K)
     log_w_BK1 = weights(x, batch.rule_B)
     if Rule.BLOCK in rules:
         x = replace(x, residual_mass_BK=_residual_masses(batch, log_q_BK, log_w_BK1))
     n_accept_B = accept(x, batch.rule_B)
-    at_B1 = n_accept_B[:, None]
-    rejected_B = pad(drafted_BK, (0, 1)).gather(1, at_B1)[:, 0] & ~batch.own_B
-    return n_accept_B, rejected_B, log_w_BK1.gather(1, at_B1)[:, 0]
+    n_accept_B1 = n_accept_B[:, None]
+    rejected_B = pad(has_q_BK, (0, 1)).gather(1, n_accept_B1)[:, 0] & ~batch.one_hot_p_B
+    return n_accept_B, rejected_B, log_w_BK1.gather(1, n_accept_B1)[:, 0]
 
 
 def _log_q(batch: Batch) -> Tensor:
-    """log q(x_i), [B, K]: 0 if one-hot; of real q from the cache, as raw / T - LSE.
+    """log q(x_i), [B, K]: 0 if q is one-hot; for a real q raw logit / T - LSE, from the cache.
 
-    -inf (q = 0) without a draft, where the draft row is not finite, or where it cannot give x_i:
-    below its threshold, or beyond its vocabulary.
+    It is -inf (q = 0) if there is no draft i, if the draft row is not finite, or if x_i is outside
+    the row's vocabulary or below its threshold; and for all later drafts of the request.
     """
-    token_BK, slot_B, cache = batch.token_BK, batch.given.slot_B, batch.given.drafts.cache
+    token_BK, slot_B, cache = batch.token_BK, batch.inputs.slot_B, batch.inputs.drafts.cache
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
-    known_BK = (index_K < batch.given.drafts.num_B[:, None]) & (token_BK >= 0)
-    # A rate would emit ids that the target does not have.
+    known_BK = (index_K < batch.inputs.drafts.num_B[:, None]) & (token_BK >= 0)
+    # Under SYNTHETIC a rate would emit ids that the target does not have.
     known_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
     log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
     if cache is not None:
-        at, width = (slot_B[:, None], index_K), cache.logits_SKV.shape[2]
-        raw_BK = cache.logits_SKV[(*at, token_BK.clamp(0, width - 1))].float()
-        real_BK = raw_BK / temperatures(batch.given.params, slot_B)[:, None] - cache.lse_SK[at]
-        kept_BK = (token_BK < width) & (raw_BK >= cache.threshold_SK[at])
+        entry, width = (slot_B[:, None], index_K), cache.logits_SKV.shape[2]
+        raw_BK = cache.logits_SKV[(*entry, token_BK.clamp(0, width - 1))].float()
+        temperature_B1 = temperatures(batch.inputs.params, slot_B)[:, None]
+        real_BK = raw_BK / temperature_B1 - cache.lse_SK[entry]
+        kept_BK = (token_BK < width) & (raw_BK >= cache.threshold_SK[entry])
         real_BK = torch.where(kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
         log_q_BK = torch.where(batch.real_q_B[:, None], real_BK, log_q_BK)
     return log_q_BK.masked_fill_(known_BK.cumprod(dim=1) == 0, -torch.inf)
 
 
 def _noise(batch: Batch, b_M: Tensor, i_M: Tensor, streams: tuple[Stream, Stream]) -> RowNoise:
-    """Noise of TARGET or RESIDUAL at position i_M of requests b_M."""
-    given = batch.given
-    key_M, position_M = given.params.key_S[given.slot_B[b_M]], given.position_B[b_M] + i_M
+    """TARGET or RESIDUAL noise of rows i_M of requests b_M."""
+    inputs = batch.inputs
+    key_M, position_M = inputs.params.key_S[inputs.slot_B[b_M]], inputs.position_B[b_M] + i_M
     token_M, block_M = (torch.full_like(b_M, stream) for stream in streams)
-    return RowNoise(key_M, position_M, torch.zeros_like(b_M), token_M, block_M, given.fp64_noise)
+    return RowNoise(key_M, position_M, torch.zeros_like(b_M), token_M, block_M, inputs.fp64_noise)
 
 
-def _log_p_own(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
-    """log p(x_i) where p is the target's own draw: 0 if that is x_i, else -inf."""
+def _log_p_one_hot(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
+    """log p(x_i) where p is one-hot at the target's own draw: 0 if x_i is that draw, else -inf."""
     drawn = draw_rows(batch.rows, batch.first_row_B[b_M] + i_M, _noise(batch, b_M, i_M, TARGET))
     batch.finite_BK1[b_M, i_M] = drawn.finite_M
     same_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
@@ -154,36 +161,39 @@ def _log_p_own(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
 
 
 def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
-    """log p(x_i) of drafts i_R of requests b_R; -inf for ids >= V, dropped ones, and junk rows."""
+    """log p(x_i) of drafts i_R of requests b_R.
+
+    It is -inf for ids >= V, for dropped tokens, and in rows that are not finite.
+    """
     p = distribution(batch.rows, batch.first_row_B[b_R] + i_R)
     token_R, finite_R = batch.token_BK[b_R, i_R], p.max_R.isfinite()
     batch.finite_BK1[b_R, i_R] = finite_R
     raw_R = p.logit_RW.gather(1, token_R.clamp(max=batch.vocabulary - 1)[:, None])[:, 0]
     kept_R = (token_R < batch.vocabulary) & (raw_R >= p.threshold_R) & finite_R
-    log_p_R = raw_R / temperatures(batch.given.params, batch.given.slot_B[b_R]) - p.lse_R
+    log_p_R = raw_R / temperatures(batch.inputs.params, batch.inputs.slot_B[b_R]) - p.lse_R
     return torch.where(kept_R, log_p_R, -torch.inf)
 
 
-def _uniforms(given: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
+def _uniforms(inputs: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
     """The acceptance uniforms of these requests, float64 [R, K]."""
-    most = given.drafts.token_BK.shape[1]
+    most = inputs.drafts.token_BK.shape[1]
     index_M = torch.arange(most, device=slot_R.device).repeat(len(slot_R))
-    key_M = given.params.key_S[slot_R].repeat_interleave(most)
+    key_M = inputs.params.key_S[slot_R].repeat_interleave(most)
     position_M = position_R.repeat_interleave(most) + index_M
-    u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
+    u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, inputs.fp64_noise)
     return u_M.double().view(len(slot_R), most)
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
     """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule.
 
-    0 where p is not finite; and where the rule does not read it: for x_1, where q = 0, at T=0.
+    It is 0 where p is not finite, and where the rule does not read S: for x_1, if q = 0, at T=0.
     """
     log_w_BK, mass_BK = log_w_BK1[:, :-1], torch.zeros_like(log_q_BK)
-    asked_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
-    asked_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.own_B)[:, None]
-    asked_BK[:, :1] = False
-    b_M, i_M = asked_BK.nonzero(as_tuple=True)
+    is_read_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
+    is_read_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.one_hot_p_B)[:, None]
+    is_read_BK[:, :1] = False
+    b_M, i_M = is_read_BK.nonzero(as_tuple=True)
     for part in chunks(len(b_M), batch.vocabulary):
         b, i = b_M[part], i_M[part]
         p = distribution(batch.rows, batch.first_row_B[b] + i)
@@ -193,15 +203,22 @@ def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tenso
 
 
 def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R: Tensor) -> Tensor:
-    """max(w p - q, 0) of drafts i_R of requests b_R, float64 [R, W], from the weights of p."""
+    """max(w p - q, 0) in the rows of drafts i_R of requests b_R, float64 [R, W].
+
+    weight_RW: the weights of p, not normalised
+    """
     rest_RW = weight_RW * (log_w_R.exp() / weight_RW.sum(dim=1))[:, None]
-    token_R, real_R, cache = batch.token_BK[b_R, i_R], batch.real_q_B[b_R], batch.given.drafts.cache
+    token_R, real_R, cache = (
+        batch.token_BK[b_R, i_R],
+        batch.real_q_B[b_R],
+        batch.inputs.drafts.cache,
+    )
     one_hot = (~real_R & (token_R < batch.vocabulary)).nonzero()[:, 0]
     rest_RW[one_hot, token_R[one_hot]] = 0.0
     real = real_R.nonzero()[:, 0]
     if cache is not None and len(real):
-        slot_R = batch.given.slot_B[b_R[real]]
-        q_RV = _q_rows(cache, batch.given.params, slot_R, i_R[real], batch.vocabulary)
+        slot_R = batch.inputs.slot_B[b_R[real]]
+        q_RV = _q_rows(cache, batch.inputs.params, slot_R, i_R[real], batch.vocabulary)
         rest_RW[real, : q_RV.shape[1]] -= q_RV
     return rest_RW.clamp_(min=0.0)
 
@@ -209,18 +226,19 @@ def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R
 def _q_rows(
     cache: DraftCache, params: SlotParams, slot_R: Tensor, i_R: Tensor, vocabulary: int
 ) -> Tensor:
-    """q of drafts i_R as the cache states it, float64, of ids that the target has."""
+    """q of drafts i_R of slots, from the cache: float64, over the ids that the target also has."""
     raw_RV = cache.logits_SKV[slot_R, i_R][:, :vocabulary].float()
     log_q_RV = raw_RV / temperatures(params, slot_R)[:, None] - cache.lse_SK[slot_R, i_R, None]
     return log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[slot_R, i_R, None])
 
 
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
-    """Stage (iii): the token after the i_B accepted ones, int64 [B].
+    """Stage (iii): draw the token after the first i_B drafts, which were accepted: int64 [B].
 
-    With RESIDUAL noise from the residual where a draft that has a q was rejected, from p if the
-    residual has no mass; else from p with TARGET noise: the target's own draw, the bonus token, a
-    placeholder's slot, and that of a draft row that is not finite.
+    The token in place of a rejected draft that has a q is drawn with RESIDUAL noise: from the
+    residual, or from p if the residual has no mass. Any other token is drawn from p with TARGET
+    noise: the target's own draw, the bonus token, and the token in place of a placeholder or of a
+    draft with a row that is not finite.
     """
     row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
     b = (~rejected_B).nonzero()[:, 0]
@@ -240,12 +258,12 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
     return last_B
 
 
-class _Asked(NamedTuple):
-    """How a backend reads rows, and the requests that are asked for, by their order there."""
+class _Subset(NamedTuple):
+    """The R requests that need evidence, and how the backend reads their rows."""
 
-    process_logits: Callable[[Rows], Tensor]
-    logprobs: Callable[[Rows, Tensor, int], Logprobs]
-    given: VerifyBatch
+    process_logits: _ProcessLogits
+    logprobs: _Logprobs
+    inputs: VerifyBatch
     slot_R: Tensor
     num_R: Tensor
     first_row_R: Tensor
@@ -253,143 +271,157 @@ class _Asked(NamedTuple):
     token_RK: Tensor
 
     def rows(self, index_RJ: Tensor) -> Rows:
-        """Rows of the requests, one after another; after a request's last one, that again."""
+        """Rows `index_RJ` of each request. An index after the last row gives the last row again."""
         row_M = (self.first_row_R[:, None] + index_RJ.minimum(self.num_R[:, None])).flatten()
-        real_M, edits = (index_RJ <= self.num_R[:, None]).flatten(), self.given.edits
+        exists_M, edits = (index_RJ <= self.num_R[:, None]).flatten(), self.inputs.edits
         slot_M = self.slot_R.repeat_interleave(index_RJ.shape[1])
-        edits = None if edits is None else _edits_of(edits, row_M, real_M)
-        return Rows(self.given.logits_NV[row_M], self.given.params, slot_M, edits)
+        edits = None if edits is None else _edits_of(edits, row_M, exists_M)
+        return Rows(self.inputs.logits_NV[row_M], self.inputs.params, slot_M, edits)
 
 
 def evidence_by(
-    process_logits: Callable[[Rows], Tensor], logprobs: Callable[[Rows, Tensor, int], Logprobs]
+    process_logits: _ProcessLogits, logprobs: _Logprobs
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
-    """`Backend.evidence` of a backend that reads rows by these functions of its own."""
+    """Make `Backend.evidence` for a backend that has these functions."""
 
-    def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-        """Some requests at a time."""
-        most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
+    def evidence(inputs: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
+        most_logits = (inputs.drafts.token_BK.shape[1] + 1) * inputs.logits_NV.shape[1]
         parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
-        own = partial(_Asked, process_logits, logprobs, given)
-        found = [_evidence(own, given, verdict, part_R) for part_R in parts]
-        return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
+        outs = [_evidence(process_logits, logprobs, inputs, verdict, part_R) for part_R in parts]
+        return Evidence(*(torch.cat(column) for column in zip(*outs, strict=True)))
 
     return evidence
 
 
 def _evidence(
-    own: Callable[..., _Asked], given: VerifyBatch, verdict: Verdict, request_R: Tensor
+    process_logits: _ProcessLogits,
+    logprobs: _Logprobs,
+    inputs: VerifyBatch,
+    verdict: Verdict,
+    request_R: Tensor,
 ) -> Evidence:
-    drafts, slot_R = given.drafts, given.slot_B[request_R]
+    """The evidence of requests `request_R`, all at a time."""
+    drafts, slot_R = inputs.drafts, inputs.slot_B[request_R]
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
     index_RK = torch.arange(most, device=slot_R.device).expand(len(slot_R), most)
     token_RK = drafts.token_BK[request_R].long()
-    own_R = given.params.temperature_S[slot_R] == 0
-    own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
-    real_q_R = drafts.real_q_B[request_R] & ~own_R
+    one_hot_p_R = inputs.params.temperature_S[slot_R] == 0
+    one_hot_p_R |= inputs.params.rule_S[slot_R] == Rule.COUPLED
+    real_q_R = drafts.real_q_B[request_R] & ~one_hot_p_R
     first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
-    asked = own(slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
+    subset = _Subset(
+        process_logits, logprobs, inputs, slot_R, drafts.num_B[request_R], first_row_R, real_q_R,
+        token_RK,
+    )  # fmt: skip
     accepted_R1 = verdict.n_accept_B[request_R, None]
     last_R1 = verdict.token_BK1[request_R].long().gather(1, accepted_R1)
-    p_RK, finite_RK = _p(asked, index_RK, token_RK)
-    p_R1, _ = _p(asked, accepted_R1, last_R1)
-    q_RK = _q_of_drafts(asked, index_RK)
-    q_R1 = _q_of_last(asked, q_RK, accepted_R1, last_R1)
+    p_RK, finite_RK = _p_of_tokens(subset, index_RK, token_RK)
+    p_R1, _ = _p_of_tokens(subset, accepted_R1, last_R1)
+    q_RK = _q_of_drafts(subset, index_RK)
+    q_R1 = _q_of_last(subset, q_RK, accepted_R1, last_R1)
     mass_RK = torch.full_like(p_RK, torch.nan)
-    if Rule.BLOCK in given.params.rules and most > 1:
-        mass_RK[:, :-1] = _masses(asked, p_RK, q_RK, finite_RK)
+    if Rule.BLOCK in inputs.params.rules and most > 1:
+        mass_RK[:, :-1] = _masses(subset, p_RK, q_RK, finite_RK)
     return Evidence(
         token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
-        _uniforms(given, slot_R, given.position_B[request_R]).view_as(p_RK), mass_RK, real_q_R,
+        _uniforms(inputs, slot_R, inputs.position_B[request_R]).view_as(p_RK), mass_RK, real_q_R,
     )  # fmt: skip
 
 
-def _p(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
-    """p of tokens in rows of each request, float64; and whether the rows are finite."""
-    vocabulary, rows = asked.given.logits_NV.shape[1], asked.rows(index_RJ)
+def _p_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
+    """p of tokens in rows `index_RJ` of each request, float64; and whether the rows are finite."""
+    vocabulary, rows = subset.inputs.logits_NV.shape[1], subset.rows(index_RJ)
     token_M = token_RJ.flatten()
-    found = asked.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
-    finite_M = found.top_logprob_NT[:, 0].isfinite()
-    cold_M = rows.params.temperature_S[rows.slot_N] == 0
-    is_best_M = found.top_token_NT[:, 0] == token_M
-    p_M = torch.where(cold_M, is_best_M.double(), found.logprob_N.double().exp())
+    logprobs = subset.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
+    finite_M = logprobs.top_logprob_NT[:, 0].isfinite()
+    is_greedy_M = rows.params.temperature_S[rows.slot_N] == 0
+    is_best_M = logprobs.top_token_NT[:, 0] == token_M
+    p_M = torch.where(is_greedy_M, is_best_M.double(), logprobs.logprob_N.double().exp())
     is_known_M = (token_M >= 0) & (token_M < vocabulary)
     p_M = torch.where(finite_M & is_known_M, p_M, 0.0)
     return p_M.view_as(token_RJ), finite_M.view_as(token_RJ)
 
 
-def _q(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
-    """q of tokens as the cache states it, float64; NaN where the draft's row is not finite."""
-    cache, params = asked.given.drafts.cache, asked.given.params
+def _q_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
+    """q of tokens in draft rows `index_RJ`, from the cache: float64, NaN if the row is not finite.
+
+    Without a cache it is 1.
+    """
+    cache, params = subset.inputs.drafts.cache, subset.inputs.params
     if cache is None:
         return torch.ones_like(token_RJ, dtype=torch.float64)
-    at, width = (asked.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
-    raw_RJ = cache.logits_SKV[(*at, token_RJ.clamp(0, width - 1))].float()
-    lse_RJ = cache.lse_SK[at]
-    q_RJ = (raw_RJ / temperatures(params, asked.slot_R)[:, None] - lse_RJ).exp()
-    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[at])
+    entry, width = (subset.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
+    raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
+    lse_RJ = cache.lse_SK[entry]
+    q_RJ = (raw_RJ / temperatures(params, subset.slot_R)[:, None] - lse_RJ).exp()
+    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[entry])
     return torch.where(is_kept_RJ, q_RJ, 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
 
 
-def _q_of_drafts(asked: _Asked, index_RK: Tensor) -> Tensor:
-    given, token_RK = asked.given, asked.token_RK
-    is_token_RK = token_RK < given.logits_NV.shape[1]
-    is_token_RK |= (given.params.rule_S[asked.slot_R] != Rule.SYNTHETIC)[:, None]
-    q_RK = torch.where(asked.real_q_R[:, None], _q(asked, index_RK, token_RK), 1.0)
+def _q_of_drafts(subset: _Subset, index_RK: Tensor) -> Tensor:
+    """q(x_i) of all drafts, [R, K]: 1 if q is one-hot, 0 for an id that cannot be emitted."""
+    inputs, token_RK = subset.inputs, subset.token_RK
+    is_token_RK = token_RK < inputs.logits_NV.shape[1]
+    is_token_RK |= (inputs.params.rule_S[subset.slot_R] != Rule.SYNTHETIC)[:, None]
+    q_RK = torch.where(subset.real_q_R[:, None], _q_of_tokens(subset, index_RK, token_RK), 1.0)
     return torch.where(is_token_RK & (token_RK >= 0), q_RK, 0.0)
 
 
-def _q_of_last(asked: _Asked, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
-    """q of the token after the accepted drafts, if a draft stood there."""
+def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
+    """q of the token after the accepted drafts, [R, 1]; 0 if the token does not replace a draft."""
     if q_RK.shape[1] == 0:
         return torch.zeros_like(last_R1, dtype=torch.float64)
-    place_R1 = accepted_R1.clamp(max=q_RK.shape[1] - 1)
-    replaces_R1 = (accepted_R1 < asked.num_R[:, None]) & (q_RK.gather(1, place_R1) > 0)
-    is_draft_R1 = (asked.token_RK.gather(1, place_R1) == last_R1).double()
-    q_R1 = torch.where(asked.real_q_R[:, None], _q(asked, place_R1, last_R1), is_draft_R1)
+    index_R1 = accepted_R1.clamp(max=q_RK.shape[1] - 1)
+    replaces_R1 = (accepted_R1 < subset.num_R[:, None]) & (q_RK.gather(1, index_R1) > 0)
+    is_draft_R1 = (subset.token_RK.gather(1, index_R1) == last_R1).double()
+    q_R1 = _q_of_tokens(subset, index_R1, last_R1)
+    q_R1 = torch.where(subset.real_q_R[:, None], q_R1, is_draft_R1)
     return torch.where(replaces_R1, q_R1, 0.0)
 
 
-def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
-    """S_i of the drafts that another one follows, [R, K - 1], as the block rule has it.
+def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
+    """S_i of the block rule for all drafts that another draft follows, [R, K - 1]; else NaN.
 
-    Of a one-hot q it is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
+    For a one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
     """
-    params, cache, most = asked.given.params, asked.given.drafts.cache, p_RK.shape[1]
+    params, cache, most = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
     is_draft_RK = q_RK > 0
     log_q_RK = torch.where(is_draft_RK, q_RK, 0.0).log()
     w_RK = block_weights(RuleInputs(p_RK.log(), log_q_RK, log_q_RK))[:, 1:-1].exp()
     mass_RK = w_RK * (1 - p_RK[:, 1:])
     if cache is not None:
         following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
-        rows, index_M = asked.rows(following_RK), following_RK.flatten()
-        rest_MV = asked.process_logits(rows).double().softmax(dim=1)
+        rows, index_M = subset.rows(following_RK), following_RK.flatten()
+        rest_MV = subset.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
         q_MV = _q_rows(cache, params, rows.slot_N, index_M, rest_MV.shape[1])
         rest_MV[:, : q_MV.shape[1]] -= q_MV
         sum_RK = rest_MV.clamp_(min=0.0).sum(dim=1).view_as(mass_RK)
-        mass_RK = torch.where(asked.real_q_R[:, None], sum_RK, mass_RK)
+        mass_RK = torch.where(subset.real_q_R[:, None], sum_RK, mass_RK)
     mass_RK = torch.where(finite_RK[:, 1:], mass_RK, 0.0)
     index_RK = torch.arange(most, device=p_RK.device)
-    is_draft_RK = (is_draft_RK & (index_RK < asked.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
-    is_block_R = params.rule_S[asked.slot_R] == Rule.BLOCK
+    is_draft_RK = (is_draft_RK & (index_RK < subset.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
+    is_block_R = params.rule_S[subset.slot_R] == Rule.BLOCK
     return torch.where(is_draft_RK & is_block_R[:, None], mass_RK, torch.nan)
 
 
-def _edits_of(edits: Edits, row_M: Tensor, real_M: Tensor) -> Edits:
-    """The edits of some rows, none twice, except those that are not real and have none."""
+def _edits_of(edits: Edits, row_M: Tensor, exists_M: Tensor) -> Edits:
+    """The edits of rows `row_M`; no edits where `exists_M` is False, which marks padding.
+
+    Rows that are not padding are distinct.
+    """
     start_M = edits.start_N1[row_M]
-    count_M = (edits.start_N1[row_M + 1] - start_M) * real_M
+    count_M = (edits.start_N1[row_M + 1] - start_M) * exists_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))
-    # On a host the truth costs nothing; where it is unknown, no more than there are.
+    # The number of entries; on a device an upper bound, since reading the number would wait.
     size = int(new_M1[-1]) if row_M.is_cpu else len(edits.token_M)
     index_E = torch.arange(size, device=row_M.device)
-    owner_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)
-    at_E = (start_M - new_M1[:-1])[owner_E] + index_E
-    at_E.clamp_(max=max(len(edits.token_M) - 1, 0))
+    m_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)
+    entry_E = (start_M - new_M1[:-1])[m_E] + index_E
+    entry_E.clamp_(max=max(len(edits.token_M) - 1, 0))
     return replace(
         edits,
-        mask_N=None if edits.mask_N is None else torch.where(real_M, edits.mask_N[row_M], -1),
-        start_N1=new_M1, token_M=edits.token_M[at_E], bias_M=edits.bias_M[at_E],
-        repetition_M=edits.repetition_M[at_E], subtract_M=edits.subtract_M[at_E],
+        mask_N=None if edits.mask_N is None else torch.where(exists_M, edits.mask_N[row_M], -1),
+        start_N1=new_M1, token_M=edits.token_M[entry_E], bias_M=edits.bias_M[entry_E],
+        repetition_M=edits.repetition_M[entry_E], subtract_M=edits.subtract_M[entry_E],
     )  # fmt: skip

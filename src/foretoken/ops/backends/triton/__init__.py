@@ -2,9 +2,9 @@
 
 Reading order: `records` (what kernels are given, and the letters of shapes), `rows` (what they
 load), `scan` (the one pass), `filters` (thresholds), `draw` (one token); `rules`, `decide` and
-`residual` (verification); `sweep` and `wide` (wide nuclei). `sample`, `verify` and `process` launch
-them, through `launch` and `compiled`. `attention/` and `decoder/` are apart, with reading orders of
-their own.
+`verify` (verification); `sweep` and `wide` (wide nuclei). `sample`, `verify` and `process` launch
+them, through `launch` and `compiled`; `steps` is bookkeeping. `attention/` and `decoder/` have
+reading orders of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """Why Triton cannot run here, or None; it is imported only to ask whether it interprets."""
+    """Why Triton cannot run here, or None. Triton is imported only if there is no GPU."""
     if find_spec("triton") is None:
         return "the package `triton` is not installed"
     if torch.cuda.is_available():

@@ -1,12 +1,12 @@
 """Compiled kernels: called with little of the host's time, and compiled ahead in parallel.
 
-Triton binds a kernel's arguments anew at each launch: 33 to 70 us of the host's time for records of
-tensors. Here what a kernel was compiled for is found by a key of its arguments, and the compiled
-kernel is called as Triton's own launcher would (3.6 and 3.7), but without hooks.
+Triton binds a kernel's arguments at each launch: 33 to 70 us of the host's time for records of
+tensors. Here a key of the arguments finds the compiled kernel, which is called as Triton's own
+launcher would (3.6 and 3.7), but without hooks.
 
-Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock, so that
-two threads saved 8 % and processes are what helps. They are forked, fill Triton's cache on disk and
-end; they never touch the GPU. What that cache holds already costs no process.
+Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock: two
+threads saved 8 %, so processes compile. They are forked, fill Triton's cache on disk and end; they
+never touch the GPU. A kernel that is in that cache already needs no process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from foretoken.ops.types import AttentionBatch
 
 _log = logging.getLogger(__name__)
 
-_DEADLINE = 120.0  # seconds for all processes together; what is not compiled then, is at its launch
+_DEADLINE = 120.0  # seconds for all processes together; later kernels are compiled when launched
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -45,19 +45,19 @@ _Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 _packers: dict[tuple[Any, ...], list[_Packer]] = {}
-"""By kernel, device and what is given by name: for arguments nested in one way each."""
+"""By kernel, device and keyword arguments: a packer for each way in which arguments are nested."""
 
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
-"""Compiled kernels, by a packer and what it finds."""
+"""Compiled kernels, by a packer and the kinds of arguments that it returns."""
 
 _kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
-"""What stands for what one finds in a shared argument: hashed once for several launches."""
+"""One object for equal kinds of a shared argument, so that launches need not hash the kinds."""
 
 _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
 
 class _Thread(threading.local):
-    """noted: inside `compile_ahead`, one launch for each kernel that is not compiled."""
+    """noted: in `compile_ahead`, one launch of each kernel that is not compiled yet; else None."""
 
     noted: dict[Any, _Launch] | None = None
 
@@ -66,7 +66,7 @@ _thread = _Thread()
 
 
 class Shared:
-    """An argument of several launches, packed once: a tuple."""
+    """A tuple that is an argument of several launches, packed once."""
 
     def __init__(self, value: tuple[Any, ...]) -> None:
         self.value = value
@@ -74,82 +74,82 @@ class Shared:
         self.kind = _kinds.setdefault((pack, kinds), object())
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
-    """What `kernel[grid](*given, **named)` does, faster from the second time on.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Do what `kernel[grid](*args, **options)` does, faster from the second launch on.
 
     Args:
-        given: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow. No bools; what is an integer once is one always.
-        named: other constants, and options such as `num_warps`.
+        args: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
+            them; constants may follow. No bools; integers must be integers in all launches.
+        options: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
         if _thread.noted is None:
-            kernel[grid](*_plain(given), **named)
+            kernel[grid](*_plain(args), **options)
         return
     device = driver.active.get_current_device()
-    key = (id(kernel), device, *named.items())
+    key = (id(kernel), device, *options.items())
     packers = _packers.get(key)
     if packers is None:
         packers = _packers[key] = []
-    pack, packed, kinds = _pack(packers, given, kernel)
-    known, noted = _kernels.get((pack, kinds)), _thread.noted
+    pack, packed, kinds = _pack(packers, args, kernel)
+    compiled, noted = _kernels.get((pack, kinds)), _thread.noted
     if noted is not None:
-        if known is None:
-            noted[pack, kinds] = kernel, grid, _plain(given), named
-    elif known is not None:
-        run, function, metadata, rest = known
+        if compiled is None:
+            noted[pack, kinds] = kernel, grid, _plain(args), options
+    elif compiled is not None:
+        run, function, metadata, constants = compiled
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *packed, *rest)
+        run(x, y, z, stream, function, metadata, None, None, None, *packed, *constants)
     else:
-        made = kernel[grid](*_plain(given), **named)
-        # AMD's kernels also depend on the size of each tensor.
-        if made is not None and not torch.version.hip:
-            rest = [named.get(name) for name in kernel.arg_names[len(given) :]]
-            _kernels[pack, kinds] = made.run, made.function, made.packed_metadata, rest
+        new = kernel[grid](*_plain(args), **options)
+        # Not kept on AMD, where kernels also depend on the size of each tensor.
+        if new is not None and not torch.version.hip:
+            constants = [options.get(name) for name in kernel.arg_names[len(args) :]]
+            _kernels[pack, kinds] = new.run, new.function, new.packed_metadata, constants
 
 
-def _plain(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.value if isinstance(one, Shared) else one for one in given)
+def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg.value if isinstance(arg, Shared) else arg for arg in args)
 
 
 def _pack(
-    packers: list[_Packer], given: tuple[Any, ...], kernel: Any
+    packers: list[_Packer], args: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
-    """The packer that fits, a new one if none does, and what it returns."""
+    """(a packer that fits, made if there is none; the packed arguments; their kinds)."""
     for pack in packers:
         try:
-            return pack, *pack(given)
-        except (AttributeError, TypeError, ValueError):  # these are nested in another way
+            return pack, *pack(args)
+        except (AttributeError, TypeError, ValueError):  # these arguments are nested differently
             continue
-    pack = _packer(given, kernel)
+    pack = _packer(args, kernel)
     packers.append(pack)
-    return pack, *pack(given)
+    return pack, *pack(args)
 
 
-def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
-    """A function that packs arguments nested as these are, and raises an error at others.
+def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
+    """A function that packs arguments nested as these are, and raises an error for others.
 
-    It returns them with tensors replaced by their addresses, and what a kernel is compiled for:
-    constants, dtypes, which integers are 1, multiples of 16 or beyond 32 bits (of those in
-    `do_not_specialize` only the last), and, unless all addresses are multiples of 16, which are.
-    Written out, since a loop over 40 arguments takes 3 times as long.
+    It returns the arguments with tensors replaced by their addresses, and the kinds that a kernel
+    is compiled for: constants, dtypes, and which integers are 1, multiples of 16 or beyond 32 bits
+    (only the last for `do_not_specialize`). If some address is not a multiple of 16, the kinds also
+    say which. The function is generated: a loop over 40 arguments takes 3 times as long.
     """
     params = [] if kernel is None else kernel.params
-    number = next((p.num for p in params if p.is_constexpr), len(given))
+    num_runtime = next((p.num for p in params if p.is_constexpr), len(args))
     names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
     tensors, shared, integers, nones, others = names.values()
     sizes = list[str]()  # integers whose values are not compiled in
 
     def pattern(value: Any) -> str:
         if isinstance(value, tuple):
-            return f"({''.join(f'{pattern(one)}, ' for one in value)})"
+            return f"({''.join(f'{pattern(field)}, ' for field in value)})"
         kind = next(kind for kind in names if isinstance(value, kind))
         names[kind].append(f"{kind.__name__}{len(names[kind])}")
         return names[kind][-1]
 
-    constants = [f"constant{i}" for i in range(len(given) - number)]
-    runtime = [*map(pattern, given[:number])]
+    constants = [f"constant{i}" for i in range(len(args) - num_runtime)]
+    runtime = [*map(pattern, args[:num_runtime])]
     for param, name in zip(params, runtime, strict=False):
         if param.do_not_specialize and name in integers:
             integers.remove(name)
@@ -159,27 +159,28 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
     kinds += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
     kinds += [f"{name} >> 31" for name in sizes]
     kinds += [f"{name}.__class__" for name in others]
-    lines = [f"({arguments}) = given", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
+    lines = [f"({arguments}) = args", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
     if nones:
-        lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(given)")
+        lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(args)")
     lines += [f"{name} = {name}.data_ptr()" for name in tensors]
     lines += [f"{name} = {name}.packed" for name in shared]
     if tensors:
-        odd = ", ".join(f"not {name} % 16" for name in tensors)
-        lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({odd},)")
+        aligned = ", ".join(f"not {name} % 16" for name in tensors)
+        lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({aligned},)")
     scope: dict[str, Any] = {}
     body = "\n    ".join([*lines, f"return ({arguments}), kinds"])
-    exec(f"def pack(given):\n    {body}", scope)
+    exec(f"def pack(args):\n    {body}", scope)
     pack: _Packer = scope["pack"]
     return pack
 
 
 def compile_ahead(run: Callable[[], object], processes: int | None = None) -> None:
-    """Call `run`, which launches nothing then, and compile all that it would have launched.
+    """Call `run`, note its launches instead of doing them, and compile all kernels noted.
 
-    In this thread, that is. Results are memory as it was: `zero_if_noted` makes those of an op safe
-    to go on with. What PyTorch's operators write then lands anywhere in the K/V pools and slots:
-    call it before serving. Under Triton's interpreter nothing is compiled.
+    Only this thread's launches are affected. Kernels leave their results uninitialised, except that
+    `zero_if_noted` sets those of an op to 0, so that `run` can continue. PyTorch's operators do run
+    and may write anywhere in the K/V pools and slots: call this before serving. Under Triton's
+    interpreter nothing is compiled.
 
     Args:
         processes: None: one per CPU that this process may use, up to 16.
@@ -196,28 +197,30 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
 
 
 def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
+    """Compile the kernels of all jobs, in processes if several are not on disk, and load them."""
     missing = _not_on_disk(jobs)
     count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
-    if count > 1 and not multiprocessing.current_process().daemon:  # which may have no children
+    if count > 1 and not multiprocessing.current_process().daemon:  # a daemon may have no children
         _compile_in_processes(missing, count)
-    # What a process failed at is compiled here: an error is raised.
+    # Kernels that a process could not compile are compiled here, and raise their errors.
     compiled = [_warm_up(job) for job in jobs]
     device = driver.active.get_current_device()
     with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        list(pool.map(lambda one: one.run, compiled))  # loads it; Triton 3.6 compiles C for it
+        # `run` loads a kernel; Triton 3.6 compiles C for it.
+        list(pool.map(lambda kernel: kernel.run, compiled))
 
 
 def _warm_up(job: _Launch) -> Any:
-    kernel, grid, given, named = job
-    return kernel.warmup(*given, grid=grid, **named)
+    kernel, grid, args, options = job
+    return kernel.warmup(*args, grid=grid, **options)
 
 
 class _NotOnDisk(Exception):
-    """Instead of compiling a kernel."""
+    """Raised instead of compiling a kernel."""
 
 
 def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
-    """Those that Triton's cache on disk lacks; the others are loaded from it."""
+    """The jobs that Triton's cache on disk lacks; the others are loaded from it."""
     thread, missing = threading.get_ident(), []
 
     class Cache(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -238,11 +241,11 @@ def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
 
 
 def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
-    """The op; inside `compile_ahead` its results, tensors of its own, are 0 and no garbage."""
+    """The op, which in `compile_ahead` sets its results to 0. These must be new tensors."""
 
     @wraps(op)
-    def safe(*given: P.args, **named: P.kwargs) -> Out:
-        result = op(*given, **named)
+    def safe(*args: P.args, **named: P.kwargs) -> Out:
+        result = op(*args, **named)
         if _thread.noted is not None:
             _zero(result)
         return result
@@ -254,14 +257,14 @@ def _zero(result: Any) -> None:
     if isinstance(result, Tensor):
         result.zero_()
     elif isinstance(result, tuple):
-        for one in result:
-            _zero(one)
+        for part in result:
+            _zero(part)
     elif isinstance(result, AttentionBatch):
         _zero((result.query_start_B1, result.length_B, result.block_BL))
 
 
 def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
-    """Fill Triton's cache on disk."""
+    """Compile jobs in `count` processes, which fill Triton's cache on disk."""
     target, device = driver.active.get_current_target(), driver.active.get_current_device()
     stub = SimpleNamespace(
         get_current_target=lambda: target,
@@ -274,7 +277,7 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
         for i in range(count)
     ]
     with warnings.catch_warnings():
-        # Threads of this process may hold locks; those are none that a compiler takes.
+        # Threads of this process may hold locks, but none that a compiler takes.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         try:
             for worker in workers:
@@ -282,7 +285,9 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
         except OSError as error:
             _log.warning("Kernels are compiled by fewer processes, slower: %s", error)
     end = time.monotonic() + _DEADLINE
-    for worker in (one for one in workers if one.pid is not None):
+    for worker in workers:
+        if worker.pid is None:  # it could not be started
+            continue
         worker.join(max(end - time.monotonic(), 0))
         if worker.is_alive():
             worker.kill()
@@ -291,7 +296,7 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
 
 def _compile(jobs: list[_Launch], stub: Any) -> None:
     driver.set_active(stub)  # CUDA cannot be used in a forked process,
-    gc.disable()  # nor what holds some of its memory be freed
+    gc.disable()  # nor can objects that hold GPU memory be freed in it
     for job in jobs:
-        with suppress(Exception):  # raised again where the parent compiles it
+        with suppress(Exception):  # raised again when the parent compiles the kernel
             _warm_up(job)

@@ -1,14 +1,14 @@
-"""Exact min-p, top-k and top-p by the group-maximum bound: a threshold per row, few logits read.
+"""Exact min-p, top-k and top-p: a threshold per row, found by maxima of groups from few logits.
 
-k blocks (or groups) whose maxima reach t hold k logits >= t: the k-th largest maximum is a lower
-bound of the k-th largest logit. So only groups whose maximum reaches the bound are looked into, and
-what reaches it there, a little more than k values, makes a short list in which the exact thresholds
-are found by bisection over order-preserving keys. Ties are kept, whatever their number.
+If the maxima of k blocks (or groups) reach t, these hold k logits >= t: the k-th largest maximum is
+a lower bound of the k-th largest logit. So only groups with a maximum that reaches the bound are
+read. Their logits that reach it, a little more than k, make a short list. In this list the exact
+thresholds are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
-A row leaves here in one of two states: *compact*, its survivors in a short list of up to CAPACITY
-entries; or *dense* (count DENSE), to be read through its threshold, because nothing is dropped, or
-because its list would overflow: then `sweep.py` and `wide.py` search the whole row. Until then its
-count is UNDECIDED and its number in the queue.
+In the end a row has one of two states. The survivors of a *compact* row are in a short list of up
+to CAPACITY entries. A *dense* row (count DENSE) drops no token, or its list would overflow: later
+kernels compare all its logits with its threshold. While that threshold is not known, the count is
+UNDECIDED: the row is in a queue until `sweep.py` and `wide.py` have searched it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import Batch, RawRows
-
+from foretoken.ops.backends.triton.records import (  # isort: skip
+    Batch, RawRows, block_top_NJ, picked_NG, row_top_N,
+)  # fmt: skip
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     CAPACITY, GROUP, GROUPS, Settings, first_row, key_of, let_next_start, load_at, load_blocks,
-    log2_sum_exactly, read_settings, value_of, wait_for_writes,
+    log2_sum_exactly, read_settings, value_of, wait_for_writes, zero_like,
 )  # fmt: skip
 from foretoken.ops.backends.triton.sweep import queue_row, search_for
 
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf
-_ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, without top-k
-_BLOCKS_AT_ONCE = tl.constexpr(32)  # blocks whose groups are looked at together
-_GROUPS_AT_ONCE = tl.constexpr(16)  # groups whose logits are loaded together
+_ENOUGH = tl.constexpr(64)  # without top-k, a nucleus is first sought among so many values
+_BLOCKS_AT_ONCE = tl.constexpr(32)  # the groups of so many blocks are examined together
+_GROUPS_AT_ONCE = tl.constexpr(16)  # the logits of so many groups are loaded together
 _MAXIMA_AT_ONCE = tl.constexpr(512)  # group maxima counted together
 _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no more than 2^30
 
@@ -38,10 +39,10 @@ _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no m
 def filter_kernel(
     batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (request, row of it). Overwrites the maxima of groups that the scan left."""
+    """Find each row's threshold or queue the row. Programs: (request, row of it)."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
@@ -54,21 +55,23 @@ def filter_kernel(
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
     if not settings.filtered:
         return
-    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
+    top_J = load_blocks(block_top_NJ(scratch), row, rows.NB, NBP)
     top = tl.max(top_J, axis=0)
     broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
     if broken | (top == float("-inf")) | (top == float("inf")):
         j = tl.arange(0, NBP)
         tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
-        return  # dense, and reported by its masses
-    groups = filtered.group_top_NG + row * rows.NG
+        return  # a dense row; later kernels see by its masses that it is not finite
+    group_top = filtered.group_top_NG + row * rows.NG
+    groups = picked_NG(filtered) + row * rows.NG
     list_id = filtered.list_id_NC + row * CAPACITY
     list_x = filtered.list_x_NC + row * CAPACITY
     floor = min_p_floor(settings, top)
     bound = floor
     if settings.counted | (floor == float("-inf")):
-        bound = tl.maximum(floor, _bound(top_J, groups, settings, rows))
-    picked = _pick_groups(top_J, bound, groups, list_id, rows.NG, NBP)
+        bound = tl.maximum(floor, _bound(top_J, group_top, settings, rows))
+    # The list is still empty: its memory may hold the numbers of blocks.
+    picked = _pick_groups(top_J, bound, group_top, groups, list_id, rows.NG, NBP)
     decided = picked <= CAPACITY
     if decided:
         count = _collect(rows, row, bound, groups, picked, list_id, list_x)
@@ -87,11 +90,11 @@ def filter_kernel(
                 tl.store(scratch.lse_N + row, log2_sum_exactly(kept))
                 tl.store(filtered.count_N + row, count)
     if not decided:
-        tl.store(scratch.lse_N + row, top)  # for `wide.py`
+        tl.store(row_top_N(scratch) + row, top)
         tl.store(filtered.count_N + row, UNDECIDED)
-        # With min-p alone only masses are still unknown; for flat noise `wide.py` makes them.
+        # With only min-p just the masses are unknown; for flat noise `wide.py` computes them.
         if settings.counted | (settings.top_p < 1) | (not settings.flat):
-            tl.debug_barrier()  # the row's list may have been written
+            tl.debug_barrier()  # the search's notes replace the row's list
             goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
             search = search_for(settings.counted, goal, top, settings.scale, floor)
             queue_row(filtered, row, search)
@@ -101,9 +104,9 @@ def filter_kernel(
 def largest_key(key, weight, need, COUNTS: tl.constexpr):
     """The largest t such that the integer weight of keys >= t reaches `need`.
 
-    The key of -inf if all of them do not reach it: fewer than k logits may be above min-p's floor.
-    Keys of 0 count nothing. COUNTS: every weight is 1 or the key 0. What brackets t is halved until
-    a single key is left: 5 to 9 rounds of most rows of 151 936 logits, 32 at the most.
+    If all keys together do not reach `need`, the result is the key of -inf: fewer than k logits may
+    be above min-p's floor. Keys of 0 weigh nothing. COUNTS: all others weigh 1. The bracket of t is
+    halved until a single key is left: 5 to 9 rounds for most rows of 151 936 logits, 32 at most.
     """
     valid = key > 0
     low, high = tl.min(tl.where(valid, key, 0xFFFFFFFF), axis=0), tl.max(key, axis=0) + 1
@@ -122,13 +125,13 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
             low, below = middle, count
         else:
             high, above = middle, count
-    found = tl.max(tl.where(key < high, key, 0), axis=0)
-    return tl.where(possible, found, NOTHING)
+    largest = tl.max(tl.where(key < high, key, 0), axis=0)
+    return tl.where(possible, largest, NOTHING)
 
 
 @triton.jit
 def _largest_group_key(group_top, NG, need):
-    """`largest_key` of a row's group maxima, each counting 1: they are read in every round."""
+    """`largest_key` of a row's group maxima, with weights of 1. Every round reads them again."""
     low, high = tl.full((), NOTHING, tl.uint32), tl.full((), 0xFF800001, tl.uint32)
     while high - low > 1:
         middle = low + ((high - low) >> 1)
@@ -146,7 +149,7 @@ def _largest_group_key(group_top, NG, need):
 
 @triton.jit
 def _bound(top_J, group_top, settings: Settings, rows: RawRows):
-    """A value that at least the wanted number of logits reach; -inf if a list has no room."""
+    """A value that at least k logits reach (_ENOUGH without top-k); -inf if a list is too small."""
     wanted = tl.where(settings.counted, settings.top_k, tl.minimum(_ENOUGH, rows.NB)).to(tl.int32)
     key = tl.full((), NOTHING, tl.uint32)
     if wanted <= CAPACITY:
@@ -158,12 +161,12 @@ def _bound(top_J, group_top, settings: Settings, rows: RawRows):
 
 
 @triton.jit
-def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
-    """List the groups whose maxima reach the bound, by rising number; returns how many.
+def _pick_groups(top_J, bound, group_top, groups, blocks, NG, NBP: tl.constexpr):
+    """Write the numbers of groups with maxima >= bound to `groups`, rising; returns how many.
 
-    The list overwrites the maxima, none before it is read: a group's rank is at most its number. A
-    result above CAPACITY means that no short list can hold what reaches the bound; it may count
-    blocks then. `blocks`: room for CAPACITY numbers.
+    They overwrite the maxima, each after it is read: a group's rank is at most its number. A result
+    above CAPACITY means that no short list can hold all logits that reach the bound; it may then
+    be the number of blocks instead. `blocks`: room for CAPACITY numbers.
     """
     chosen = (top_J >= bound) & (top_J > float("-inf"))
     chosen_blocks = tl.sum(chosen.to(tl.int32), axis=0)
@@ -172,10 +175,10 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
         rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(blocks + rank, tl.arange(0, NBP), mask=chosen)
         tl.debug_barrier()
-        picked = chosen_blocks * 0
+        picked = zero_like(chosen_blocks)
         for first in range(0, chosen_blocks, _BLOCKS_AT_ONCE):
             r = first + tl.arange(0, _BLOCKS_AT_ONCE)
-            # after the last group, as padding
+            # padded by the block after the last one
             block = tl.load(blocks + r, mask=r < chosen_blocks, other=NBP)
             g = tl.reshape(
                 block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], (_BLOCKS_AT_ONCE * GROUPS,)
@@ -184,7 +187,7 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
             chosen_G = (top_G >= bound) & (top_G > float("-inf"))
             rank_G = picked + tl.cumsum(chosen_G.to(tl.int32), axis=0) - 1
             tl.debug_barrier()
-            tl.store(group_top + rank_G, g.to(tl.float32), mask=chosen_G)
+            tl.store(groups + rank_G, g.to(tl.float32), mask=chosen_G)
             picked += tl.sum(chosen_G.to(tl.int32), axis=0)
         tl.debug_barrier()
     return picked
@@ -203,7 +206,7 @@ def _load_groups(rows: RawRows, row, groups, first, picked):
 
 @triton.jit
 def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
-    """List ids and values >= bound of the picked groups, by rising id; returns their number."""
+    """List ids and logits >= bound of the picked groups, by rising id; returns how many."""
     count = tl.full((), 0, tl.int32)
     next_off, next_x = _load_groups(rows, row, groups, 0, picked)
     for first in range(0, picked, _GROUPS_AT_ONCE):
@@ -221,8 +224,8 @@ def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
 def _cut(x, valid, settings: Settings, top, floor, total):
     """(threshold, whether it is exact) from a short list that holds every logit >= its bound.
 
-    `total`: log2 mass of the whole row, which is what top-p cuts if neither top-k nor min-p (whose
-    list holds all that it keeps) came before. Weights are integers: exact in any order.
+    `total`: log2 mass of the whole row. Top-p does not need it after top-k or min-p: the list holds
+    all logits that these keep. Weights are integers: their sums are exact in any order.
     """
     key = tl.where(valid, key_of(x), 0)
     threshold = floor

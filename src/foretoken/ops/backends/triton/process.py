@@ -2,14 +2,14 @@
 
 Log-probabilities take two launches and no copy of the logits. The first measures every block of
 1024, in programs of one warp as `scan.py` does: its sum of exponentials, how many of its logits are
-above the given token's, the maxima of its groups of 64. The second has a program per row. Let
-groups be ordered by their maxima, falling, the lowest first among equals: the k likeliest tokens
-lie in the first k groups, whatever the ties, since each of these holds a token that comes before
-all of a later group.
+above the given token's, and the maxima of its groups of 64. The second has a program per row. Let
+groups be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens
+lie in the first k groups, whatever the ties: each of these has a token that comes before all tokens
+of a later group.
 
-Processed logits are edited and cut on load; their thresholds are those that sampling finds, so that
-rows with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936);
-with filters and edits it is that of sampling.
+Processed logits are edited on load, and dropped below the thresholds that sampling finds, so rows
+with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936); with
+filters and edits it takes as much as in sampling.
 
 Shapes: T likeliest tokens; others as in `records.py`.
 """
@@ -40,8 +40,8 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def write_kernel(batch: Batch, out_NV):
-    """Programs: (row, block of it)."""
-    batch = batch  # see `records.py`
+    """Write processed logits. Programs: (row, block of it)."""
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     pid = tl.program_id(0)
     row, first = (pid // rows.NB).to(tl.int64), pid % rows.NB * BLOCK
@@ -71,20 +71,20 @@ def process_logits(rows: Rows) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """What the first kernel leaves of each block, and of each group its maximum; float32.
+    """What the first kernel measures of each block, and each group's maximum; float32.
 
-    sum_NJ:   of 2^((x - the block's maximum) scale)
-    above_NJ: how many logits are above the given token's
+    sum_NJ:    sums of 2^((x - the block's maximum) scale)
+    higher_NJ: how many logits are above the given token's
     """
 
     sum_NJ: Tensor
-    above_NJ: Tensor
+    higher_NJ: Tensor
     group_top_NG: Tensor
 
 
 @triton.jit
 def _threshold_and_scale(batch: Batch, row):
-    """What a row is cut by, and its scale to log2; raw logits are neither cut nor scaled."""
+    """(threshold, scale from logits to log2) of a row. Raw logits have threshold -inf and T = 1."""
     threshold, scale = float("-inf"), LOG2E
     if batch.slots is not None:
         temperature = tl.load(batch.slots.temperature_S + tl.load(batch.requests.slot_B + row))
@@ -95,7 +95,7 @@ def _threshold_and_scale(batch: Batch, row):
 
 
 @triton.jit
-def _given_logit(batch: Batch, row, token_N):
+def _token_logit(batch: Batch, row, token_N):
     """The edited logit of a row's given token."""
     token = tl.load(token_N + row + tl.arange(0, 1)).to(tl.int32)
     valid = (token >= 0) & (token < batch.rows.V)
@@ -106,17 +106,17 @@ def _given_logit(batch: Batch, row, token_N):
 def measure_kernel(
     batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (row, PER blocks of it)."""
-    batch = batch  # see `records.py`
+    """Fill `measured`. Programs: (row, PER blocks of it)."""
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
     pid = tl.program_id(0)
     wait_for_writes(OVERLAP)
-    if pid >= tl.num_programs(0) - FEW_PROGRAMS:  # the others end before these do
+    if pid >= tl.num_programs(0) - FEW_PROGRAMS:  # earlier programs end before these
         let_next_start(OVERLAP)
     row = (pid // parts).to(tl.int64)
     threshold, scale = _threshold_and_scale(batch, row)
-    given = _given_logit(batch, row, token_N)
-    given = tl.where(given < threshold, float("-inf"), given)
+    token_logit = _token_logit(batch, row, token_N)
+    token_logit = tl.where(token_logit < threshold, float("-inf"), token_logit)
     for n in tl.static_range(PER):
         j = pid % parts * PER + n
         if j < rows.NB:
@@ -127,8 +127,8 @@ def measure_kernel(
             base = tl.where(top == float("-inf"), 0.0, top)
             place = row * rows.NB + j
             tl.store(measured.sum_NJ + place, tl.sum(tl.exp2((x - base) * scale), axis=0))
-            above = tl.sum((x > given).to(tl.int32), axis=0)
-            tl.store(measured.above_NJ + place, above.to(tl.float32))
+            higher = tl.sum((x > token_logit).to(tl.int32), axis=0)
+            tl.store(measured.higher_NJ + place, higher.to(tl.float32))
             group = j * GROUPS + tl.arange(0, GROUPS)
             place = measured.group_top_NG + row * rows.NG + group
             tl.store(place, top_G, mask=group < rows.NG)
@@ -136,18 +136,17 @@ def measure_kernel(
 
 @triton.jit
 def _first(x, id_, T, TP: tl.constexpr):
-    """(value, id) of the first T of a block, values falling, then ids rising; [TP].
+    """(values, ids) [TP] of a block's T largest values; equal values by rising id.
 
-    T rounds of two reductions: a tenth of the instructions, and of the time to compile them, that
-    sorting takes.
+    T rounds of two reductions take a tenth of a sort's instructions, and of its compile time.
     """
     key, i = key_of(x), tl.arange(0, TP)
     best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
     for t in range(T):
         top = tl.max(key, axis=0)
-        one = tl.min(tl.where(key == top, id_, _NO_ID), axis=0)
-        best, at = tl.where(i == t, top, best), tl.where(i == t, one, at)
-        key = tl.where(id_ == one, 0, key)  # below that of -inf
+        top_id = tl.min(tl.where(key == top, id_, _NO_ID), axis=0)
+        best, at = tl.where(i == t, top, best), tl.where(i == t, top_id, at)
+        key = tl.where(id_ == top_id, 0, key)  # below the key of -inf
     return value_of(best), at
 
 
@@ -156,14 +155,14 @@ def likeliest_kernel(
     batch: Batch, token_N, measured: Measured, result: Logprobs, T, NBP: tl.constexpr,
     TP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: rows. TP: a power of 2 from T on; 0 if T is."""
-    batch = batch  # see `records.py`
+    """Fill `result`, a program per row. TP: a power of 2, at least T; 0 if T is 0."""
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
     row = tl.program_id(0).to(tl.int64)
-    given = _given_logit(batch, row, token_N)
+    token_logit = _token_logit(batch, row, token_N)
     wait_for_writes(OVERLAP)
     threshold, scale = _threshold_and_scale(batch, row)
-    given = tl.where(given < threshold, float("-inf"), given)
+    token_logit = tl.where(token_logit < threshold, float("-inf"), token_logit)
     j, g = tl.arange(0, NBP), tl.arange(0, NBP * GROUPS)
     top_G = tl.load(measured.group_top_NG + row * rows.NG + g, mask=g < rows.NG,
                     other=float("-inf"), cache_modifier=".cg")  # fmt: skip
@@ -171,10 +170,10 @@ def likeliest_kernel(
     top = tl.max(top_J, axis=0)
     place, inside = row * rows.NB + j, j < rows.NB
     sum_J = tl.load(measured.sum_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
-    above_J = tl.load(measured.above_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
+    higher_J = tl.load(measured.higher_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
     lse = tl.log2(tl.sum(sum_J * tl.exp2((top_J - top) * scale), axis=0))
-    tl.store(result.logprob_N + row, ((given - top) * scale - lse) * LN2)
-    tl.store(result.rank_N + row, tl.sum(above_J.to(tl.int64), axis=0) + 1)
+    tl.store(result.logprob_N + row, ((token_logit - top) * scale - lse) * LN2)
+    tl.store(result.rank_N + row, tl.sum(higher_J.to(tl.int64), axis=0) + 1)
     if TP > 0:
         _, group = _first(top_G, g, T, TP)
         t = tl.arange(0, TP)
@@ -185,42 +184,43 @@ def likeliest_kernel(
         x, token = _first(x, tl.where(valid, off, _NO_ID), T, TP)
         logprob = ((x - top) * scale - lse) * LN2
         tl.store(result.top_logprob_NT + row * T + t, logprob, mask=t < T)
-        token = tl.minimum(token, rows.V - 1)  # of a row of NaN
+        token = tl.minimum(token, rows.V - 1)  # in a row of NaN, ids may be V or more
         tl.store(result.top_token_NT + row * T + t, token.to(tl.int64), mask=t < T)
 
 
-def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-    """Of raw logits, or of processed `Rows`.
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+    """Log-probabilities of raw logits, or of processed `Rows`; see `Backend.logprobs`.
 
-    See `Backend.logprobs`. Two launches, and those that find thresholds if `params.has_filters`.
+    Two launches, and those that find thresholds if `params.has_filters`.
     """
-    # Raw logits have no slots: no kernel reads what stands for them.
-    rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
-    logits_NV, params, slot_N, edits = rows
-    number, device = len(logits_NV), logits_NV.device
+    # Raw logits have no slots: `token_N` only takes the place of `slot_N`, and is not read.
+    fields = rows if isinstance(rows, Rows) else (rows, None, token_N, None)
+    logits_NV, params, slot_N, edits = fields
+    num_rows, device = len(logits_NV), logits_NV.device
     result = Logprobs(
-        torch.empty(number, device=device),
-        torch.empty(number, dtype=torch.int64, device=device),
-        torch.empty(number, num_top, device=device),
-        torch.empty(number, num_top, dtype=torch.int64, device=device),
+        torch.empty(num_rows, device=device),
+        torch.empty(num_rows, dtype=torch.int64, device=device),
+        torch.empty(num_rows, num_top, device=device),
+        torch.empty(num_rows, num_top, dtype=torch.int64, device=device),
     )
-    if not number:
+    if not num_rows:
         return result
     call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
+    # Scratch memory under other names: thresholds are found before it is written.
     measured = Measured(
         scratch.mass_NJ,
         torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ,
-        torch.empty(number * call.batch.rows.NG, device=device)
+        torch.empty(num_rows * call.batch.rows.NG, device=device)
         if scratch.filtered is None
         else scratch.filtered.group_top_NG,
     )
     if scratch.filtered is not None:
         reduce_rows(call)
-    per = 1 if number * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
-    parts = -(-blocks // per)
-    given = token_N.contiguous(), measured
-    call.launch(measure_kernel, number * parts, *given, parts, per, num_warps=1)
+    at_once = 1 if num_rows * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
+    parts = -(-blocks // at_once)
+    args = token_N.contiguous(), measured
+    call.launch(measure_kernel, num_rows * parts, *args, parts, at_once, num_warps=1)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
-    call.launch(likeliest_kernel, number, *given, result, num_top, call.blocks_padded, width)
+    call.launch(likeliest_kernel, num_rows, *args, result, num_top, call.blocks_padded, width)
     return result

@@ -2,27 +2,30 @@
 
 How to read the kernels:
 
-- What the host gives is a `NamedTuple` whose fields have types; what kernels make for each other is
-  a `namedtuple` of numbers and blocks. `values` and `type` are names of Triton's own.
-- A kernel is compiled for what is None: `if rows.mask is not None` costs nothing when it runs.
-- Triton also compiles in what is 1. Triton 3.6 forgets such numbers of nested records in branches
-  and loops; so kernels begin with `batch = batch`: what is assigned is a value, not a constant.
-- A variable keeps its type and shape: `x * 0` and `x < 0` are a zero and a False of those of x (x
-  is never below 0 then), `tl.full((), 0, tl.int32)` is a zero that a loop may change.
-- Numbers known to the compiler: FP64, noise in FP64; RAGGED, requests may have drafts; K1, most
-  rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and NB;
-  OVERLAP, kernels overlap (`launch.py`).
-- Indices: b a request, i one of its drafts or rows, j a block, g a group, c an entry of a list.
+- The host passes a `NamedTuple` with typed fields. Kernels pass each other numbers and blocks in a
+  `namedtuple`. No field is called `values` or `type`, which are names of Triton's own.
+- Triton knows which fields are None when it compiles a kernel, so `if rows.mask is not None` costs
+  nothing at run time.
+- Triton also compiles in integers that are 1. Triton 3.6 loses such constants of nested records in
+  branches and loops. So kernels begin with `batch = batch`, which makes them ordinary values.
+- In branches and loops a variable must keep its type and shape. `zero_like(x)` and `false_like(x)`
+  have the shape of x; `tl.full((), 0, tl.int32)` is a zero that a loop may change.
+- Compile-time constants: FP64, whether noise is in FP64; RAGGED, whether requests may have drafts;
+  K1, most rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and
+  NB; OVERLAP, whether kernels overlap (`launch.py`).
+- Indices: b a request, i a draft or row of it, j a block, g a group, c an entry of a list.
 
-In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks of 1024
-ids and NG groups of 64 of a row, J columns of a row of blocks, C entries of a short list, B
-requests, K most drafts of one, S slots, R masks, W words of a mask, M entries of edits.
+In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks (1024 ids)
+and NG groups (64 ids) of a row, J the blocks of a row as columns, C entries of a short list, B
+requests, K most drafts of a request, S slots, R masks, W words of a mask, M entries of edits.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter needs it in modules of kernels)
 from torch import Tensor
 
 
@@ -37,8 +40,8 @@ class Mask(NamedTuple):
 class Entries(NamedTuple):
     """The entries of `Edits`, as `rows.py: edit_kernel` leaves them.
 
-    value_M:  what the entry makes of its logit
-    begin_NJ: where the entries of each block begin, among those of all rows
+    value_M:  the edited logit of the entry's token
+    begin_NJ: the index in `token_M` of the first entry of each block of each row
     columns:  J
     """
 
@@ -49,7 +52,7 @@ class Entries(NamedTuple):
 
 
 class RawRows(NamedTuple):
-    """Raw logits, what is edited when they are loaded, and their sizes."""
+    """Raw logits with their sizes, and the edits that kernels make when they load logits."""
 
     logits_NV: Tensor
     stride: int
@@ -63,7 +66,7 @@ class RawRows(NamedTuple):
 class Requests(NamedTuple):
     """B requests of up to K1 rows each.
 
-    num_B:   the drafts of each: it has one row more. Not read if K1 is 1
+    num_B:   number of drafts; a request has one row more. Not read if K1 is 1
     index_B: the draft index of each row, where rows are drafts
     """
 
@@ -85,13 +88,14 @@ class Slots(NamedTuple):
 
 
 class Filtered(NamedTuple):
-    """What top-k, top-p and min-p leave of each row; see `filters.py`.
+    """The result of top-k, top-p and min-p for each row; see `filters.py`.
 
     threshold_N:    the lowest raw logit that is kept; -inf if all are
-    count_N:        the entries of the row's short list; DENSE if it has none, UNDECIDED for a while
-    list_id_NC, list_x_NC: ids and logits of a short list. In rows that have none, a search's notes
-    queue_N1:       how many rows a short list could not decide, then their numbers
-    group_top_NG:   maxima of groups; then the groups that were picked; then a search's list
+    count_N:        the entries of the row's short list; DENSE if it has none; UNDECIDED until
+                    `wide_kernel` has found the threshold
+    list_id_NC, list_x_NC: ids and logits of a short list
+    queue_N1:       how many rows need more than a short list, then the numbers of these rows
+    group_top_NG:   maxima of groups
     """
 
     threshold_N: Tensor
@@ -103,13 +107,12 @@ class Filtered(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What the kernels of one op leave to each other.
+    """Results that the kernels of one op pass on to later kernels.
 
-    mass_NJ: log2 masses of blocks; at T=0 their maxima. After a sweep, until `_add_listed` has made
-             them complete: masses above its keys, linear, or numbers of tokens for top-k
-    best_NJ: best scores of blocks under flat noise. Before that, of rows with filters, maxima of
-             blocks; then where each block's stretch of a search's list is (`sweep.py: packed`)
-    lse_N:   log2 of a row's mass; of a row that is UNDECIDED its maximum
+    mass_NJ: log2 masses of blocks; at T=0 maxima of blocks. They are masses of p, except in rows
+             that `residual_kernel` has summed: there they are masses of the residual
+    best_NJ: best scores of blocks under flat noise, of p or the residual as in `mass_NJ`
+    lse_N:   log2 of a row's mass
     """
 
     mass_NJ: Tensor
@@ -118,8 +121,44 @@ class Scratch(NamedTuple):
     filtered: Filtered | None
 
 
+# Other names of the same memory. Rows with filters use it while its field has no values of its own
+# to hold. `sweep.py` does the same with lists and notes of searches.
+
+
+@triton.jit
+def block_top_NJ(scratch: Scratch):
+    """Maxima of blocks, in place of `best_NJ`: from the scan until `filter_kernel` reads them."""
+    return scratch.best_NJ
+
+
+@triton.jit
+def picked_NG(filtered: Filtered):
+    """Numbers of picked groups, in place of `group_top_NG`: only inside of `filter_kernel`."""
+    return filtered.group_top_NG
+
+
+@triton.jit
+def row_top_N(scratch: Scratch):
+    """Maxima of UNDECIDED rows, in place of `lse_N`: from `filter_kernel` to `wide_kernel`."""
+    return scratch.lse_N
+
+
+@triton.jit
+def above_NJ(scratch: Scratch):
+    """W(x >= b) of each block after a sweep with keys a, b, in place of `mass_NJ`: linear masses,
+    or counts for top-k. From a sweep until `wide_kernel` writes log2 masses."""
+    return scratch.mass_NJ
+
+
+@triton.jit
+def stretch_NJ(scratch: Scratch):
+    """Each block's stretch of a search's list (`sweep.py: packed`), in place of `best_NJ`: valid as
+    long as `above_NJ`."""
+    return scratch.best_NJ
+
+
 class Q(NamedTuple):
-    """The tensors of `DraftCache`, whose rows are slot * K + draft index."""
+    """The tensors of `DraftCache`. A draft's row in them is slot * K + draft index."""
 
     logits_SKV: Tensor
     threshold_SK: Tensor
@@ -129,7 +168,7 @@ class Q(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What all kernels of an op get. slots: None for raw logits. q: None without a draft cache."""
+    """What all kernels of an op get. slots: None for raw logits; q: None without a draft cache."""
 
     rows: RawRows
     requests: Requests
@@ -139,7 +178,7 @@ class Batch(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What was drafted. rate_K is None unless a slot may be under SYNTHETIC."""
+    """The drafts of all requests. rate_K is None unless a slot may be under SYNTHETIC."""
 
     token_BK: Tensor
     real_q_B: Tensor
@@ -147,15 +186,15 @@ class Drafts(NamedTuple):
     K: int
 
 
-class Plan(NamedTuple):
-    """What is left to do for each request: `decide.py` says where in these two."""
+class Agenda(NamedTuple):
+    """What the residual pass has to do for each request. Layout: `decide.py: RequestAgenda`."""
 
     integers: Tensor
     floats: Tensor
 
 
 class Candidates(NamedTuple):
-    """Per request: how many of its programs have come, and for each block its score and token."""
+    """How many programs of each request have arrived; a score and a token for each block."""
 
     arrived_B: Tensor
     score_token_BJ2: Tensor

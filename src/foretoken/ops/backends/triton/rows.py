@@ -1,7 +1,7 @@
 """What every kernel does first: find its row, read its slot's parameters, load edited logits.
 
 Kernels run over requests b and the rows i = 0..K_b of each. Logits are loaded raw in any float
-dtype, edited on load, and held in float32; nothing writes them back.
+dtype, edited on load, and held in float32; they are not written back.
 """
 
 from __future__ import annotations
@@ -17,29 +17,41 @@ from foretoken.ops.backends.triton.records import Entries, Mask, RawRows, Reques
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
-GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
-GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # per block
-CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
+GROUP = tl.constexpr(64)  # ids per group; the maximum of each group is kept
+GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # groups per block
+CAPACITY = tl.constexpr(128)  # entries of a row's short list
 FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
-REQUESTS_AT_ONCE = tl.constexpr(128)  # whose rows `first_row` sums
+REQUESTS_AT_ONCE = tl.constexpr(128)  # `first_row` sums the rows of so many requests at once
 _ENTRIES_AT_ONCE = tl.constexpr(512)
 
 Settings = namedtuple(
     "Settings", "slot key rule greedy scale top_k top_p min_p counted flat filtered"
 )
-"""What a slot asks for.
+"""The parameters of a slot.
 
 greedy:   T=0
 scale:    from logits to log2 of unnormalised probabilities
-counted:  whether top-k is active, which counts logits rather than sum their weights
+counted:  whether top-k is active, which counts logits instead of summing weights
 flat:     whether draws are by flat noise (`draw.py`): top-k is active, or the rule is COUPLED
-filtered: whether top-k, top-p or min-p may drop tokens
+filtered: whether top-k, top-p or min-p may drop tokens; never at T=0
 """
 
 
 @triton.jit
+def zero_like(x):
+    """0 of the type and shape of x, for a variable that starts at 0."""
+    return x * 0
+
+
+@triton.jit
+def false_like(x):
+    """False in the shape of x (x >= 0), for a variable that starts as False."""
+    return x < 0
+
+
+@triton.jit
 def read_settings(slots: Slots, slot, V):
-    """The settings of a slot for rows of V logits; what a kernel does not use is not loaded."""
+    """The settings of a slot for rows of V logits. The compiler drops loads that are not used."""
     temperature = tl.load(slots.temperature_S + slot)
     rule = tl.load(slots.rule_S + slot)
     top_k, top_p = tl.load(slots.top_k_S + slot), tl.load(slots.top_p_S + slot)
@@ -54,7 +66,7 @@ def read_settings(slots: Slots, slot, V):
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """Let the kernel launched after this one start, once every program of this one came here."""
+    """Let the kernel launched after this one start, once every program has called this."""
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -70,9 +82,9 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 def first_row(
     requests: Requests, b, RAGGED: tl.constexpr, AT_ONCE: tl.constexpr = REQUESTS_AT_ONCE
 ):
-    """The row that decides request b's first token: the sum of K + 1 over those before it.
+    """The row that decides request b's first token: the sum of K + 1 over earlier requests.
 
-    AT_ONCE: how many are summed at once; up to 4 take no exchange between warps.
+    AT_ONCE: how many requests are summed at once; up to 4 need no exchange between warps.
     """
     if RAGGED:
         total = tl.zeros((AT_ONCE,), tl.int64)
@@ -89,10 +101,10 @@ def first_row(
 def edit_kernel(
     rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A program per row fills `value_M` and `begin_NJ`: an entry is edited once, found at once.
+    """A program per row fills `value_M` and `begin_NJ`, so that later kernels can look edits up.
 
-    `rows` have no entries yet. A masked one is -inf, as the mask comes first. The search finds its
-    tokens in the L1 cache.
+    `rows.entries` is None here. A masked token's value is -inf, since the mask is applied first.
+    `_first_entry` runs last: by then the tokens that it reads are in the L1 cache.
     """
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(start_N1 + row), tl.load(start_N1 + row + 1)
@@ -107,15 +119,15 @@ def edit_kernel(
         x = x - tl.load(subtract_M + e, mask=mine, other=0.0)
         tl.store(entries.value_M + e, x, mask=mine)
     j = tl.arange(0, WIDTH)
-    none = tl.zeros((WIDTH,), tl.int64)
-    e = _first_entry(entries, begin + none, end + none, j * BLOCK)
+    zeros = tl.zeros((WIDTH,), tl.int64)
+    e = _first_entry(entries, begin + zeros, end + zeros, j * BLOCK)
     place = entries.begin_NJ + row * entries.columns + j
     tl.store(place, e.to(tl.int32), mask=j < entries.columns)
 
 
 @triton.jit
 def _first_entry(entries: Entries, low, high, id_):
-    """The first of the entries low..high - 1 whose token is >= id_, else high; a lane each."""
+    """In each lane, the first of entries low..high - 1 with a token >= id_; high if none has."""
     size = tl.max(high - low, axis=0)
     while size > 0:
         open_ = low < high
@@ -138,7 +150,7 @@ def _allowed(mask: Mask, index, off, valid):
 def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexpr):
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf after the row's end."""
     begin, end = 0, 0
-    if rows.entries is not None:  # loaded before the logits are waited for
+    if rows.entries is not None:  # before the logits: both loads are in flight together
         place = rows.entries.begin_NJ + row * rows.entries.columns + first // BLOCK
         begin, end = tl.load(place), tl.load(place + (WIDTH + BLOCK - 1) // BLOCK)
     off = first + tl.arange(0, WIDTH)
@@ -154,20 +166,21 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
             x = tl.where(_allowed(rows.mask, index, off, off < rows.V), x, float("-inf"))
     if rows.entries is not None:
         token_M, value_M = rows.entries.token_M, rows.entries.value_M
-        for one in range(begin, end, 2):  # in pairs: twice as many loads under way
-            two = tl.minimum(one + 1, end - 1)  # the last twice, if their number is odd
-            token, value = tl.load(token_M + one).to(tl.int32), tl.load(value_M + one)
-            token_two, value_two = tl.load(token_M + two).to(tl.int32), tl.load(value_M + two)
+        for e in range(begin, end, 2):  # in pairs: twice as many loads in flight
+            other = tl.minimum(e + 1, end - 1)  # if the number is odd, the last entry twice
+            token, value = tl.load(token_M + e).to(tl.int32), tl.load(value_M + e)
+            other_token = tl.load(token_M + other).to(tl.int32)
+            other_value = tl.load(value_M + other)
             x = tl.where(off == token, value, x)
-            x = tl.where(off == token_two, value_two, x)
+            x = tl.where(off == other_token, other_value, x)
     return x
 
 
 @triton.jit
 def load_at(rows: RawRows, row, off, valid):
-    """Edited logits at any ids (int block) of a row, or of a row each; -inf where not `valid`.
+    """Edited logits at ids `off`; `row`: one row, or a block like `off`. -inf where not `valid`.
 
-    Entries are found by a binary search in each lane, among those of the id's block.
+    Each lane finds its entry by a binary search among those of the id's block.
     """
     row = row + tl.zeros_like(off)
     place = rows.logits_NV + row * rows.stride + off
@@ -181,15 +194,15 @@ def load_at(rows: RawRows, row, off, valid):
         begin = entries.begin_NJ + row * entries.columns + off // BLOCK
         end = tl.load(begin + 1, mask=valid, other=0)
         e = _first_entry(entries, tl.load(begin, mask=valid, other=0), end, off)
-        found = e < end
-        found = found & (tl.load(entries.token_M + e, mask=found, other=-1) == off)
-        x = tl.where(found, tl.load(entries.value_M + e, mask=found, other=0.0), x)
+        edited = e < end
+        edited = edited & (tl.load(entries.token_M + e, mask=edited, other=-1) == off)
+        x = tl.where(edited, tl.load(entries.value_M + e, mask=edited, other=0.0), x)
     return x
 
 
 @triton.jit
 def key_of(x):
-    """Order-preserving uint32 key of a float32; 0 and -0 share one."""
+    """Order-preserving uint32 key of a float32; 0 and -0 have the same key."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -203,7 +216,7 @@ def value_of(key):
 
 @triton.jit
 def log2_sum(x):
-    """log2 of the sum of 2^x over a block; -inf of an empty one, not finite if a number is not."""
+    """log2 of the sum of 2^x over a block; -inf if all x are, not finite if one x is NaN or inf."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     return base + log2(tl.sum(tl.exp2(x - base), axis=0))
@@ -211,7 +224,7 @@ def log2_sum(x):
 
 @triton.jit
 def log2_sum_exactly(x):
-    """`log2_sum` in units of 1 / FIXED of the largest: the same whatever the number of warps."""
+    """`log2_sum`, summed in integers of 1 / FIXED of the largest: equal for any number of warps."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum((tl.exp2(x - base) * FIXED).to(tl.int64), axis=0)
@@ -228,9 +241,9 @@ def log2_sum_rows(x):
 
 @triton.jit
 def load_blocks(per_block_NJ, row, NB, NBP: tl.constexpr):
-    """What was written for each block of a row [NBP], -inf after the last.
+    """The values of a row's blocks [NBP], -inf after the last block.
 
-    Read past the L1 cache: other multiprocessors wrote it.
+    Read past the L1 cache: other multiprocessors wrote them.
     """
     j = tl.arange(0, NBP)
     place = per_block_NJ + row * NB + j

@@ -1,6 +1,6 @@
 """The one pass over all logits: the mass of every block of 1024, and the maxima of groups of 64.
 
-A program is one warp and takes two blocks: without a barrier between warps the pass runs at the
+A program is one warp and takes two blocks: without barriers between warps the pass runs at the
 speed of memory (decision 010).
 """
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.noise import TARGET_TOKEN, Address, gumbel_span
-from foretoken.ops.backends.triton.records import Batch, Q, Requests
+from foretoken.ops.backends.triton.records import Batch, Q, Requests, block_top_NJ
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, GROUP, GROUPS, Settings, first_row, let_next_start, load_span, log2_sum, read_settings,
@@ -19,8 +19,8 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2
-# About what runs at once on one GPU: up to here a program takes one block, and of more the last so
-# many let the next kernel start.
+# About as many programs as one GPU runs at once. If a scan of one block per program needs no more,
+# it runs so. Otherwise only the last FEW_PROGRAMS programs let the next kernel start.
 FEW_PROGRAMS = tl.constexpr(4096)
 
 
@@ -30,23 +30,23 @@ def scan_kernel(
     FLAT: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it, PER blocks). Writes what `Scratch` says of each block.
+    """Programs: (request, row of it, PER blocks). Writes each block's `mass_NJ` and `best_NJ`.
 
-    Rows with filters get maxima of groups and, in place of best scores, of blocks; masses only
-    without top-k, which makes them useless. The queue of `filters.py` is emptied.
+    Rows with filters get maxima of groups and of blocks in place of best scores. With top-k they
+    get no masses, which would be useless. The queue of `filters.py` is emptied.
 
-    DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
-    counter_B:    if given, it is set to 0 (`residual.py`).
-    token_stream: of flat noise. FLAT: slots without top-k may draw with it.
-    EARLY:        the scan may start before the kernel before it has ended, the next one at once.
+    DRAFT:        rows are drafts; their raw logits go to the draft cache, if there is one.
+    counter_B:    if given, it is set to 0 (`verify.py`).
+    token_stream: stream of flat noise. FLAT: slots without top-k may draw by flat noise.
+    EARLY:        the scan may overlap the previous kernel, and the next kernel may start at once.
     """
-    batch = batch  # see `records.py`
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, scratch = batch.rows, batch.scratch
     pid = tl.program_id(0)
     if EARLY:
         wait_for_writes(OVERLAP)
-    if EARLY | (pid >= tl.num_programs(0) - FEW_PROGRAMS):  # the others end before these do
-        let_next_start(OVERLAP)  # after the wait: the next one reads what came before this one
+    if EARLY | (pid >= tl.num_programs(0) - FEW_PROGRAMS):  # earlier programs end before these
+        let_next_start(OVERLAP)  # after the wait: the next kernel reads what earlier ones wrote
     if scratch.filtered is not None:
         if pid == 0:
             tl.store(scratch.filtered.queue_N1, 0)
@@ -86,7 +86,7 @@ def scan_kernel(
                     tl.store(place, top_G, mask=group < rows.NG)
                     broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
                     top = tl.where(broken, float("nan"), tl.max(top_G, axis=0))
-                    tl.store(scratch.best_NJ + row * rows.NB + j, top)
+                    tl.store(block_top_NJ(scratch) + row * rows.NB + j, top)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT:
                    FP64: tl.constexpr):  # fmt: skip
     """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
 
-    At T=0 the maximum instead, NaN if the block holds one.
+    At T=0 the first is the largest logit instead, or NaN if a logit is NaN.
     """
     best = tl.full((), float("-inf"), tl.float32)
     if settings.greedy:
@@ -112,9 +112,9 @@ def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT:
 
 @triton.jit
 def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
-    """The noise that row i of request b draws its token with.
+    """The `Address` of the noise by which row i of request b draws its token.
 
-    DRAFT: rows are drafts. Under COUPLED these have the noise that the target will draw with.
+    DRAFT: rows are drafts. Under COUPLED they use the noise by which the target will draw.
     """
     index = tl.full((), 0, tl.int32)
     stream = index + token_stream

@@ -1,11 +1,10 @@
-"""Bookkeeping of a step over its slots, a kernel or two each; see `foretoken.ops.steps.Steps`.
+"""Bookkeeping of slots: one or two kernels per function. See `foretoken.ops.steps.Steps`.
 
-Sizes of batches are arguments, and whether one is 1 or a multiple of 16 is not compiled in, so that
-a kernel is compiled once for all of them. Of K its power of 2 is.
+Sizes of batches are arguments that Triton does not specialise on, so a kernel is compiled once for
+all sizes. The next power of 2 of K is compiled in.
 
-One kernel packs what a pass computes, for a step and for the first pass of a round. A program takes
-a request. How many tokens those before it have it sums up itself: that costs less than a kernel of
-its own.
+`pack_kernel` packs the tokens of a pass, for a step and for the first pass of a round. Each program
+counts the tokens of all earlier requests itself: a kernel for that would cost more.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
 from foretoken.ops.backends.triton.launch import dependent, overlaps
-from foretoken.ops.backends.triton.rows import wait_for_writes
+from foretoken.ops.backends.triton.rows import wait_for_writes, zero_like
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
 SPAN = tl.constexpr(1024)  # tokens, or columns of the block table, that a program moves at once
-AT_ONCE = tl.constexpr(256)  # requests
+AT_ONCE = tl.constexpr(256)  # requests that a program looks at together
 TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
 
-Span = namedtuple("Span", "slot start count want")
-"""Tokens start..start + count - 1 of a slot; of the last `want` of them logits are wanted."""
+Span = namedtuple("Span", "slot start count rows")
+"""Tokens start..start + count - 1 of a slot; the last `rows` of them need logits."""
 
 
 class Table(NamedTuple):
-    """The tensors of `SlotState`. W, L: their widths; spare: the last slot."""
+    """The tensors of `SlotState`; W, L: widths of `token_SL`, `block_SL`; spare: the last slot."""
 
     token_SL: Tensor
     block_SL: Tensor
@@ -46,10 +45,10 @@ class Table(NamedTuple):
     spare: int
 
 
-class RoundPlan(NamedTuple):
-    """A round of drafting: the numbers of `DraftRequests`, then those of `Round`.
+class RoundTensors(NamedTuple):
+    """A round of drafting: the tensors of `DraftRequests`, then those of `Round`.
 
-    place_3KB: position, length, index
+    place_3KB: `position_KB`, `length_KB` and `index_KB`. known, max_len: see `Steps.begin_round`
     """
 
     slot_B: Tensor
@@ -62,7 +61,7 @@ class RoundPlan(NamedTuple):
     max_len: int
 
 
-class Out(NamedTuple):
+class Packed(NamedTuple):
     """The tensors of `ForwardBatch`."""
 
     token_T: Tensor
@@ -74,28 +73,41 @@ class Out(NamedTuple):
     block_size: int
 
 
+class Lookup(NamedTuple):
+    """Prompt lookup: tensors of `DraftRequests`, and ranks. P: parts of a text, TEXT tokens each.
+
+    rank_BP: rank of the best occurrence that ends in the part; 0: there is none
+    """
+
+    slot_B: Tensor
+    num_B: Tensor
+    position_B: Tensor
+    rank_BP: Tensor
+    parts: int
+
+
 @triton.jit(do_not_specialize=["B", "T", "N", "most", "stride"])
 def pack_kernel(
-    table: Table, step: StepTokens, plan: RoundPlan, out: Out, B, T, N, most, stride,
+    table: Table, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N, most, stride,
     KP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, SPAN columns of the block table). The first of each do all the rest.
+    """Programs: (request, SPAN columns of the block table). The first of a request does the rest.
 
-    step, plan: one of them is None.
-    T, N: sizes of `token_T` and `row_N`.
-    most, stride: of a plan, K and the distance of rows of `place_3KB`.
+    step, drafting: one of them is None. T, N: sizes of `token_T` and `row_N`.
+    most, stride: for drafting, K and the distance of rows of `place_3KB`. Passes compute K tokens
+    after a request's `length`; those beyond its own drafts go to the spare's block (`trash`).
     """
     wait_for_writes(OVERLAP)
-    table, out = table, out  # see `records.py`
-    if plan is not None:
-        plan = plan
+    table, out = table, out  # makes values of fields that are 1, see `records.py`
+    if drafting is not None:
+        drafting = drafting
     b, part = tl.program_id(0), tl.program_id(1)
-    span = _span(table, step, plan, b, b < B)
+    span = _span(table, step, drafting, b, b < B)
     length = span.start + span.count
-    drafts, passes, trash = span.count * 0, 0, span.slot * 0
-    if plan is not None:
-        room = tl.maximum(plan.max_len + 1 - tl.load(plan.position_B + b), 0)
-        drafts, passes = tl.minimum(tl.load(plan.num_B + b), room), most
+    drafts, passes, trash = zero_like(span.count), 0, zero_like(span.slot)
+    if drafting is not None:
+        room = tl.maximum(drafting.max_len + 1 - tl.load(drafting.position_B + b), 0)
+        drafts, passes = tl.minimum(tl.load(drafting.num_B + b), room), most
         trash = tl.load(table.block_SL + table.spare * table.L)
     owned = tl.cdiv(length + drafts, out.block_size)
     reached = tl.minimum(tl.cdiv(length + passes, out.block_size), table.L)
@@ -105,52 +117,52 @@ def pack_kernel(
     tl.store(out.block_BL + b.to(tl.int64) * table.L + column, block, mask=column < reached)
     if part > 0:
         return
-    if plan is not None:
-        i, last = tl.arange(0, KP), tl.minimum(plan.max_len, table.L * out.block_size)
+    if drafting is not None:
+        i, last = tl.arange(0, KP), tl.minimum(drafting.max_len, table.L * out.block_size)
         end = tl.minimum(length + i, last)
-        place, size = plan.place_3KB + i * stride + b, most * stride
+        place, size = drafting.place_3KB + i * stride + b, most * stride
         tl.store(place, end - 1, mask=i < most)
         tl.store(place + size, end, mask=i < most)
         tl.store(place + 2 * size, i, mask=i < most)
-        tl.store(plan.kept_B + b, drafts)
-        tl.store(plan.index_B1 + b, b)
+        tl.store(drafting.kept_B + b, drafts)
+        tl.store(drafting.index_B1 + b, b)
         if b == B - 1:
-            tl.store(plan.index_B1 + B, B)
-    first_token, first_row = span.count * 0, span.want * 0
+            tl.store(drafting.index_B1 + B, B)
+    first_token, first_row = zero_like(span.count), zero_like(span.rows)
     for begin in range(0, b, AT_ONCE):
         others = begin + tl.arange(0, AT_ONCE)
-        before = _span(table, step, plan, others, others < b)
+        before = _span(table, step, drafting, others, others < b)
         first_token += tl.sum(before.count, 0)
-        first_row += tl.sum(before.want, 0)
+        first_row += tl.sum(before.rows, 0)
     _store_packed(table, out, b, span, first_token, first_row, B, T, N)
 
 
 @triton.jit
-def _span(table: Table, step: StepTokens, plan: RoundPlan, i, live):
-    """What request i computes, or each of a vector; nothing where not live.
+def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
+    """The `Span` that request i computes, or a vector of them; empty where not live.
 
-    One that may have no more tokens computes in the spare slot: there may be no block for its last
-    token, which need not be computed.
+    A request that may have no more tokens computes in the spare slot: its last token need not be
+    computed, and may have no block.
     """
-    if plan is None:
-        slot, of = _going_on(table, step.slot_B, i, live), i.to(tl.int64)
+    if drafting is None:
+        slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
         if step.of_B is not None:
-            of = tl.load(step.of_B + i, mask=live, other=-1)
-        want = tl.load(step.num_D + of, mask=live & (of >= 0), other=-1) + 1
-        count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(want - 1, 0)
-        return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, want)
+            d = tl.load(step.of_B + i, mask=live, other=-1)
+        rows = tl.load(step.num_D + d, mask=live & (d >= 0), other=-1) + 1
+        count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(rows - 1, 0)
+        return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, rows)
     else:
-        slot = _going_on(table, plan.slot_B, i, live)
-        position = tl.load(plan.position_B + i, mask=live, other=0)
-        fits = (position <= plan.max_len) & (slot < table.spare)
+        slot = _slot_or_spare(table, drafting.slot_B, i, live)
+        position = tl.load(drafting.position_B + i, mask=live, other=0)
+        fits = (position <= drafting.max_len) & (slot < table.spare)
         length = tl.where(fits, position, 1)
-        count = tl.where(live, tl.minimum(length, plan.known), 0)
+        count = tl.where(live, tl.minimum(length, drafting.known), 0)
         return Span(tl.where(fits, slot, table.spare), length - count, count, live.to(tl.int64))
 
 
 @triton.jit
-def _going_on(table: Table, slot_B, i, live):
-    """The slot of request i, or the spare."""
+def _slot_or_spare(table: Table, slot_B, i, live):
+    """The slot of request i, or the spare slot if the request may have no more tokens."""
     slot = tl.load(slot_B + i, mask=live, other=0)
     length = tl.load(table.length_S + slot, mask=live, other=0)
     limit = tl.load(table.limit_S + slot, mask=live, other=0)
@@ -158,21 +170,21 @@ def _going_on(table: Table, slot_B, i, live):
 
 
 @triton.jit
-def _store_packed(table: Table, out: Out, b, span, first_token, first_row, B, T, N):
-    """Write the tokens and rows of request b; after the last request's also padding."""
+def _store_packed(table: Table, out: Packed, b, span, first_token, first_row, B, T, N):
+    """Write the tokens and rows of request b; for the last request also the padding after them."""
     j, its_tokens = tl.arange(0, SPAN), table.token_SL + span.slot * table.W + span.start
     for begin in range(0, span.count, SPAN):
         i = begin + j
         token = tl.load(its_tokens + i, mask=i < span.count, other=0)
         tl.store(out.token_T + first_token + i, token, mask=i < span.count)
         tl.store(out.position_T + first_token + i, span.start + i, mask=i < span.count)
-    end_token, end_row = first_token + span.count, first_row + span.want
-    tl.store(out.row_N + first_row + j, end_token - span.want + j, mask=j < span.want)
+    end_token, end_row = first_token + span.count, first_row + span.rows
+    tl.store(out.row_N + first_row + j, end_token - span.rows + j, mask=j < span.rows)
     tl.store(out.start_B1 + b, first_token)
     tl.store(out.length_B + b, span.start + span.count)
     if b == B - 1:
         tl.store(out.start_B1 + B, end_token)
-        token = tl.load(table.token_SL + span.slot * 0 + table.spare * table.W)
+        token = tl.load(table.token_SL + zero_like(span.slot) + table.spare * table.W)
         for begin in range(end_token, T, SPAN):
             i = begin + j
             tl.store(out.token_T + i, token, mask=i < T)
@@ -183,7 +195,7 @@ def _store_packed(table: Table, out: Out, b, span, first_token, first_row, B, T,
 
 @triton.jit(do_not_specialize=["B"])
 def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
-    """A program counts for AT_ONCE requests."""
+    """A program counts the drafts and known tokens of AT_ONCE requests."""
     wait_for_writes(OVERLAP)
     b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     slot = tl.load(slot_B + b, mask=b < B, other=0)
@@ -199,9 +211,9 @@ def put_kernel(
     table: Table, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the drafts of a request."""
+    """A program writes one request's drafts after its known tokens, as ids in 0..last_id."""
     wait_for_writes(OVERLAP)
-    table = table  # see `records.py`
+    table = table  # makes values of fields that are 1, see `records.py`
     b, i = tl.program_id(0), tl.arange(0, KP)
     live = (i < K) & (i < tl.load(num_B + b))
     token = tl.load(token_BK + b * K + i, mask=live, other=0)
@@ -214,40 +226,40 @@ def advance_kernel(
     table: Table, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes over the step of a request. The spare may have many; none changes it."""
+    """A program takes over one request's step, see `Steps.advance`. None changes the spare slot."""
     wait_for_writes(OVERLAP)
     table = table
     b, i = tl.program_id(0), tl.arange(0, KP)
     slot, num_tokens = tl.load(step.slot_B + b), tl.load(step.num_tokens_B + b)
     length, limit = tl.load(table.length_S + slot), tl.load(table.limit_S + slot)
-    computed, of = tl.load(table.computed_S + slot), b.to(tl.int64)
+    computed, d = tl.load(table.computed_S + slot), b.to(tl.int64)
     if step.of_B is not None:
-        of = tl.load(step.of_B + b)
-    tl.debug_barrier()  # no warp writes what another has yet to read
-    goes_on, accepted = length < limit, length * 0
+        d = tl.load(step.of_B + b)
+    tl.debug_barrier()  # no warp writes what another one has yet to read
+    active, accepted = length < limit, zero_like(length)
     tl.store(packet + b, computed)
-    if of >= 0:
-        accepted = tl.load(verdict.n_accept_B + of)
-        finite = tl.load(verdict.finite_B + of).to(tl.int64)
-        token = tl.load(verdict.token_BK1 + of * (K + 1) + i, mask=i <= K, other=-1)
-        to = packet + B + of * (K + 4)
-        tl.store(to, tl.load(step.num_D + of))
+    if d >= 0:  # request b is number d of those that decide
+        accepted = tl.load(verdict.n_accept_B + d)
+        finite = tl.load(verdict.finite_B + d).to(tl.int64)
+        token = tl.load(verdict.token_BK1 + d * (K + 1) + i, mask=i <= K, other=-1)
+        to = packet + B + d * (K + 4)
+        tl.store(to, tl.load(step.num_D + d))
         tl.store(to + 1, accepted)
         tl.store(to + 2, finite)
         tl.store(to + 3 + i, token, mask=i <= K)
         end = length + accepted + finite
         its_tokens = table.token_SL + slot * table.W + length
-        tl.store(its_tokens + i, token, mask=goes_on & (length + i < end))
-        tl.store(table.length_S + slot, end, mask=goes_on)
-        tl.store(table.limit_S + slot, end, mask=goes_on & (finite == 0))
-    tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=goes_on)
+        tl.store(its_tokens + i, token, mask=active & (length + i < end))
+        tl.store(table.length_S + slot, end, mask=active)
+        tl.store(table.limit_S + slot, end, mask=active & (finite == 0))
+    tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=active)
 
 
 @triton.jit(do_not_specialize=["B", "T"])
 def shift_kernel(
     table: Table, slot_B, start_B1, length_B, token_T, row_B, B, T, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """A program takes the rows of a request; the last one padding, too."""
+    """A program writes the token after each row of one request; the last one also padding."""
     wait_for_writes(OVERLAP)
     table = table
     b = tl.program_id(0)
@@ -266,7 +278,7 @@ def shift_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constexpr):
-    """A program joins the drafts of AT_ONCE requests. drafts: K of [B]."""
+    """A program joins the drafts of AT_ONCE requests. drafts: K tensors [B]."""
     wait_for_writes(OVERLAP)
     b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     num = tl.load(num_B + b, mask=b < B, other=0)
@@ -277,79 +289,83 @@ def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constex
 
 @triton.jit
 def search_kernel(
-    table: Table, slot_B, num_B, position_B, rank_BP, parts, shortest, longest,
-    OVERLAP: tl.constexpr,
+    table: Table, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (request, TEXT of its tokens). Each ranks the best occurrence that ends there.
+    """Programs: (request, part of its text). Each ranks occurrences of the suffix that end there.
 
-    Ranks rise with the size of the suffix. Of one size come first those with all drafts after
-    them, the latest above all; then the others, the earliest above all. 0: there is none.
+    Longer suffixes rank higher. For equal lengths, occurrences that have enough later tokens for
+    all drafts come first, the latest one highest; then the rest, the earliest one highest.
     """
     wait_for_writes(OVERLAP)
-    table = table
+    table, lookup = table, lookup
     b, part = tl.program_id(0), tl.program_id(1)
-    num, last = tl.load(num_B + b), tl.load(position_B + b) - 1
-    text, place = table.token_SL + tl.load(slot_B + b) * table.W, part * TEXT + tl.arange(0, TEXT)
-    best = num * 0
+    num, last = tl.load(lookup.num_B + b), tl.load(lookup.position_B + b) - 1
+    text = table.token_SL + tl.load(lookup.slot_B + b) * table.W
+    place = part * TEXT + tl.arange(0, TEXT)
+    best = zero_like(num)
     if (num > 0) & (part * TEXT < last):
-        run, goes_on = place * 0, place < last
+        run, matches = zero_like(place), place < last
         for back in range(longest):
-            goes_on &= place >= back
+            matches &= place >= back
             token = tl.load(text + tl.maximum(last - back, 0))
-            goes_on &= tl.load(text + place - back, mask=goes_on, other=-1) == token
-            run += goes_on.to(tl.int32)
+            matches &= tl.load(text + place - back, mask=matches, other=-1) == token
+            run += matches.to(tl.int32)
         within = tl.where(last - place >= num, table.W + place, table.W - 1 - place)
         rank = tl.where(run >= shortest, run.to(tl.int64) * (2 * table.W) + within, 0)
         best = tl.max(rank, 0)
-    tl.store(rank_BP + b * parts + part, best)
+    tl.store(lookup.rank_BP + b * lookup.parts + part, best)
 
 
 @triton.jit(do_not_specialize=["K"])
 def found_kernel(
-    table: Table, slot_B, num_B, position_B, rank_BP, parts, token_BK, kept_B, K,
-    KP: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr,
+    table: Table, lookup: Lookup, token_BK, kept_B, K, KP: tl.constexpr, PP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program drafts what follows the occurrence of the highest rank."""
+    """A program drafts, for one request, the tokens after the occurrence of the highest rank."""
     wait_for_writes(OVERLAP)
-    table = table
+    table, lookup = table, lookup
     b, i, part = tl.program_id(0), tl.arange(0, KP), tl.arange(0, PP)
-    rank = tl.max(tl.load(rank_BP + b * parts + part, mask=part < parts, other=0), 0)
+    rank_P = lookup.rank_BP + b * lookup.parts + part
+    rank = tl.max(tl.load(rank_P, mask=part < lookup.parts, other=0), 0)
     within = rank % (2 * table.W)
     end = tl.where(within >= table.W, within - table.W, table.W - 1 - within) + 1
-    num = tl.minimum(tl.load(num_B + b), tl.maximum(tl.load(position_B + b) - end, 0))
+    num = tl.load(lookup.num_B + b)
+    num = tl.minimum(num, tl.maximum(tl.load(lookup.position_B + b) - end, 0))
     num = tl.where(rank > 0, num, 0)
-    text = table.token_SL + tl.load(slot_B + b) * table.W
+    text = table.token_SL + tl.load(lookup.slot_B + b) * table.W
     tl.store(token_BK + b * K + i, tl.load(text + end + i, mask=i < num, other=-1), mask=i < K)
     tl.store(kept_B + b, num)
 
 
 class Steps:
-    """The kernels' launches on one `SlotState`."""
+    """The `Steps` of this backend: launches of these kernels on one `SlotState`."""
 
     def __init__(self, state: SlotState) -> None:
         slots, width = state.token_SL.shape
         self._table = Table(*state, width, state.block_SL.shape[1], slots - 1)
+        self._overlap = overlaps(state.token_SL.device)
 
     @zero_if_noted
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
         """See `Steps.count_drafts`."""
-        num_B, position_B = _empty(slot_B, len(slot_B)), _empty(slot_B, len(slot_B))
-        given = (self._table, slot_B, most_B, num_B, position_B, len(slot_B))
-        _launch(count_kernel, (_groups(slot_B),), slot_B.device, *given)
+        requests = len(slot_B)
+        num_B, position_B = _empty(slot_B, requests), _empty(slot_B, requests)
+        args = (self._table, slot_B, most_B, num_B, position_B, requests)
+        self._launch(count_kernel, (triton.cdiv(requests, AT_ONCE.value),), *args)
         return num_B, position_B
 
     def write_drafts(
         self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """See `Steps.write_drafts`."""
-        (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
-        given = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, most, last_id)
-        _launch(put_kernel, (requests,), num_B.device, *given, triton.next_power_of_2(most))
+        (requests, width), token_BK = token_BK.shape, token_BK.contiguous()
+        args = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, width, last_id)
+        self._launch(put_kernel, (requests,), *args, triton.next_power_of_2(width))
 
     @zero_if_noted
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         """See `Steps.pack`."""
-        return self._pack(len(tokens.slot_B), (tokens, None), sizes, block_size)
+        return self._pack(len(tokens.slot_B), tokens, None, sizes, block_size)
 
     @zero_if_noted
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
@@ -357,21 +373,22 @@ class Steps:
         requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
         packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
         verdict = Verdict(*map(Tensor.contiguous, verdict))
-        given = (self._table, tokens, verdict, packet, requests, width - 1)
-        widths = triton.next_power_of_2(width)
-        _launch(advance_kernel, (requests,), packet.device, *given, widths)
+        args = (self._table, tokens, verdict, packet, requests, width - 1)
+        self._launch(advance_kernel, (requests,), *args, triton.next_power_of_2(width))
         return packet
 
     @zero_if_noted
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
         """See `Steps.begin_round`."""
         requests, like = len(asked.slot_B), asked.slot_B
-        # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
+        # Rows at multiples of 16 bytes: for other addresses kernels are compiled again.
         place_3KB = _empty(like, 3, asked.most, requests + requests % 2)
         kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
-        plan = RoundPlan(*asked[:3], kept_B, index_B1, place_3KB, known, max_len)
+        drafting = RoundTensors(
+            asked.slot_B, asked.num_B, asked.position_B, kept_B, index_B1, place_3KB, known, max_len
+        )
         sizes = PackSizes(known * requests, requests, known)
-        first = self._pack(requests, (None, plan), sizes, block_size)
+        first = self._pack(requests, None, drafting, sizes, block_size)
         return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
 
     @zero_if_noted
@@ -380,60 +397,59 @@ class Steps:
     ) -> tuple[Tensor, Tensor]:
         """See `Steps.shift`."""
         token_T, row_B = _empty(slot_B, num_tokens), torch.empty_like(slot_B)
-        where = (slot_B, batch.query_start_B1, batch.length_B)
-        given = (self._table, *where, token_T, row_B, len(slot_B), num_tokens)
-        _launch(shift_kernel, (len(slot_B),), slot_B.device, *given)
+        spans = (slot_B, batch.query_start_B1, batch.length_B)
+        args = (self._table, *spans, token_T, row_B, len(slot_B), num_tokens)
+        self._launch(shift_kernel, (len(slot_B),), *args)
         return token_T, row_B
 
     @zero_if_noted
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
         """See `Steps.join_drafts`."""
-        token_BK = _empty(num_B, len(num_B), len(drafts))
-        given = (tuple(drafts), num_B, token_BK, len(num_B), len(drafts))
-        _launch(join_kernel, (_groups(num_B),), num_B.device, *given)
+        requests, width = len(num_B), len(drafts)
+        token_BK, programs = _empty(num_B, requests, width), triton.cdiv(requests, AT_ONCE.value)
+        self._launch(join_kernel, (programs,), tuple(drafts), num_B, token_BK, requests, width)
         return token_BK
 
     @zero_if_noted
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
         """See `Steps.look_up`."""
         like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // TEXT.value)
-        rank_BP, token_BK = _empty(like, requests, parts), _empty(like, requests, asked.most)
-        kept_B, device = torch.empty_like(like), like.device
-        given = (self._table, *asked[:3], rank_BP, parts)
-        _launch(search_kernel, (requests, parts), device, *given, shortest, longest)
+        token_BK, kept_B = _empty(like, requests, asked.most), torch.empty_like(like)
+        rank_BP = _empty(like, requests, parts)
+        lookup = Lookup(asked.slot_B, asked.num_B, asked.position_B, rank_BP, parts)
+        self._launch(search_kernel, (requests, parts), self._table, lookup, shortest, longest)
         widths = triton.next_power_of_2(asked.most), triton.next_power_of_2(parts)
-        _launch(found_kernel, (requests,), device, *given, token_BK, kept_B, asked.most, *widths)
+        args = (self._table, lookup, token_BK, kept_B, asked.most)
+        self._launch(found_kernel, (requests,), *args, *widths)
         return token_BK, kept_B
 
     def _pack(
-        self, requests: int, asked: tuple[Any, Any], sizes: PackSizes, block_size: int
+        self,
+        requests: int,
+        step: StepTokens | None,
+        drafting: RoundTensors | None,
+        sizes: PackSizes,
+        block_size: int,
     ) -> ForwardBatch:
-        """asked: `StepTokens` or `RoundPlan`, and None in the place of the other."""
-        table, (step, plan) = self._table, asked
-        like, columns = table.length_S, table.L
-        out = Out(
+        """Launch `pack_kernel` for a step, or for the first pass of a round."""
+        like, columns = self._table.length_S, self._table.L
+        out = Packed(
             _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
             _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
             block_size,
         )  # fmt: skip
-        _, most, stride = plan.place_3KB.shape if plan else (3, 1, 0)
-        grid, numbers = (requests, -(-columns // SPAN.value)), (*sizes[:2], most, stride)
-        given = (table, step, plan, out, requests, *numbers, triton.next_power_of_2(most))
-        _launch(pack_kernel, grid, like.device, *given)
-        where = (out.start_B1, out.length_B, out.block_BL, block_size)
-        attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
+        _, passes, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
+        dims = requests, sizes.tokens, sizes.rows, passes, stride, triton.next_power_of_2(passes)
+        grid = (requests, -(-columns // SPAN.value))
+        self._launch(pack_kernel, grid, self._table, step, drafting, out, *dims)
+        paged = (out.start_B1, out.length_B, out.block_BL, block_size)
+        attention = AttentionBatch(*paged, most_queries=sizes.queries, values_fit=True)
         return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
 
-
-def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any) -> None:
-    """Launch a kernel that waits before anything else."""
-    overlap = overlaps(device)
-    launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent(overlap))
-
-
-def _groups(x_B: Tensor) -> int:
-    groups: int = -(-len(x_B) // AT_ONCE.value)
-    return groups
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
+        """Launch a kernel that waits before it does anything else."""
+        overlap = self._overlap
+        launch(kernel, grid, *args, OVERLAP=overlap, num_warps=4, **dependent(overlap))
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

@@ -1,30 +1,32 @@
-"""What is sought in a row that a short list cannot decide, and the first passes over such rows.
+"""The search for the threshold of a row that a short list cannot decide, and its first passes.
 
-Sought is a threshold: the largest t such that W(x >= t), the weight of the logits from t on,
-reaches what is needed. For top-k every finite logit weighs 1; for top-p a logit that reaches
-min-p's floor weighs its mass relative to the row's maximum. Thresholds are handled as *keys*,
-integers in the order of logits (`rows.py: key_of`). A guess is two keys a < b, the threshold
-probably between them.
+The threshold is the largest t such that W(x >= t), the weight of all logits >= t, reaches the
+weight that is needed. For top-k every finite logit weighs 1. For top-p a logit that reaches min-p's
+floor weighs its mass, relative to that of the row's maximum. Thresholds are handled as *keys*,
+integers in the order of logits (`rows.py: key_of`). A guess is two keys a < b that probably have
+the threshold between them.
 
-The filters queue such a row, and `guess_kernel` guesses. The first sweep, spread over the whole
-GPU, measures W(x >= a) and W(x >= b), lists what lies between them, and writes each block's mass of
-what is at least b, kept whatever the threshold turns out to be. Programs of one warp take a block
-of a queued row at a time, as the scan does: no barrier between warps. The second sweep does the
-same for rows whose guess was wrong or too wide, with keys that the first one's figures suggest;
-`wide.py` does the rest. What these launches save and cost: decision 010.
+The filters queue such a row, and `guess_kernel` guesses its keys. The first sweep, spread over the
+whole GPU, measures W(x >= a) and W(x >= b), lists the logits in [a, b), and writes each block's
+weight W(x >= b), which stays valid wherever in [a, b) the threshold is. Programs of one warp take a
+block of a queued row at a time, as the scan does: no barrier between warps. If the guess was wrong
+or too wide, a second sweep does the same with keys that the figures of the first suggest; `wide.py`
+does the rest. What these launches save and cost: decision 010.
 
-A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
-on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
-weight is 1), and what the list adds to a block's mass is added in the order of ids. In its entry
-of `best_NJ` a block leaves where its stretch starts, and its length (`packed`).
+A block reserves a stretch of the row's list, so stretches lie in any order. No result depends on
+the order: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the
+largest weight is 1), and listed logits are added to a block's mass in the order of ids. A block
+writes where its stretch starts, and its length, to `stretch_NJ`.
 
-The row has no short list; the memory of that holds notes instead:
+A queued row has no short list. Until `wide_kernel` has ended, that memory holds notes:
 
     list_x_NC   0-5  the `Search`: maximum, scale, floor, counted, goal, top
                 6-9  the logits of a and b of its first guess, then of its second
                 10   1.0 if the first sweep missed
-    list_id_NC  as int64, of each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
+    list_id_NC  as int64, for each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
                 1 / FIXED, and the number of logits in [a, b)
+
+The memory of the row's `group_top_NG` holds the list of a search (`list_of`).
 """
 
 from __future__ import annotations
@@ -34,53 +36,54 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
-
+from foretoken.ops.backends.triton.records import (  # isort: skip
+    Batch, Filtered, RawRows, above_NJ, stretch_NJ,
+)  # fmt: skip
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, CAPACITY, FIXED, key_of, let_next_start, load_at, load_blocks, load_span, log2_sum,
-    value_of, wait_for_writes,
+    value_of, wait_for_writes, zero_like,
 )  # fmt: skip
 
-GUESS_PROGRAMS = 132 * 2  # at most; they loop. An H200 has 132 multiprocessors
+GUESS_PROGRAMS = 132 * 2  # most programs; they loop. An H200 has 132 multiprocessors
 SAMPLE = tl.constexpr(4096)
 LIST = tl.constexpr(4096)  # most entries of a list
 LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
 GUESSES = tl.constexpr(6)  # passes over a row before its bracket is halved instead
-MISSED = tl.constexpr(10)  # the note that tells whether the first sweep missed
+MISSED = tl.constexpr(10)  # the place of the note on whether the first sweep missed
 _CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
 _SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
-_FILL = tl.constexpr(0.9)  # of the list's room, by the sample, between two guesses
-SWEEP_PROGRAMS = 132 * 20  # at most; they loop
-SECOND_PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
-_PART = tl.constexpr(256)  # of a block, loaded again: for all of it registers would run short
-_ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
-_LENGTHS = tl.constexpr(2048)  # above the length of a stretch, at most a block's 1024
+_FILL = tl.constexpr(0.9)  # share of the list's room that a guess should fill, by the sample
+SWEEP_PROGRAMS = 132 * 20  # most programs; they loop
+SECOND_PARTS = 16  # parts of a row in the second sweep, which skips most rows
+_PART = tl.constexpr(256)  # logits that `_list_block` loads at once: more need registers
+_ASIDE = tl.constexpr(0.45)  # share of the list's room on either side of a second guess
+_LENGTHS = tl.constexpr(2048)  # more than the length of a stretch, at most a block's 1024
 
 Weighting = namedtuple("Weighting", "maximum scale floor")
-"""What a logit x weighs: 2^((x - maximum) scale) if it reaches the floor, else 0.
+"""The weight of a logit x: 2^((x - maximum) scale) if x reaches the floor, else 0.
 
-If logits are counted, maximum and scale are 0 and the floor is the lowest finite float.
+For top-k, maximum and scale are 0 and the floor is the lowest finite float: each weighs 1.
 """
 
 Search = namedtuple("Search", "weighting counted goal top")
-"""What is sought in a row: the threshold of top-k if `counted`, else that of top-p.
+"""The search for a row's threshold of top-k if `counted`, else of top-p.
 
 goal: k, or the share top_p of the row's weight; top: the row's maximum
 """
 
 Guess = namedtuple("Guess", "a b")
-"""Keys a <= b, the threshold probably in [a, b)."""
+"""Keys a <= b; the threshold is probably in [a, b)."""
 
 Bracket = namedtuple("Bracket", "low high w_low w_high")
-"""Keys low < high, the threshold surely in [low, high), and W from each of them on."""
+"""Keys that surely have the threshold in [low, high); W(x >= low) and W(x >= high)."""
 
 
 @triton.jit
 def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
-    """Programs: any number; each takes queued rows, and guesses where their thresholds lie."""
+    """Programs: any number; each takes queued rows and guesses where their thresholds lie."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     queued = tl.load(filtered.queue_N1, cache_modifier=".cg")
     for item in range(tl.program_id(0), queued, tl.num_programs(0)):
@@ -89,7 +92,7 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
         weighting = search.weighting
         floor = key_of(weighting.floor)
         guess = Guess(floor, floor)
-        if search.counted | (search.goal < 1):  # else min-p alone: its floor is the threshold
+        if search.counted | (search.goal < 1):  # else only min-p: its floor is the threshold
             x = sample_of(rows, row, 0)
             unit = tl.maximum(rows.V / SAMPLE, 1.0)
             mass = unit * tl.sum(weight_of(x, weighting), axis=0)
@@ -97,14 +100,14 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
                 masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
                 mass = tl.exp2(log2_sum(masses) - weighting.maximum * weighting.scale)
             low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
-            bracket, need = Bracket(low, high, mass, mass * 0), needed(search, mass)
+            bracket, need = Bracket(low, high, mass, zero_like(mass)), needed(search, mass)
             guess = guess_from(x, unit, bracket, need, room_for_list(rows), weighting)
         store_guess(filtered, row, 0, guess)
 
 
 @triton.jit
 def search_for(counted, goal, top, scale, floor):
-    """The search for top-k's threshold (`counted`) or for top-p's."""
+    """The `Search` for the threshold of top-k (`counted`) or of top-p."""
     lowest = value_of(tl.full((), LOWEST, tl.uint32))
     zero = tl.full((), 0.0, tl.float32)
     weighting = Weighting(
@@ -117,20 +120,20 @@ def search_for(counted, goal, top, scale, floor):
 
 @triton.jit
 def weight_of(x, weighting: Weighting):
-    """What a logit weighs; 0 if it is -inf."""
+    """The weight of a logit; 0 if it is -inf."""
     weight = tl.exp2((x - weighting.maximum) * weighting.scale)
     return tl.where(x >= weighting.floor, weight, 0.0)
 
 
 @triton.jit
 def needed(search: Search, mass):
-    """The weight to be reached, in a row that weighs `mass`."""
+    """The weight that W(x >= t) must reach, in a row of weight `mass`."""
     return tl.where(search.counted, search.goal, tl.maximum(search.goal * mass, 1e-30))
 
 
 @triton.jit
 def queue_row(filtered: Filtered, row, search: Search):
-    """Queue a row, note what is sought, and set the sums of its two sweeps to 0."""
+    """Queue a row, note its search, and set the sums of its two sweeps to 0."""
     notes = notes_of(filtered, row)
     tl.store(notes, search.weighting.maximum)
     tl.store(notes + 1, search.weighting.scale)
@@ -152,7 +155,7 @@ def notes_of(filtered: Filtered, row):
 
 @triton.jit
 def load_search(filtered: Filtered, row):
-    """What `queue_row` noted."""
+    """The `Search` that `queue_row` noted."""
     notes = notes_of(filtered, row)
     weighting = Weighting(tl.load(notes), tl.load(notes + 1), tl.load(notes + 2))
     return Search(weighting, tl.load(notes + 3) > 0, tl.load(notes + 4), tl.load(notes + 5))
@@ -168,14 +171,14 @@ def store_guess(filtered: Filtered, row, turn, guess: Guess):
 
 @triton.jit
 def load_guess(filtered: Filtered, row, turn):
-    """What `store_guess` noted."""
+    """The `Guess` that `store_guess` noted."""
     notes = notes_of(filtered, row) + 6 + 2 * turn
     return Guess(key_of(tl.load(notes)), key_of(tl.load(notes + 1)))
 
 
 @triton.jit
 def list_of(batch: Batch, row):
-    """Where a queued row's list of logits is: in place of the maxima of its groups."""
+    """The list of a queued row's search, in place of the maxima of its groups."""
     return batch.scratch.filtered.group_top_NG + row * batch.rows.NG
 
 
@@ -187,7 +190,7 @@ def room_for_list(rows: RawRows):
 
 @triton.jit
 def sample_of(rows: RawRows, row, turn):
-    """SAMPLE logits in chunks spread over the row, others each turn; -inf if it has fewer."""
+    """SAMPLE logits in chunks spread over a row, others in each turn; -inf past its end."""
     i = tl.arange(0, SAMPLE)
     apart = tl.maximum(rows.V // (SAMPLE // _CHUNK), _CHUNK)
     off = i // _CHUNK * apart + i % _CHUNK + (apart - _CHUNK) * turn // GUESSES
@@ -198,10 +201,11 @@ def sample_of(rows: RawRows, row, turn):
 def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
     """The `Guess` inside a bracket that a sample x of its row suggests.
 
-    W is known at both ends of the bracket, so that W(t) can be summed from either end: of the
-    sample above t, or of that below it. The best mix of both weighs them by their variances: a few
-    heavy logits, sampled or not, do not blur a threshold far below them. unit: logits that a
-    sampled one stands for. room: of the list.
+    W is known at both ends of the bracket, so W(x >= t) can be estimated from either end: by the
+    sample above t, or by the sample below it. The best mix weighs them by their variances, so that
+    a few heavy logits, sampled or not, do not blur a threshold far below them.
+
+    unit: how many logits of the row a sampled logit represents. room: the list's room.
     """
     low, high = bracket.low, bracket.high
     a, b = low, high
@@ -209,7 +213,7 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
     weight = tl.where((key >= low) & (key < high), weight_of(x, weighting), 0.0)
     sampled = tl.sum(weight, axis=0)
     if sampled > 0:
-        one = tl.where(weight > 0, 1.0, 0.0)
+        ones = tl.where(weight > 0, 1.0, 0.0)  # 1 for each sampled logit that weighs anything
         first = tl.min(tl.where(weight > 0, key, high), axis=0)
         last = tl.max(tl.where(weight > 0, key, low), axis=0) + 1
         step = tl.maximum((last - first) >> 18, 1)
@@ -222,26 +226,26 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
         t = bisect(key, weight, first, last, wanted, step)
         t = tl.min(tl.where((weight > 0) & (key >= t), key, last), axis=0)
         near = tl.maximum(weight_of(value_of(t), weighting), 1e-18)
-        ties = tl.sum(tl.where(key == t, one, 0.0), axis=0)
-        count = tl.sum(tl.where(key > t, one, 0.0), axis=0)
+        ties = tl.sum(tl.where(key == t, ones, 0.0), axis=0)
+        count = tl.sum(tl.where(key > t, ones, 0.0), axis=0)
         aside = tl.sqrt(above * tl.maximum(below, 0.0) / both / (near * near) + 1) * _SPREAD
-        most = (room * _FILL / unit - ties) / 2
-        aside = tl.minimum(aside, most)
-        if most < 0:
+        largest_aside = (room * _FILL / unit - ties) / 2
+        aside = tl.minimum(aside, largest_aside)
+        if largest_aside < 0:
             a, b = t, t + 1
         else:
-            if count + ties + aside < tl.sum(one, axis=0):
-                a = bisect(key, one, first, last, count + ties + aside, step)
+            if count + ties + aside < tl.sum(ones, axis=0):
+                a = bisect(key, ones, first, last, count + ties + aside, step)
             if count - aside >= 1:
-                b = tl.minimum(bisect(key, one, first, last, count - aside, step) + step, high)
+                b = tl.minimum(bisect(key, ones, first, last, count - aside, step) + step, high)
     return Guess(a, b)
 
 
 @triton.jit
 def bisect(key, weight, low, high, need, step):
-    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
+    """The largest t in [low, high) such that the weight of keys >= t reaches `need`; low if none.
 
-    To less than `step` below it: 1 is exact.
+    The result may be up to step - 1 less than t: a step of 1 is exact.
     """
     while high - low > step:
         middle = low + ((high - low) >> 1)
@@ -253,19 +257,19 @@ def bisect(key, weight, low, high, need, step):
 
 
 Swept = namedtuple("Swept", "whole from_a from_b listed")
-"""What a sweep measured: W of the row, W(x >= a), W(x >= b), the number of logits in [a, b)."""
+"""Results of a sweep: W of the row, W(x >= a), W(x >= b), the number of logits in [a, b)."""
 
 
 @triton.jit
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
-    """Programs: any number; each takes parts of queued rows until none is left.
+    """Sweep queued rows. Programs: any number; each takes parts of rows until none is left.
 
-    parts: of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued rows, 1 those
-    where the first sweep missed.
+    parts: number of parts of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued
+    rows, 1 those in which the first sweep missed the threshold.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     items = tl.load(filtered.queue_N1, cache_modifier=".cg") * parts
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -274,7 +278,7 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
         if TURN:
             missed, guess = _second_guess(filtered, row, guess, room_for_list(rows))
             end = tl.where(missed, rows.NB, 0)
-            if item % parts == 0:  # noted, not computed twice: compilers round differently
+            if item % parts == 0:  # for `wide.py`, which might round it differently
                 store_guess(filtered, row, 1, guess)
                 tl.store(notes_of(filtered, row) + MISSED, missed.to(tl.float32))
         for j in range(item % parts, end, parts):
@@ -283,11 +287,11 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 
 @triton.jit
 def _second_guess(filtered: Filtered, row, first: Guess, room):
-    """(whether the first sweep missed, the guess for a second).
+    """(`missed`: whether a second sweep is due, its guess).
 
-    It missed if W(b) < need <= W(a) does not hold, or if the list overflowed,
-    and is repeated if something was listed: that says how dense logits are near the first keys, and
-    so how many keys away the threshold is, or, if the list overflowed, where between them.
+    It is due if W(x >= b) < need <= W(x >= a) does not hold or the list overflowed, but only if
+    logits were listed. Their number says how dense logits are near the first keys. This tells how
+    many keys away the threshold is or, if the list overflowed, where it is between the keys.
     """
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
@@ -320,7 +324,7 @@ def _at_most(keys, most):
 
 @triton.jit
 def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
-    """Add a block to its row's sums, list what lies between the keys, note its mass above them."""
+    """Add a block to its row's sums, list its logits in [a, b), and store its W(x >= b)."""
     rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
     x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
     lowest, highest = value_of(guess.a), value_of(guess.b)
@@ -328,17 +332,17 @@ def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
     whole = tl.sum(weight, axis=0)
     from_a = tl.sum(tl.where(x >= lowest, weight, 0.0), axis=0)
     from_b = tl.sum(tl.where(x >= highest, weight, 0.0), axis=0)
-    tl.store(scratch.mass_NJ + row * rows.NB + j, from_b)
+    tl.store(above_NJ(scratch) + row * rows.NB + j, from_b)
     i = tl.arange(0, 4)
     added = (tl.where(i == 0, whole, tl.where(i == 1, from_a, from_b)) * FIXED).to(tl.int64)
     sums = _sums(filtered, row, TURN)
     tl.atomic_add(sums + i, added, mask=i < 3, sem="relaxed")
     number = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
-    start, room = number * 0, room_for_list(rows)
+    start, room = zero_like(number), room_for_list(rows)
     if number > 0:
         start = tl.atomic_add(sums + 3, number.to(tl.int64), sem="relaxed").to(tl.int32)
         _list_block(rows, row, j * BLOCK, lowest, highest, list_of(batch, row), start, room)
-    tl.store(scratch.best_NJ + row * rows.NB + j, packed(start, number, room))
+    tl.store(stretch_NJ(scratch) + row * rows.NB + j, packed(start, number, room))
 
 
 @triton.jit
@@ -354,7 +358,7 @@ def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
 
 @triton.jit
 def packed(start, number, room):
-    """A block's stretch of the list in one float32: exactly, as integers up to 2^24 are."""
+    """A block's stretch of the list in one float32, exact as all integers up to 2^24."""
     return (tl.minimum(start, room) * _LENGTHS + number).to(tl.float32)
 
 
@@ -367,13 +371,13 @@ def unpacked(stretch):
 
 @triton.jit
 def _sums(filtered: Filtered, row, turn):
-    """Where a sweep's four sums are."""
+    """Where the four sums of a sweep are: turn 0 or 1."""
     return (filtered.list_id_NC + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
 
 
 @triton.jit
 def load_sweep(filtered: Filtered, row, turn):
-    """What a sweep found."""
+    """The `Swept` of a sweep: turn 0 or 1."""
     sums = _sums(filtered, row, turn)
     return Swept(
         tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED,

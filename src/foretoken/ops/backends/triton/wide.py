@@ -1,20 +1,20 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-A program has a row to itself. It begins with what `sweep.py` measured of one guess or two. Where
-the threshold is between a guess's keys and the list had room for what is there, the threshold is
-found in the list, and what the list adds to the masses is added: after one pass for most rows of
-151 936 normal logits, after two for nearly all others. Else what was learned bounds the next guess,
-for which the program sweeps the row. A list that overflowed is the sample for it (except that of
-`sweep.py`, whose order is that of arrival). A value that would fill the list by itself is bracketed
-alone (b is the next key). After GUESSES passes the keys between the bounds are halved, so that the
-search ends whatever the row.
+A program has a row to itself. It starts from the results of one or two sweeps by `sweep.py`. If the
+threshold is between a guess's keys and the list had room for all logits there, the threshold is
+found in the list, and the listed logits that are kept complete the masses. That takes one pass for
+most rows of 151 936 normal logits, two for nearly all others. Otherwise the results bound the next
+guess, for which the program sweeps the row. A list that overflowed is the sample for this guess
+(except a list of `sweep.py`, which is in order of arrival). For a value so frequent that it would
+fill the list, the guess is only this value's key (b is the next key). After GUESSES passes the
+range of keys is halved instead, so that the search ends for every row.
 
-A pass by one program is a chain of latencies, so a span is loaded while the one before it is worked
-on. Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
+A pass by one program is a chain of latencies, so the next span is loaded while one is worked on.
+Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
 
-Weights are relative to the row's maximum, and so are the masses until they are complete: a block
-that underflows next to it has no part in any draw, since top-p drops it, min-p drops what is below
-2^-126, and under flat noise the masses say no more than whether a row is empty.
+Weights are relative to the row's maximum, and so are the masses until they are complete. A block
+with underflowing weight has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
+and under flat noise the masses only say whether a row is empty.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
 from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
-from foretoken.ops.backends.triton.records import Batch, RawRows
+from foretoken.ops.backends.triton.records import Batch, RawRows, above_NJ, row_top_N, stretch_NJ
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
-    BLOCK, FIXED, first_row, key_of, let_next_start, load_blocks, load_span, log2_sum,
-    log2_sum_rows, read_settings, value_of, wait_for_writes,
+    BLOCK, FIXED, false_like, first_row, key_of, let_next_start, load_blocks, load_span, log2_sum,
+    log2_sum_rows, read_settings, value_of, wait_for_writes, zero_like,
 )  # fmt: skip
 from foretoken.ops.backends.triton.scan import token_address
 
@@ -51,15 +51,15 @@ def wide_kernel(
     batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
     DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it); most have nothing to do. Leaves rows dense.
+    """Programs: (request, row of it); most have nothing to do. Makes UNDECIDED rows DENSE.
 
     The compiler must not know that the rows' stride is a multiple of 16. It would load four
-    neighbours a thread, and since it scatters single ones to the list, bring ranks, addresses and
-    values of each span into another layout, through shared memory.
+    neighbours per thread. But logits are stored to the list one by one, so it would move ranks,
+    addresses and values of each span to another layout, through shared memory.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, requests, filtered = batch.rows, batch.requests, batch.scratch.filtered
     rows = RawRows(rows.logits_NV, stride, rows.V, rows.NB, rows.NG, rows.mask, rows.entries)
     batch = Batch(rows, requests, batch.slots, batch.q, batch.scratch)
@@ -72,9 +72,9 @@ def wide_kernel(
     if tl.load(filtered.count_N + row) != UNDECIDED:
         return
     settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
-    top = tl.load(batch.scratch.lse_N + row)
+    top = tl.load(row_top_N(batch.scratch) + row)
     threshold, room = min_p_floor(settings, top), room_for_list(rows)
-    listed = room * 0  # of min-p alone nothing is listed; with top-k the noise is flat
+    listed = zero_like(room)  # stays 0 with only min-p; not used with top-k (flat noise)
     if settings.counted:
         goal = settings.top_k.to(tl.float32)
         search = search_for(True, goal, top, settings.scale, threshold)
@@ -102,7 +102,7 @@ def wide_kernel(
 
 @triton.jit
 def _span(rows: RawRows, row, first):
-    """Logits first..first + _SPAN - 1; of the row's last span, if that is after it."""
+    """Logits first..first + _SPAN - 1; those of the row's last span if `first` is after it."""
     last = (rows.V - 1) // _SPAN * _SPAN
     return load_span(rows, row, tl.minimum(first, last), _SPAN, "evict_last")
 
@@ -115,10 +115,10 @@ def _all(x):
 
 @triton.jit
 def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
-    """One pass: what `Swept` says.
+    """One pass over a row; returns `Swept`.
 
-    Leaves the first listed logits in the list, as many as it has room for, block by block; as each
-    block's best score its stretch of them, and as its mass the W of what is at least b.
+    Writes the logits between the keys to the list, block by block until it is full, and each
+    block's `stretch_NJ` and `above_NJ`.
     """
     rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
     lowest, highest = value_of(guess.a), value_of(guess.b)
@@ -146,38 +146,39 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
         stretch = packed(start, per_block, room)
         before = start[:, None] + tl.cumsum(per_lane, axis=1) - per_lane
         rank = tl.reshape(before[:, None, :] + tl.cumsum(listed, axis=1) - 1, (_SPAN,))
-        # flat again: for a store of three dimensions all would change their layout
+        # 1-dimensional: a 3-dimensional store would change the layout of all operands
         tl.store(list_ + rank, span, mask=(tl.reshape(listed, (_SPAN,)) > 0) & (rank < room))
         count += tl.sum(per_block, axis=0)
-        mass = tl.sum(sure, axis=1)
+        above = tl.sum(sure, axis=1)
         for n in tl.static_range(_SPAN_BLOCKS):
             j = first // BLOCK + n
             if j < rows.NB:
                 this = tl.arange(0, _SPAN_BLOCKS) == n
                 place = row * rows.NB + j
-                tl.store(scratch.mass_NJ + place, tl.sum(tl.where(this, mass, 0.0), axis=0))
-                tl.store(scratch.best_NJ + place, tl.sum(tl.where(this, stretch, 0.0), axis=0))
+                tl.store(above_NJ(scratch) + place, tl.sum(tl.where(this, above, 0.0), axis=0))
+                tl.store(stretch_NJ(scratch) + place, tl.sum(tl.where(this, stretch, 0.0), axis=0))
     tl.debug_barrier()
     return Swept(_all(whole), _all(from_a), _all(from_b), count)
 
 
 @triton.jit
 def _search(batch: Batch, row, search: Search, swept_before):
-    """(the largest t such that W(x >= t) reaches what is needed, the number listed at last).
+    """(the largest t such that W(x >= t) reaches the weight needed, how many the last pass listed).
 
-    swept_before: whether `sweep.py` made the first sweeps. If more were listed than the list has
-    room for, the list and the masses are not those of t.
+    If that number exceeds the list's room, list and masses are not those of t.
+    swept_before: whether `sweep.py` made the first sweeps.
     """
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
     weighting, list_ = search.weighting, list_of(batch, row)
-    # The threshold's key is in [low, high), W from these on is w_low and w_high; -1: not known yet.
+    # The threshold's key is in [low, high). w_low: W(x >= low), -1 until it is known; w_high:
+    # W(x >= high).
     low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
-    mass = search.top * 0 - 1  # W of the row
-    w_low, w_high, need = mass, mass * 0, mass * 0
-    # The last pass listed `width` logits; `inside`: they are those of [low, high). count: the same
-    # number if so, else one that goes on.
-    count, passes = room + 1, room * 0
-    inside, width, sweeps = passes > 0, room * 0, passes
+    mass = zero_like(search.top) - 1  # W of the row
+    w_low, w_high, need = mass, zero_like(mass), zero_like(mass)
+    # The last pass listed `width` logits; `inside`: whether these are all logits in [low, high).
+    # count: `width` if so; else more than the list's room, so that the search continues.
+    count, passes = room + 1, zero_like(room)
+    inside, width, sweeps = false_like(passes), zero_like(room), passes
     if swept_before:
         sweeps = sweeps_of(filtered, row)
     while (count > room) & (high - low > 1):
@@ -187,7 +188,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
         else:
             if passes < GUESSES:
                 unit = tl.maximum(rows.V / SAMPLE, 1.0)
-                if inside & (passes > sweeps):  # the list overflowed: it is the sample
+                if inside & (passes > sweeps):  # the list overflowed and is the sample
                     i = tl.arange(0, SAMPLE)
                     x = tl.load(list_ + i, mask=i < room, other=float("-inf"), cache_modifier=".cg")
                     unit = width / tl.minimum(room, SAMPLE).to(tl.float32)
@@ -222,7 +223,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
         i = tl.arange(0, LIST)
         x = tl.load(list_ + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
         weight = tl.where(i < count, weight_of(x, weighting), 0.0)
-        weight = (weight * FIXED).to(tl.int64)  # exact in any order
+        weight = (weight * FIXED).to(tl.int64)  # the sum is exact in any order
         left = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
         low = bisect(key_of(x), weight, low, high, left, 1)
     return value_of(low), count
@@ -230,10 +231,11 @@ def _search(batch: Batch, row, search: Search, swept_before):
 
 @triton.jit
 def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
-    """Complete the masses that a sweep wrote by the listed logits that are kept, in log2."""
+    """Write log2 masses: the weights above a sweep's keys, and the listed logits that are kept."""
     NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
-    mass = tl.load(scratch.mass_NJ + row * NB + j, mask=j < NB, other=0.0)
-    start, number = unpacked(tl.load(scratch.best_NJ + row * NB + j, mask=j < NB, other=0.0))
+    mass = tl.load(above_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
+    stretch = tl.load(stretch_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
+    start, number = unpacked(stretch)
     list_ = list_of(batch, row)
     for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
         i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
@@ -247,7 +249,7 @@ def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
 
 @triton.jit
 def _score(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.constexpr):
-    """Masses and best scores under flat noise of what is kept."""
+    """Write masses, and best scores under flat noise, of the logits that are kept: a pass more."""
     rows, scratch = batch.rows, batch.scratch
     ahead = _span(rows, row, 0)
     for first in range(0, rows.V, _SPAN):

@@ -10,7 +10,7 @@
 namespace foretoken {
 namespace {
 
-constexpr int kMostRows = 24;  // (query, head) pairs of a tile: they share each read of K and V
+constexpr int kMostRows = 24;  // (query, head) pairs per tile, which share each read of K and V
 constexpr int kRowBlock = 6;   // of them in registers at once
 
 // Rows of one tile: queries q0.. of one request times the heads that share one K/V head.
@@ -36,10 +36,10 @@ const float* key_block(const QueryTile& t, int64_t b) {
   return t.keys + t.blocks[b] * s.kv_heads * s.key_size * s.block_size;
 }
 
-// Blocks b to b+C-1 against R rows. Blocks are scattered, so the processor cannot guess the next:
-// it is fetched meanwhile. Several blocks at once keep more additions in flight. Where a block ends
-// within a vector, the rest of that vector is nonsense: last vectors are stored first, so that what
-// stands there is written over by the next block's scores, or masked.
+// Scores of blocks b to b+C-1 for R rows. Blocks are scattered, so the processor cannot guess the
+// next one: it is prefetched. Several blocks at once keep more additions in flight. If a block ends
+// within a vector, the rest of that vector is garbage: last vectors are stored first, so that the next
+// block's scores overwrite it, or it is masked.
 template <int R, int C>
 void score_blocks(const QueryTile& t, int first_row, int64_t b) {
   const int64_t size = t.shape.key_size, width = t.shape.block_size;
@@ -67,13 +67,13 @@ void score_blocks(const QueryTile& t, int first_row, int64_t b) {
 
 template <int R>
 void score_rows(const QueryTile& t, int first_row) {
-  constexpr int C = kWidth == 16 || R <= 3 ? 4 : 2;  // sums that fit the registers
+  constexpr int C = kWidth == 16 || R <= 3 ? 4 : 2;  // so that the sums fit in registers
   int64_t b = t.first_block;
   for (; b + C - 1 <= t.last_block; b += C) score_blocks<R, C>(t, first_row, b);
   for (; b <= t.last_block; b++) score_blocks<R, 1>(t, first_row, b);
 }
 
-// work(R), a constant: `rows`, at most kRowBlock.
+// work(R) with a compile-time constant R = `rows`, at most kRowBlock.
 template <typename Work>
 void by_rows(int rows, const Work& work) {
   switch (rows) {
@@ -86,7 +86,7 @@ void by_rows(int rows, const Work& work) {
   }
 }
 
-// Scores of one row to weights, in place; what it does not see gets weight 0.
+// Turn one row's scores into weights, in place; keys that it does not see get weight 0.
 void softmax(float* score, int64_t size, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < begin; i++) score[i] = kMinusInfinity;
   for (int64_t i = end; i < size; i++) score[i] = kMinusInfinity;
@@ -139,7 +139,7 @@ void mix_values(const QueryTile& t, int first_row, int64_t begin, int64_t end) {
   for (; v < t.shape.value_size; v += kWidth) mix_columns<R, 1>(t, first_row, begin, end, v);
 }
 
-// Keys that all rows see are read once for kRowBlock rows; each row's own before and after alone.
+// Keys that all rows see are read once for kRowBlock rows; others, before and after, row by row.
 void mix(const QueryTile& t) {
   for (int first = 0; first < t.rows; first += kRowBlock) {
     const int rows = std::min(t.rows - first, kRowBlock);
@@ -149,7 +149,7 @@ void mix(const QueryTile& t) {
       begin = std::max(begin, t.begin[r]);
       end = std::min(end, t.end[r]);
     }
-    if (begin >= end) begin = end = t.end[first];  // windows so far apart that they share nothing
+    if (begin >= end) begin = end = t.end[first];  // the windows have no key in common
     for (int r = first; r < first + rows; r++)
       if (t.begin[r] < begin) mix_values<1>(t, r, t.begin[r], std::min(begin, t.end[r]));
     if (begin < end) by_rows(rows, [&](auto R) { mix_values<R>(t, first, begin, end); });
@@ -189,7 +189,7 @@ void attend(const float* query, const float* keys, const float* values,
         const TileRange& tile = plan.tiles[index];
         const int64_t b = tile.request, head = tile.kv_head;
         const int64_t origin = batch.length_B[b] - batch.query_start_B1[b + 1];  // of positions
-        for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // more heads than a tile has rows
+        for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // there may be more heads than rows
           const int64_t h1 = std::min(per_kv, h0 + kMostRows);
           QueryTile t{s, batch.blocks(b), keys + head * s.key_size * s.block_size,
                       values + head * s.value_size * s.block_size};

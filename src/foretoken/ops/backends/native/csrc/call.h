@@ -1,5 +1,5 @@
-// How a call from Python ends. The functions that Python calls, by ctypes, are `extern "C"`, the last
-// in their files; their arguments have been checked in Python.
+// The status of a call from Python. Functions that Python calls, by ctypes, are `extern "C"`, at the
+// end of their files; Python has checked their arguments.
 #pragma once
 
 #include <cstdio>
@@ -18,7 +18,7 @@ struct Misfit : std::runtime_error {
 struct NotFinite : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-inline thread_local char misfit[200];  // what the last one said
+inline thread_local char misfit[200];  // the message of the last one
 
 // An exception must not cross into Python's frames.
 template <typename Work>

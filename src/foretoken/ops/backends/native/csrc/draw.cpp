@@ -21,12 +21,12 @@ bool any_word(const uint32_t* word, uint32_t limit) {
 constexpr float kLogBlock = 6.9314718f;  // log 1024
 constexpr double kFewWords = 0x1p29;     // one word in eight is below it
 
-// Noise at u = 0.99999, above which FP32 does not resolve 1 - u: such noise is known by this bound
-// alone. Just below it FP32 is off by 2.6e-4 at most, the difference of two scores by twice that.
+// Noise at u = 0.99999. Above, FP32 does not resolve 1 - u, and this is only an upper bound of noise.
+// Just below, FP32 is off by 2.6e-4 at most, the difference of two scores by twice that.
 constexpr float kCoarse = -2.443f;
 constexpr double kSlack = 6e-4;
 
-// The words of 64 draws, as the cipher gives them: few are ever looked at one by one.
+// The words of 64 draws, in the order of the cipher's output: few are ever read one by one.
 struct Words {
   uint32_t raw[2][4][16];
   bool fp64;
@@ -51,7 +51,7 @@ struct Words {
            any_word(fp64 ? second[2] : raw[0][3], limit);
   }
 
-  // The noise of all, in FP32.
+  // The noise of all draws, in FP32.
   void noise(float* out) const {
     alignas(64) uint32_t h[64], l[64];
     for (int i = 0; i < 64; i++) h[i] = high(i), l[i] = low(i);
@@ -72,7 +72,7 @@ float peak64(const float* z) {
   return max_lane(best);
 }
 
-// argmax(z + G_id), the lowest id of equals, over what is offered.
+// argmax(z + G_id) over the offered ids, the lowest id on ties.
 class Race {
  public:
   Race(const Address& a, bool fp64) : address_(a), fp64_(fp64) {}
@@ -88,11 +88,11 @@ class Race {
   bool beats(float z) const { return z + (fp64_ ? 38.0f : 23.0f) < score_; }
   double score() const { return score_; }
   int64_t id() const { return id_; }
-  bool some() const { return score_ > kNothing; }  // whether there was anything but -inf
+  bool some() const { return score_ > kNothing; }  // whether any offered z was not -inf
 
  private:
-  // Noise is looked at in steps, each for the few that the one before leaves: words, in which the
-  // winning tail is u -> 0; where no bound of these is low, scores in FP32; scores as they are defined.
+  // Noise is evaluated in steps, each for the few ids that the previous step leaves: words, as the
+  // winning tail is u -> 0; or, if that excludes too few, FP32 scores; then exact scores.
   void offer64(const float* z, int64_t first) {
     const float peak = peak64(z);
     if (!(peak > kMinusInfinity)) return;
@@ -134,7 +134,7 @@ struct Listed {
   int64_t id;
 };
 
-// The draw over a short list whose blocks are adjacent.
+// A draw over a short list, in which tokens of the same block are adjacent.
 int64_t draw_listed(const std::vector<Listed>& list, const Noise& noise, int64_t size) {
   Race race(noise.token, noise.fp64);
   auto first = list.begin(), end = list.end();
@@ -156,14 +156,14 @@ int64_t draw_listed(const std::vector<Listed>& list, const Noise& noise, int64_t
   return race.id();
 }
 
-// Memory of this thread for lists and masses of the row that it is at.
+// This thread's memory for lists and masses of its current row.
 thread_local std::vector<Listed> scratch_list;
 thread_local std::vector<float> scratch_masses, scratch_noise;
 
-// argmax of log-mass + noise over the blocks of a row whose maxima alone are known. A block weighs at
+// argmax of log-mass + noise over the blocks of a row, of which only maxima are known. A block weighs at
 // most 1024 times its largest token; if that may beat the best score so far, the bound of its columns
-// decides whether it is weighed. Of 149 blocks of normal logits 18 pass the first bound, and 4.5 are
-// weighed (decision 011).
+// decides whether its mass is computed. Of 149 blocks of normal logits 18 pass the first bound, and 4.5
+// are computed (decision 011).
 int64_t draw_block(const Distribution& d, const Noise& noise) {
   std::vector<float>& reach_J = scratch_masses;
   std::vector<float>& gumbel_J = scratch_noise;
@@ -172,7 +172,7 @@ int64_t draw_block(const Distribution& d, const Noise& noise) {
   for (size_t j = 0; j < reach_J.size(); j += 64) {
     Words(static_cast<int64_t>(j), noise.block, noise.fp64).noise(&gumbel_J[j]);
     for (size_t i = j; i < j + 64; i += kWidth) {
-      store(&gumbel_J[i], load(&gumbel_J[i]) + 1e-3f);  // more than FP32 rounds
+      store(&gumbel_J[i], load(&gumbel_J[i]) + 1e-3f);  // more than FP32's rounding error
       store(&reach_J[i], (load(&d.peak_J[i]) - d.top) * d.inverse + load(&gumbel_J[i]));
     }
   }
@@ -238,11 +238,11 @@ double Draft::log_of(int64_t id, float temperature) const {
   return std::isfinite(log_q) ? log_q : kNothing;
 }
 
-// Sum of (p - q / w)+ over block j, as multiples of p at the block's largest logit; `logs`: into
-// `out` their logarithms, relative to p at the row's largest logit.
+// Sum of (p - q / w)+ over block j, in units of p at the block's largest logit. `logs`: instead write
+// their logarithms to `out`, relative to p at the row's largest logit.
 //
 // log(w p - q) = log p + log w + log(1 - e^d) with d = log q - log p - log w, which is (the
-// difference of the raw logits) / T less one shift: constants of a row fall out.
+// difference of the raw logits) / T minus one shift per row: other constants cancel.
 template <bool logs>
 float Residual::weigh_block(int64_t j, float* out) const {
   alignas(64) float p_buffer[kBlock], q_buffer[kBlock];
@@ -281,7 +281,7 @@ int64_t Residual::log_block(int64_t j, float* out) const {
   return count;
 }
 
-// log-masses of all blocks, on the same scale.
+// The residual's log-masses of all blocks, on the same scale, into scratch_masses.
 void Residual::weigh_blocks() const {
   scratch_masses = p_.mass_J;
   if (q_) {
@@ -301,7 +301,7 @@ void Residual::weigh_blocks() const {
   }
 }
 
-// log max(w p - q, 0) of p's few kept tokens, on the same scale; without those at 0.
+// log max(w p - q, 0) of p's few kept tokens, on the same scale, into scratch_list; without zeros.
 void Residual::fill_list() const {
   scratch_list.clear();
   for (const Token& t : p_.kept) {

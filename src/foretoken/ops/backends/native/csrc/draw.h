@@ -17,11 +17,11 @@ struct Noise {
 // A draw from `d`; an arbitrary id if it is not finite.
 int64_t draw(const Distribution& d, const Noise& noise);
 
-// The same token, 0 if the row is not finite, without measuring more of the row than it takes:
-// `scratch` then holds no distribution.
+// The same token, 0 if the row is not finite, measuring no more of the row than needed. `scratch` then
+// holds no distribution.
 int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& scratch);
 
-// q of a draft row, stated again from what is cached: softmax of x / T over x >= threshold.
+// q of a draft row, recomputed from the cache: softmax of x / T over x >= threshold.
 struct Draft {
   Row row;
   float threshold;
@@ -29,14 +29,14 @@ struct Draft {
   double log_of(int64_t id, float temperature) const;
 };
 
-// max(w p - q, 0) over the vocabulary; p is finite. Without a q, all of it is on `token`.
+// max(w p - q, 0) over the vocabulary; p is finite. Without a q, q is one-hot at `token`.
 class Residual {
  public:
-  // p and q have one temperature. Without a q, w p(token) <= 1.
+  // p and q have the same temperature. Without a q, w p(token) <= 1.
   Residual(const Distribution& p, const std::optional<Draft>& q, int64_t token, double log_w)
       : p_(p), q_(q), token_(token), log_w_(log_w), shift_(q ? q->lse - p.lse + log_w : 0) {}
   double mass() const;
-  // A token of it; -1 if it has no mass.
+  // A draw from it; -1 if it has no mass.
   int64_t draw(const Noise& noise) const;
 
  private:

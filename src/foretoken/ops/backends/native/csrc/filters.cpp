@@ -1,8 +1,8 @@
 // Thresholds of min-p, top-k and top-p in raw units: exact, ties kept.
 //
 // The k-th largest of many maxima is a lower bound of the k-th largest logit, since k maxima are k
-// logits: one pass leaves few tokens to look into, and top-p is decided among them (min-p bounds
-// them, too). Only where top-p alone keeps many tokens is the row read again.
+// logits: one pass leaves few candidates, and top-p is decided among them (min-p bounds them, too). The
+// row is read again only if top-p is the only filter and keeps many tokens.
 #include <algorithm>
 #include <cmath>
 
@@ -12,8 +12,8 @@
 namespace foretoken {
 namespace {
 
-constexpr size_t kListed = 256;   // kept tokens up to which a list is faster than the row
-constexpr int64_t kGuess = 64;    // maxima that bound what top-p alone is first sought in
+constexpr size_t kListed = 256;   // most kept tokens for which a list is faster than the row
+constexpr int64_t kGuess = 64;    // top-p alone is first searched above the 64th largest maximum
 constexpr int kBuckets = 4096;    // of logits below the largest, for wide nuclei
 constexpr float kSpread = 100.0f;  // buckets per unit of x / T: tokens e^-41 below it share the last
 
@@ -22,7 +22,7 @@ double weight(const Distribution& d, float x) {
 }
 
 // The largest value such that `values` at or above it weigh `need`, or the smallest value.
-// Halves of the values are ruled out one after the other: linear time, whatever their number.
+// Each round rules out half of the values: linear time.
 float nucleus(const Distribution& d, std::vector<float>& values, double need) {
   float *first = values.data(), *last = first + values.size();
   while (last - first > 64) {
@@ -59,14 +59,14 @@ std::vector<float>& values_of(const Distribution& d, float threshold) {
   return values;
 }
 
-// Buckets of a vector of logits, falling: 0 holds the largest.
+// Buckets of a vector of logits; bucket 0 holds the largest.
 IntVec bucket_of(const Distribution& d, Vec x) {
   const Vec place = (splat(d.top) - x) * (d.inverse * kSpread);
   return __builtin_convertvector(min(place, splat(kBuckets - 1)), IntVec);
 }
 
-// The nucleus of a whole row that no short list holds: masses of buckets, then one bucket. `total` is
-// the row's mass. Tokens that weigh less than (1 - p) / V of it are too few to reach below.
+// The threshold of a nucleus too large for a list: first the masses of buckets, then one bucket.
+// `total` is the row's mass. Tokens that weigh less than (1 - p) / V of it cannot hold 1 - p together.
 float wide_nucleus(const Distribution& d, double top_p, double total) {
   std::vector<double> bucket(kBuckets);
   const double least = std::log((1 - top_p) * total / static_cast<double>(d.row.size)) - 1e-3;
@@ -100,8 +100,9 @@ float wide_nucleus(const Distribution& d, double top_p, double total) {
   return values.empty() ? kMinusInfinity : nucleus(d, values, need);
 }
 
-// List what is kept if that is little, and its LSE.
-void settle(Distribution& d, bool complete) {
+// List the kept tokens if they are few, else measure blocks; compute the LSE. `complete`: `d.kept` has
+// all tokens at or above the threshold.
+void list_or_measure(Distribution& d, bool complete) {
   if (complete) {
     const auto end = std::remove_if(d.kept.begin(), d.kept.end(), [&](const Token& token) {
       return !(token.logit >= d.threshold);
@@ -157,7 +158,7 @@ void measure(const Row& row, const Filters& f, Distribution& d) {
     d.threshold = complete ? nucleus(d, values_of(d, d.threshold), f.top_p * total)
                            : wide_nucleus(d, f.top_p, total);
   }
-  settle(d, complete);
+  list_or_measure(d, complete);
 }
 
 }  // namespace foretoken

@@ -1,4 +1,4 @@
-// Reading weights as files store them.
+// Reading weights in the formats of files.
 #include "formats.h"
 
 #include <cstring>
@@ -24,7 +24,7 @@ int64_t block_bytes(Kind kind) {
 
 bool is_super(Kind kind) { return kind == kQ4_K || kind == kQ5_K || kind == kQ6_K; }
 
-// Where the block is that holds 32 inputs, and which of its parts they are.
+// The block that contains a step of 32 inputs, and the step's part within it.
 const uint8_t* block_of(const FileRow& row, int64_t step, int64_t* part) {
   const int64_t parts = is_super(row.kind) ? kSuper / kGroup : 1;
   *part = step % parts;
@@ -46,7 +46,7 @@ void read_nibbles(const uint8_t* from, uint8_t* code) {
   }
 }
 
-// Scale and minimum of part `i`, six bits each, of the twelve bytes of Q4_K and Q5_K.
+// Scale and minimum of part `i`, six bits each, from the twelve bytes of Q4_K and Q5_K.
 void read_six_bits(const uint8_t* from, int64_t i, uint8_t* scale, uint8_t* minimum) {
   if (i < 4) {
     *scale = from[i] & 63;
@@ -107,7 +107,7 @@ int64_t rows_of(const Matrix& matrix) {
 
 FileRow row_of(const Part& part, int64_t row) {
   const int64_t stored = part.order ? part.order[row] : row;
-  const int64_t inputs = part.stride * (part.kind == kInt4 ? 2 : 1);  // of groups
+  const int64_t inputs = part.stride * (part.kind == kInt4 ? 2 : 1);  // for kInt8 and kInt4
   const int64_t groups = part.group ? inputs / part.group : 0;
   return {static_cast<Kind>(part.kind), part.data + stored * part.stride,
           part.scales ? part.scales + stored * groups : nullptr};
@@ -184,7 +184,7 @@ void decode_row(const FileRow& row, int64_t inputs, float* out) {
   Codes codes{};
   for (int64_t step = 0; step < inputs / kGroup; step++, out += kGroup) {
     read_codes(row, step, &codes);
-    if (row.kind >= kInt8) continue;  // no embedding is stored so
+    if (row.kind >= kInt8) continue;  // no embedding has these formats
     const BlockScales block = read_scales(row, step);
     const float scale = half_to_float(block.scale), minimum = half_to_float(block.minimum);
     for (int i = 0; i < kGroup; i++) {

@@ -10,8 +10,8 @@
 
 namespace foretoken {
 
-// Pages of the system's own: they are zero, and it makes them when they are first written, by the
-// threads that lay weights out.
+// Fresh pages from the system: they are zero, and are created when first written, by the threads that
+// pack weights.
 Arena::Arena(int64_t bytes) : size_(bytes + kHuge) {
   void* mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -19,7 +19,7 @@ Arena::Arena(int64_t bytes) : size_(bytes + kHuge) {
   const auto at = reinterpret_cast<uintptr_t>(mapped);
   taken_ = static_cast<int64_t>((at + kHuge - 1) / kHuge * kHuge - at);
 #ifdef MADV_HUGEPAGE
-  madvise(mapped_ + taken_, bytes, MADV_HUGEPAGE);  // a wish: where it is refused pages are small
+  madvise(mapped_ + taken_, bytes, MADV_HUGEPAGE);  // may be refused: then pages are small
 #endif
 }
 
@@ -53,14 +53,14 @@ Packed::Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena&
 bool Packed::fill_panel(int64_t p, const FileRow* rows) {
   uint8_t* panel = weights_ + p * panel_size(inputs, kind, group);
   if (!is_plain()) return foretoken::fill_panel(kind, rows, inputs, group, panel);
-  constexpr int64_t piece = 64;  // inputs whose part of the panel stays in the nearest cache
+  constexpr int64_t piece = 64;  // inputs at a time: their part of the panel stays in the L1 cache
   const uint64_t size = kind == kF32 ? 4 : 2;
   for (int64_t k0 = 0; k0 < inputs; k0 += piece) {
     const int64_t count = std::min(piece, inputs - k0);
     for (int64_t c = 0; c < kPanel; c++) {
       if (!rows[c].data) continue;
       const int64_t pair = c / (2 * kWidth), lane = c % kWidth, upper = c / kWidth % 2;
-      // Of a float in place of a bfloat16 the upper half is read.
+      // From a float32 that is packed as bfloat16, the upper half is read.
       const uint64_t stored = rows[c].kind == kF32 ? 4 : 2, skipped = stored - size;
       for (int64_t k = k0; k < k0 + count; k++) {
         int64_t place = k * kPanel + c;
@@ -69,7 +69,7 @@ bool Packed::fill_panel(int64_t p, const FileRow* rows) {
       }
     }
   }
-  return true;  // numbers are looked at in Python
+  return true;  // Python checks plain numbers
 }
 
 Activations& rounded(const float* x, int64_t rows, int64_t inputs) {
@@ -80,8 +80,8 @@ Activations& rounded(const float* x, int64_t rows, int64_t inputs) {
 
 namespace {
 
-// Floats between what is read and what is fetched meanwhile; past the end of a panel begins the next.
-// Nearer and farther were slower for six rows (decision 013).
+// Distance in floats from a load to its prefetch; past the end of a panel the next one begins. Shorter
+// and longer distances were slower for six rows (decision 013).
 constexpr int64_t kAhead = 16384 / sizeof(float);
 
 template <Fetch F>
@@ -161,9 +161,9 @@ namespace {
 constexpr int64_t kMost = int64_t{256} << 20;  // bytes: more than most caches hold
 constexpr double kBudget = 0.015;              // seconds after which two rounds are enough
 constexpr int kRounds = 5;
-constexpr double kClearly = 0.97;  // of the ordinary hint's time: enough to do without
+constexpr double kClearly = 0.97;  // of the time with hints: below it, hints are left out
 
-// Multiplies as a forward pass does, without what is between the products.
+// The products of a forward pass, without the work between them.
 class Pass {
  public:
   Pass(const std::vector<const Packed*>& weights, int rows) : rows_(rows) {
@@ -190,8 +190,8 @@ class Pass {
   int rows_;
 };
 
-// In turns, so that a busy moment of the machine meets all alike; the best of each counts. The first
-// pass of a turn is not timed: it leaves the caches as passes of its kind do.
+// Alternates, so that a busy moment of the machine affects all alike; the best time of each counts. The
+// first pass of each turn is not timed: it brings the caches into their usual state.
 Fetch fastest(Pass pass, double* best) {
   double spent = 0;
   for (int round = 0; round < 2 || (round < kRounds && spent < kBudget); round++) {

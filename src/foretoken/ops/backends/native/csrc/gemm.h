@@ -1,8 +1,7 @@
 // Products of a few rows with packed weights.
 //
 // Every output is one chain of fused multiply-adds over k = 0, 1, ..., K-1, or over groups of 32 inputs
-// (`quantised.h`), whatever the number of rows, threads or tiles: the same row gives the same bits in
-// any batch.
+// (`quantised.h`), for any number of rows, threads and tiles: a row gives the same bits in any batch.
 #pragma once
 
 #include <atomic>
@@ -21,7 +20,7 @@ constexpr int kRows = 6;                          // rows of a register tile
 constexpr int kVecs = kWidth == 16 ? 4 : 2;       // vectors of a register tile
 constexpr int kPanel = kVecs * kWidth;            // columns of a register tile
 
-// Memory of a decoder's weights, in one piece, so that matrices of some 100 KB lie in huge pages, too
+// Memory of a decoder's weights, in one piece, so that even matrices of some 100 KB lie in huge pages
 // (decision 013).
 class Arena {
  public:
@@ -39,18 +38,17 @@ class Arena {
   int64_t size_ = 0, taken_ = 0;
 };
 
-// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] of plain numbers, else as
-// `quantised.h` has them. Unused columns of a panel are zero.
+// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else as in
+// `quantised.h`. Unused columns of a panel are zero.
 //
-// Of kBF16, the upper 16 bits of a float, a word holds the same lane of two adjacent vectors, the first
-// in its low half: one shift and one mask make floats of both.
+// With kBF16, the upper 16 bits of a float, a word holds the same lane of two adjacent vectors, the
+// first in its low half: one shift and one mask turn both into floats.
 class Packed {
  public:
   Packed() = default;
-  // group: inputs of a scale, of kInt8 and kInt4.
+  // group: inputs per scale, for kInt8 and kInt4.
   Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena& arena);
-  // `row_at(output)`: which row of `matrix` it is, -1 for none. `matrix_bias` may be null. Throws
-  // `NotFinite`.
+  // `row_at(output)`: its row in `matrix`, -1 for none. `matrix_bias` may be null. Throws `NotFinite`.
   template <typename RowAt>
   void fill(const Matrix& matrix, const float* matrix_bias, const RowAt& row_at) {
     if (matrix_bias) bias.assign(outputs, 0.0f);
@@ -89,11 +87,11 @@ class Packed {
   uint8_t* weights_ = nullptr;
 };
 
-// Whether the processor is told what weights to fetch ahead of their use; results do not depend on it.
+// Whether weights are prefetched; results do not depend on it.
 enum class Fetch : int64_t { kNoHint, kHint };
 constexpr int kFetches = 2;
 
-// What was measured to be fastest for one row, and for up to kRows that share each read.
+// The fastest, as measured, for one row and for up to kRows rows that share each read.
 struct Fetches {
   Fetch one = Fetch::kHint, few = Fetch::kHint;
 };
@@ -101,8 +99,8 @@ struct Fetches {
 // One register tile: `rows` rows of x (stride `inputs`) times panel `p`, into out[rows][kPanel].
 void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, Fetch fetch);
 
-// One row times a panel and the next, into out[2][kPanel], without hints: processors that fetch on
-// their own do so for both at once (one row of 59 MB: 0.93 ms instead of 1.20, on Zen 5).
+// One row times two adjacent panels, into out[2][kPanel], without hints: processors that prefetch by
+// themselves do so for both at once (one row of 59 MB: 0.93 ms instead of 1.20, on Zen 5).
 void multiply_pair(const float* x, const Packed& w, int64_t p, float* out);
 
 // Whether a product is large enough to be shared among threads (a hand-over costs about 1 us).
@@ -110,7 +108,7 @@ inline bool worth_sharing(int64_t rows, const Packed& w) {
   return w.inputs * w.outputs * (rows + 3) > 200000;
 }
 
-// The rows of x, rounded for block formats: what a product on this thread began with.
+// The rows of x, rounded for block formats; valid until the next call on this thread.
 Activations& rounded(const float* x, int64_t rows, int64_t inputs);
 
 // For each tile of x [rows, K] times w: epilogue(row, first output, count, values of that row).
@@ -127,7 +125,8 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
   const bool is_plain = w.is_plain();
   if (is_plain && rows == 1 && fetches.one == Fetch::kNoHint && w.panels > 1) {
     parallel_for((w.panels + 1) / 2, worth_sharing(rows, w), [&](int64_t pair) {
-      const int64_t p = pair * 2 + 1 < w.panels ? pair * 2 : w.panels - 2;  // odd: one twice
+      // With an odd number of panels, the last but one is multiplied twice.
+      const int64_t p = pair * 2 + 1 < w.panels ? pair * 2 : w.panels - 2;
       float out[2][kPanel];
       multiply_pair(x, w, p, out[0]);
       for (int64_t i = pair * 2 - p; i < 2; i++) finish(0, p + i, out[i]);
@@ -137,7 +136,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
   const Activations* codes = is_plain ? nullptr : &rounded(x, rows, w.inputs);
   // Several tiles read a panel several times: it must stay cached.
   const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kHint;
-  // Few rows: a tile is one panel. Many: rows are cut too, so that tiles outnumber threads.
+  // With few rows a tile is one panel. Many rows are split, too, so that tiles outnumber threads.
   const int64_t chunk = 16 * kRows, chunks = (rows + chunk - 1) / chunk;
   parallel_for(w.panels * chunks, worth_sharing(rows, w), [&](int64_t tile) {
     const int64_t p = tile / chunks, begin = tile % chunks * chunk;
@@ -156,10 +155,10 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
   });
 }
 
-// The fastest fetches, and the best seconds of a pass over the weights by each, for one row and for
-// kRows: either may take 1.3 times as long as the other, by processor, size of the weights and rows
-// (decision 013). Takes up to 40 passes over `weights`, or over their first 256 MiB, fewer where these
-// take long; with the threads now in force.
+// The fastest fetches, and the best seconds of a pass over the weights with each, for one row and for
+// kRows: either may take 1.3 times as long as the other, depending on processor, size of the weights
+// and rows (decision 013). Takes up to 40 passes over `weights`, or over their first 256 MiB, fewer if
+// these take long; with the current number of threads.
 Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]);
 
 }  // namespace foretoken

@@ -14,7 +14,7 @@ int64_t gate_up_outputs(const Model& model) {
   return (model.intermediate + kHalf - 1) / kHalf * kPanel;
 }
 
-// Whether no number of a row of floats needs more than the upper 16 bits.
+// Whether every number in a row of floats fits in the upper 16 bits.
 bool fits_half(const FileRow& row, int64_t inputs) {
   uint32_t lost = 0;
   for (int64_t k = 0; k < inputs; k++) {
@@ -25,8 +25,8 @@ bool fits_half(const FileRow& row, int64_t inputs) {
   return !lost;
 }
 
-// How parts of one kind are kept: as they are stored, but half as many bytes to read where floats do
-// not need more: those of a bfloat16 checkpoint do not.
+// The kind in which parts are packed: as stored, except that floats which fit in 16 bits (those of a
+// bfloat16 checkpoint) are packed as such, which halves the bytes to read.
 Kind kept_as(const Matrix& matrix, int64_t inputs) {
   const auto kind = static_cast<Kind>(matrix.parts[0]->kind);
   if (kind != kF32) return kind;
@@ -48,14 +48,15 @@ std::vector<Matrix> by_kind(const Matrix& matrix) {
   return runs;
 }
 
-// Every matrix of a stack before it is packed, in the order of a pass.
+// A matrix before it is packed.
 struct Given {
   Matrix matrix;
   int64_t outputs, inputs;
   Kind kind;
 };
 
-// Reads all matrices twice: what they need is known before the memory is taken.
+// All matrices of a stack, in the order of a pass. `add` all of them, which determines the memory that
+// they need; then `take` each.
 class Packing {
  public:
   void add(const Matrix& matrix, int64_t inputs, int64_t outputs = 0) {
@@ -65,7 +66,7 @@ class Packing {
     size_ += Arena::padded(Packed::size(outputs, inputs, one.kind, matrix.parts[0]->group));
   }
   int64_t size() const { return size_; }
-  // The next one, without its numbers.
+  // The next matrix, not yet filled.
   Packed take(Arena& arena) {
     const Given& one = given_[next_++];
     return {one.outputs, one.inputs, one.kind, one.matrix.parts[0]->group, arena};
@@ -205,7 +206,7 @@ void Stack::run_layers(const Batch& batch, float* const* keys, float* const* val
   if (rule_.norm_output) norm(model_.final_norm, batch.num_rows, x_);
 }
 
-// Go on with the wanted rows of x_ and mixed_ alone; returns their number.
+// Keep only the rows of row_N in x_ and mixed_; returns their number.
 int64_t Stack::keep_wanted(const Batch& batch) {
   const int64_t h = model_.hidden, q = model_.heads * model_.head_size;
   if (batch.num_rows == batch.num_tokens) return batch.num_rows;
@@ -218,7 +219,7 @@ int64_t Stack::keep_wanted(const Batch& batch) {
   return batch.num_rows;
 }
 
-// Of the first rows of x_.
+// Norm the first `rows` rows of x_.
 void Stack::norm(const float* weight, int64_t rows, float* out) const {
   parallel_for(rows, rows * model_.hidden > 100000, [&](int64_t r) {
     const int64_t at = r * model_.hidden;
@@ -226,7 +227,7 @@ void Stack::norm(const float* weight, int64_t rows, float* out) const {
   });
 }
 
-// Where each token stands in its request and in the cache.
+// Compute each token's position and its place in the cache, the rotation angles, and the plan.
 void Stack::locate(const AttentionBatch& batch) {
   const int64_t half = model_.rotary_size / 2, width = batch.block_size;
   const int64_t tokens = batch.query_start_B1[batch.requests];

@@ -8,7 +8,7 @@
 namespace foretoken {
 namespace {
 
-constexpr int64_t kColumn = 16;  // vectors between two maxima that are kept
+constexpr int64_t kColumn = 16;  // vectors per stored vector of maxima
 constexpr int64_t kColumns = kBlock / kColumn;
 constexpr int64_t kSegment = kColumn * kWidth;
 constexpr int kStreams = 4;
@@ -28,13 +28,13 @@ bool has_nan(const float* x, int64_t padded) {
 }
 
 // Sum of exp((x - peak) / T) over x >= threshold in block j. 2^t = 2^n 2^f with |f| <= 1/2, 2^f to
-// 9e-8 before rounding, 1 at f = 0. NaN of a NaN, if nothing is dropped. The peak is not -inf.
+// 9e-8 before rounding, 1 at f = 0. A NaN gives NaN if nothing is dropped. The peak is not -inf.
 //
-// Each step is taken for several vectors at a time: one chain of these operations takes some 40
+// Each step is done for several vectors at a time: one chain of these operations takes some 40
 // cycles, and a processor does not look far enough ahead to find the next.
 template <bool cuts>
 float sum_of(const Distribution& d, int64_t j, const float* x) {
-  constexpr int kSteps = kWidth == 8 ? 2 : 4;  // what 16 registers hold, or 32
+  constexpr int kSteps = kWidth == 8 ? 2 : 4;  // as many as fit in 16 registers, or 32
   const Vec peak = splat(d.peak_J[j]), least = splat(d.threshold);
   const float scale = d.inverse * kLog2e;
   const int64_t padded = d.row.padded(j);
@@ -60,8 +60,8 @@ float sum_of(const Distribution& d, int64_t j, const float* x) {
   return sum_lanes(sum[0]);
 }
 
-// Peaks and column maxima of S blocks, `step` apart, whole ones unless S is 1; `broken` gets whether
-// there was a NaN.
+// Peaks and column maxima of S blocks, `step` apart, all whole unless S is 1; sets `broken` if there is
+// a NaN.
 template <int S>
 void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
   alignas(64) float buffer[S][kBlock];
@@ -98,14 +98,14 @@ void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
 
 int64_t padded_blocks(const Row& row) { return (row.blocks() + 63) / 64 * 64; }
 
-// log-masses, relative to the row's largest logit, of sums relative to the blocks' own. Not inlined:
-// compilers fuse its multiplication and addition here and not there, and `mass_of` would differ from
-// `measure_masses` in the last bit, which decides ties.
+// Log-masses relative to the row's largest logit, from sums relative to each block's own. Not inlined:
+// compilers would fuse its multiplication and addition in some places only, and `mass_of` would differ
+// from `measure_masses` in the last bit, which decides ties.
 __attribute__((noinline)) Vec log_mass(const Distribution& d, Vec sum, Vec peak) {
   return sum == Vec{} ? splat(kMinusInfinity) : log(sum) + (peak - d.top) * d.inverse;
 }
 
-// Sums in `mass_J` to log-masses and the LSE.
+// Convert the sums in `mass_J` to log-masses, and compute the LSE.
 void finish(Distribution& d) {
   double total = 0;
   for (size_t j = 0; j < d.mass_J.size(); j += kWidth) {
@@ -138,9 +138,9 @@ int64_t Distribution::scaled_block(int64_t j, float* out) const {
 }
 
 bool measure_peaks(Distribution& d) {
-  // A processor fetches ahead within a page of 4 KiB, 1024 numbers in FP32, and waits at the start of
-  // the next; read at four places, a quarter of the row apart, it waits once for four (decision 011).
-  // Blocks that are converted first are read one by one.
+  // A processor prefetches within a page of 4 KiB, 1024 numbers in FP32, and waits at the start of the
+  // next; reading at four places, a quarter of the row apart, it waits once for four (decision 011).
+  // Blocks that must be converted are read one by one.
   const int64_t whole = d.row.dtype == kFloat32 ? d.row.size / kBlock : 0, step = whole / kStreams;
   d.peak_J.assign(padded_blocks(d.row), kMinusInfinity);
   d.column.resize(d.row.blocks() * kColumns);
@@ -155,7 +155,7 @@ void measure_masses(Distribution& d) {
   d.peak_J.assign(padded_blocks(d.row), kMinusInfinity);
   d.mass_J.assign(padded_blocks(d.row), 0);
   alignas(64) float buffer[kBlock];
-  bool broken = false;  // a NaN beside a number shows in the sum
+  bool broken = false;  // needed only for blocks without numbers: else a NaN shows in the sum
   for (int64_t j = 0; j < d.row.blocks(); j++) {
     const float* x = d.row.block(j, buffer);
     d.peak_J[j] = peak_of(x, d.row.padded(j));

@@ -1,6 +1,6 @@
 // Noise by name: Philox4x32-10 (Salmon et al. 2011), counter = (group, position, draft index,
 // stream), key = the sample's 64 bits. Draw i of a stream is word i mod 4 of group i div 4; in FP64
-// the words 2i and 2i + 1.
+// it is made of words 2i and 2i + 1.
 #pragma once
 
 #include <cmath>

@@ -30,22 +30,22 @@ using Clock = std::chrono::steady_clock;
 
 // Longer than the gap between the loops of a pass.
 constexpr std::chrono::microseconds kSpin(50);
-// Longer than the gap between the passes of a decode step: to wake a thread takes some 50 us, and
-// the first loop of a pass as long as on one core. Meanwhile whoever wants the core gets it.
+// Longer than the gap between the passes of a decode step: waking a thread takes some 50 us, and
+// without it the first loop of a pass takes as long as on one core. Waiting threads yield the core.
 constexpr std::chrono::microseconds kPatience(600);
 
-// Part of a job's tiles, the same part in every job of as many: where weights are read again and
-// again, those of a share stay in the cache of the thread that begins with it.
+// A part of a job's tiles, the same in every job with equally many tiles: weights of a share that are
+// read in every pass stay in the cache of the thread that begins with it.
 struct alignas(64) Share {
   // High half: number of the job; low half: tiles not yet taken. Taking one is a compare-and-swap,
-  // so a tile belongs to the job whose number was read with it.
+  // so a tile belongs to the job with the number that was read with it.
   std::atomic<uint64_t> ticket{0};
 };
 constexpr int kMostShares = 16;  // each thread looks at all of them once a job
 
 struct Pool {
   Share shares[kMostShares];
-  std::atomic<uint64_t> job{0};  // whose tickets are all there
+  std::atomic<uint64_t> job{0};  // the latest job with all its tickets written
   std::atomic<int64_t> unfinished{0}, count{0};
   std::atomic<Tile> tile{nullptr};
   std::atomic<void*> context{nullptr};
@@ -59,11 +59,11 @@ struct Pool {
   const int64_t parts = std::min(size, kMostShares);
 
   explicit Pool(int threads) : size(threads) {
-    workers.reserve(threads);  // what may throw beside the system comes before the first thread
+    workers.reserve(threads);  // may throw bad_alloc, hence before the first thread
     try {
       for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
     } catch (const std::system_error&) {
-      // The system gives no more threads: those that there are share the work.
+      // The system gives no more threads: the existing ones share the work.
     }
   }
 
@@ -85,7 +85,7 @@ struct Pool {
         try {
           const int64_t end = (part + 1) * count.load(std::memory_order_relaxed) / parts;
           tile.load(std::memory_order_relaxed)(context.load(std::memory_order_relaxed), end - left);
-        } catch (...) {  // the only thing that tiles do that may throw is to allocate
+        } catch (...) {  // tiles throw only when an allocation fails
           failed = true;
         }
         return true;
@@ -154,11 +154,11 @@ struct Pool {
 
 std::mutex pool_lock;
 std::atomic<int> wanted{1};
-// Never destroyed at exit: a forked child would wait for threads that it does not have.
+// Never destroyed at exit: a forked child would wait for threads that did not survive the fork.
 std::shared_ptr<Pool>& pool = *new std::shared_ptr<Pool>;
 
-// The pool of this process and of the threads wanted now. One that is replaced lives on while
-// another Python thread computes with it; a parent's is left alone: threads do not survive a fork.
+// The pool of this process with the current number of threads. A replaced pool lives on while another
+// Python thread computes with it; a parent's pool is leaked, since threads do not survive a fork.
 std::shared_ptr<Pool> current() {
   std::lock_guard<std::mutex> lock(pool_lock);
   if (pool && pool->process != getpid()) new std::shared_ptr<Pool>(std::move(pool));

@@ -1,5 +1,5 @@
 // Codes and scales of a panel, step by step (32 inputs), each for kVecs vectors of outputs:
-//   [header, at the first step of each block]  [scales of the step]  [codes: Bits vectors a vector]
+//   [header, at the first step of each block]  [scales of the step]  [codes: Bits vectors per vector]
 #include "quantised.h"
 
 #include <algorithm>
@@ -12,12 +12,12 @@ namespace {
 typedef uint8_t ByteVec __attribute__((vector_size(kWidth * 4)));
 typedef int16_t ShortVec __attribute__((vector_size(kWidth * 4)));
 
-// Bytes between what is read and what is fetched meanwhile. Five rows of a step are more instructions
-// than processors look ahead over: without, five rows of 144 MB took 11.7 ms, with it 5.2 (one: 4.2).
+// Distance in bytes from a load to its prefetch. Five rows of a step are more instructions than
+// processors look ahead over: without it, five rows of 144 MB took 11.7 ms, with it 5.2 (one: 4.2).
 constexpr int64_t kAhead = 8192;
 
 constexpr int kQuads = kGroup / 4;  // a lane holds four inputs
-constexpr float kLeast = 0x1p-100f;  // 127 / this is finite; as `ops/formats.py` has it
+constexpr float kLeast = 0x1p-100f;  // 127 / this is finite; as in `ops/formats.py`
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool kHasVnni = true;
@@ -25,8 +25,8 @@ constexpr bool kHasVnni = true;
 constexpr bool kHasVnni = false;
 #endif
 
-// Eight-bit codes are stored as they are multiplied: without sign where the processor multiplies so,
-// else with it.
+// Eight-bit codes are stored as they are multiplied: unsigned if the processor multiplies those, else
+// signed.
 #if defined(__AVX2__)
 constexpr bool kSignedBytes = !kHasVnni;
 #else
@@ -44,7 +44,7 @@ enum class Scales {
 struct Layout {
   int bits, offset;
   Scales scales;
-  // Bytes per output: of a block's header, of a step's scales.
+  // Bytes per output of a block's header, and of a step's scales.
   constexpr int header() const {
     return scales == Scales::kSmall || scales == Scales::kWide ? 4 : scales == Scales::kHalves ? 2 : 0;
   }
@@ -87,12 +87,12 @@ Vec bytes_as_floats(const uint8_t* from) {
   return __builtin_convertvector(__builtin_convertvector(load_as<Narrow>(from), IntVec), Vec);
 }
 
-ByteVec shifted_right(ByteVec v, int bits) {  // what crosses into a byte must be masked off
+ByteVec shifted_right(ByteVec v, int bits) {  // bits that cross into a byte must be masked off
   return (ByteVec)((ShortVec)v >> bits);
 }
 
-// The codes of inputs 4j to 4j + 3 of a step in each lane. Made where they are used: eight vectors of
-// them beside the sums of several rows are more than AVX2 has registers.
+// The codes of inputs 4j to 4j + 3 of a step in each lane. Computed where they are used: eight vectors
+// of them and the sums of several rows need more registers than AVX2 has.
 template <int Bits>
 ByteVec codes_at(const uint8_t* from, int j) {
   const auto vector = [&](int i) { return load_as<ByteVec>(from + i * sizeof(ByteVec)); };
@@ -115,7 +115,7 @@ IntVec add_products(IntVec sum, ByteVec w, ByteVec x) {
   return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
 #elif defined(__AVX2__)
-IntVec add_products(IntVec sum, ByteVec, ByteVec) { return sum; }  // has none
+IntVec add_products(IntVec sum, ByteVec, ByteVec) { return sum; }  // never called: only VNNI has it
 #endif
 
 #if defined(__AVX2__)
@@ -161,7 +161,7 @@ void dot(const uint8_t* codes, const int8_t* x, int64_t inputs, IntVec* sum) {
       for (int r = 0; r < R; r++) sum[r] += add_pairs(pairs(size, with_sign_of(quad(r, j), w)));
     }
   } else {
-    constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;  // sums of pairs that 16 bits hold
+    constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;  // sums of pairs that fit in 16 bits
 #pragma GCC unroll 8
     for (int j = First; j < Last; j += fit) {
       ShortVec part[R] = {};
@@ -183,11 +183,11 @@ void dot(const uint8_t* codes, const int8_t* x, int64_t inputs, IntVec* sum) {
 #endif
 }
 
-// What a vector's outputs are scaled by: their blocks' header, then the step's own.
+// The scales of a vector's outputs, from the header of their blocks and the step's own.
 template <Kind K>
 struct Scaled {
   static constexpr Layout layout = layout_of(K);
-  Vec scale, other;  // other: the minimum; of kHalves the scale of the second half
+  Vec scale, other;  // other: the minimum; with kHalves the scale of the second half
 
   Scaled(const uint8_t* header, const uint8_t* step, int v) {
     const int at = v * kWidth;
@@ -208,7 +208,7 @@ struct Scaled {
     }
   }
 
-  // sum[r] + the step's part of each product, for R rows, `inputs` numbers apart.
+  // Add the step's part of each product to sum[r], for R rows, `inputs` numbers apart.
   template <int R>
   void add(Vec* sum, int64_t apart, const uint8_t* stored, const int8_t* x, const Activation* group,
            int64_t inputs) const {
@@ -263,7 +263,7 @@ void multiply_rows(const Activations& x, int64_t first, const Panel& panel, floa
     constexpr int64_t bytes = (layout.step() + layout.codes()) * kPanel;
     for (int64_t line = 0; panel.hints && line < bytes; line += 64)
       __builtin_prefetch(at + kAhead + line);
-    // Left to itself GCC joins two steps instead, and keeps the sums in memory (one row: 1.5 times).
+    // Otherwise GCC unrolls two steps instead, and keeps the sums in memory (one row: 1.5 times).
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; v++) {
       const Scaled<K> scaled(header, at, v);
@@ -287,7 +287,7 @@ void multiply_kind(const Activations& x, int64_t first, int64_t count, const Pan
 
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// What one row has at one output of a panel.
+// Write one row's codes and scales of a step, as output c of a panel. False: a scale is not finite.
 bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t in_block, int64_t c,
                uint8_t* header, uint8_t* scales, uint8_t* codes) {
   Codes read{};
@@ -311,7 +311,7 @@ bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t i
   }
   if (layout.scales == Scales::kWide) {
     std::memcpy(header + 4 * c, row.scales + step / in_block, 4);
-    return true;  // looked at where they are read
+    return true;  // these scales are checked when they are read
   }
   const BlockScales block = read_scales(row, step);
   uint8_t* whole = layout.header() ? header : scales;
@@ -330,7 +330,7 @@ bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t i
 void Activations::round(const float* x, int64_t rows, int64_t inputs) {
   inputs_ = inputs;
   const int64_t groups = inputs / kGroup;
-  // Apart: a call may have failed between them.
+  // Checked separately: an earlier call may have failed between them.
   if (static_cast<int64_t>(codes_.size()) < rows * inputs) codes_.resize(rows * inputs);
   if (static_cast<int64_t>(groups_.size()) < rows * groups) groups_.resize(rows * groups);
   parallel_for(rows, rows * inputs > 20000, [&](int64_t row) {
@@ -345,12 +345,12 @@ void Activations::round_group(const float* x, int64_t g) {
   for (int i = 0; i < kGroup; i += kWidth) {
     const Vec v = load(from + i);
     most = max(most, (Vec)((BitVec)v & 0x7fffffffu));
-    broken += v * 0.0f;  // NaN, of NaN and of infinity
+    broken += v * 0.0f;  // NaN if v is NaN or infinite
   }
   const float largest = max_lane(most), inverse = largest > kLeast ? 127.0f / largest : 0.0f;
   Activation& group = groups_[g];
   int8_t* codes = codes_.data() + g * kGroup;
-  if (const float nothing = sum_lanes(broken); nothing != 0.0f) {  // NaN: integers have none
+  if (const float nothing = sum_lanes(broken); nothing != 0.0f) {  // NaN, which codes cannot hold
     std::memset(codes, 0, kGroup);
     group = {nothing, nothing, {0, 0}};
     return;

@@ -1,9 +1,9 @@
 // Products of rows with weights in block formats, on integers.
 //
-// A row of activations is rounded to eight bits, 32 numbers at a time with a scale of their own: what
-// engines of these formats do, and what makes them fast. A product then is exact integer sums over 32
-// inputs, turned to floats and added in the order of the inputs: the same bits in any batch, and but
-// for the rounding of scales on any processor.
+// A row of activations is rounded to eight bits, with a scale per 32 numbers, as in other engines for
+// these formats: that makes them fast. A product is then exact integer sums over 32 inputs, converted
+// to floats and added in the order of the inputs: the same bits in any batch, and, except for the
+// rounding of scales, on any processor.
 #pragma once
 
 #include <vector>
@@ -13,14 +13,14 @@
 
 namespace foretoken {
 
-// Of one row and 32 inputs: x is about scale * code. `sum`: of the codes of each half; `total`: scale
-// times both.
+// 32 inputs of one row: x is about scale * code. `sum`: of the codes in each half; `total`: scale
+// times both sums.
 struct Activation {
   float scale, total;
   int32_t sum[2];
 };
 
-// Rows of activations, rounded. NaN and infinities make the scale of their group so.
+// Rows of rounded activations. NaN and infinities make the scale of their group NaN.
 class Activations {
  public:
   void round(const float* x, int64_t rows, int64_t inputs);
@@ -34,15 +34,15 @@ class Activations {
   std::vector<Activation> groups_;
 };
 
-// Bytes of a panel: its outputs' codes and scales, interleaved, so that a vector holds the same four
-// inputs of one output in each lane.
+// Bytes of a panel: its outputs' codes and scales, interleaved so that each lane of a vector holds the
+// same four inputs of its own output.
 int64_t panel_bytes(Kind kind, int64_t inputs, int64_t group, int64_t outputs);
 
-// Write a zeroed panel from rows of a file, one for each output, or none (no data). False: a scale is
-// not finite.
+// Fill a zeroed panel from a file's rows, one for each output; a row without data is left zero.
+// False: a scale is not finite.
 bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, uint8_t* panel);
 
-// A panel, and whether the processor is told what to fetch ahead (`Fetch`, gemm.h).
+// A panel, and whether to prefetch (`Fetch`, gemm.h).
 struct Panel {
   Kind kind;
   const uint8_t* data;
@@ -50,7 +50,7 @@ struct Panel {
   bool hints;
 };
 
-// `count` rows (1 to kRows), from `first` on, times a panel, into out[count][outputs of a panel].
+// `count` rows (1 to kRows), starting with `first`, times a panel, into out[count][panel's outputs].
 void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel,
                     float* out);
 

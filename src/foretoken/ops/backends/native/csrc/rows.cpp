@@ -22,7 +22,7 @@ void convert(const uint16_t* row, int64_t count, float* out) {
   std::memcpy(out + i, &rest, (count - i) * sizeof(float));
 }
 
-// -inf where a bit of the mask is 0; `mask` holds the bits of x[0] and on.
+// Set logits to -inf where the bit of `mask` is 0; its first bit belongs to x[0].
 void drop_masked(float* x, int64_t padded, int64_t words, const uint32_t* mask) {
   IntVec lane;
   for (int i = 0; i < kWidth; i++) lane[i] = 1 << i;

@@ -1,5 +1,5 @@
-// Raw logits as they lie in memory, and as they are once edited: converted and edited on load, a
-// block at a time, so that no FP32 copy of a row is ever made.
+// Rows of raw logits, converted and edited on load, a block at a time, so that no FP32 copy of a row
+// is ever made.
 #pragma once
 
 #include "simd.h"
@@ -37,8 +37,8 @@ struct Row {
   const float *bias = nullptr, *repetition = nullptr, *subtract = nullptr;
 
   int64_t blocks() const { return (size + kBlock - 1) / kBlock; }
-  // Edited logits of block j, -inf behind the last one up to `padded(j)`: in `buffer` (kBlock
-  // numbers) unless they can be read where they are.
+  // Edited logits of block j, then -inf up to `padded(j)`: in `buffer` (kBlock numbers) unless they
+  // can be read in place.
   const float* block(int64_t j, float* buffer) const;
   // A multiple of 256, so that no loop over a block has a remainder.
   int64_t padded(int64_t j) const {
@@ -46,9 +46,9 @@ struct Row {
     return left < kBlock ? (left + 255) / 256 * 256 : kBlock;
   }
   float value(int64_t id) const;
-  // Have memory fetched at logits i, ..., i + count - 1 after the first of block j, which may lie
-  // behind the last one. Done for the next block while one is computed with: processors do not look
-  // ahead over the end of a page, and 1024 numbers in FP32 fill one.
+  // Prefetch logits i, ..., i + count - 1 of block j, which may be past the end of the row. For the
+  // block after the current one: processors do not prefetch across the end of a page, and 1024 numbers
+  // in FP32 fill one.
   void fetch(int64_t j, int64_t i, int64_t count) const {
     const char* from = static_cast<const char*>(data) + (j * kBlock + i) * bytes_of(dtype);
     for (int64_t line = 0; line < count * bytes_of(dtype); line += 64) __builtin_prefetch(from + line);

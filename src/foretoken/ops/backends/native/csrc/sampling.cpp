@@ -9,7 +9,7 @@
 
 namespace foretoken {
 
-// `ops.Rows`. No parameters and no slots: raw logits are meant (`foretoken_logprobs` alone).
+// `ops.Rows`. Without parameters and slots: raw logits, for `foretoken_logprobs` only.
 struct Rows {
   const int64_t* slot_N;
   Logits logits;
@@ -33,7 +33,7 @@ struct Places {
 
 namespace {
 
-// `ops.Logprobs`, to be written.
+// Memory for `ops.Logprobs`.
 struct TopLogprobs {
   float* logprob_N;
   int64_t* rank_N;
@@ -42,7 +42,7 @@ struct TopLogprobs {
   int64_t top;
 };
 
-// Number of logits above `least`, and not dropped.
+// Number of kept logits above `least`.
 int64_t count_above(const Distribution& d, float least) {
   if (d.listed)
     return std::count_if(d.kept.begin(), d.kept.end(),
@@ -60,7 +60,7 @@ int64_t count_above(const Distribution& d, float least) {
   return count;
 }
 
-// The likeliest tokens, then dropped ones, the lowest id first where logits are equal.
+// The likeliest tokens, then dropped ones; among equal logits the lowest id first.
 void write_top(Distribution& d, const TopLogprobs& out, int64_t n) {
   if (!d.listed) {
     measure_peaks(d);
@@ -77,7 +77,7 @@ void write_top(Distribution& d, const TopLogprobs& out, int64_t n) {
     token[t] = d.kept[t].id;
     logprob[t] = static_cast<float>(d.log_of(token[t]));
   }
-  for (int64_t t = found, id = 0; t < out.top; t++, id++) {  // all that is kept is there
+  for (int64_t t = found, id = 0; t < out.top; t++, id++) {  // fill up with dropped tokens
     while (std::find(token, token + found, id) != token + found) id++;
     token[t] = id;
     logprob[t] = kMinusInfinity;
@@ -133,7 +133,7 @@ int64_t draft_row(const Params& params, const Row& row, const Place& place, cons
   if (greedy) return largest(row).id;
   if (!d.finite()) return 0;
   if (!params.coupled(place.slot)) return draw(d, place.noise(params, kDraftToken, kDraftBlock));
-  Place shared = place;  // the target's own noise
+  Place shared = place;  // under COUPLED, the target's own noise
   shared.draft_index = 0;
   return draw(d, shared.noise(params, kTargetToken, kTargetBlock));
 }
@@ -176,7 +176,7 @@ int foretoken_sample(const Rows& rows, const Places& places, int64_t* token_N) {
   });
 }
 
-// The streams of `places` do not count.
+// Ignores the streams of `places`.
 int foretoken_draft(const Rows& rows, const Places& places, const Cache* cache, int64_t* token_N) {
   return for_rows(rows, [&](int64_t n) {
     token_N[n] = draft_row(*rows.params, rows.row(n), places.at(n, rows), cache);

@@ -1,4 +1,4 @@
-// What a slot says about its rows: parameters, noise, the q of its drafts.
+// The per-slot data of rows: parameters, noise, the q of drafts.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Params {
   bool coupled(int64_t slot) const { return rule_S[slot] == kCoupled; }
 };
 
-// What identifies a draw, except its streams. Which noise a row uses follows from its parameters.
+// The name of a draw's noise, without the streams. The slot's parameters decide whether it is flat.
 struct Place {
   int64_t slot, position, draft_index, vocabulary, fp64;
   Noise noise(const Params& params, int64_t token_stream, int64_t block_stream) const;
@@ -43,13 +43,13 @@ struct Cache {
   }
 };
 
-// Memory of this thread for the row that it is at.
+// This thread's memory for its current row.
 Distribution& scratch();
 
-// Whether a loop over so many logits is worth waking the other threads: that costs some 10 us.
+// Whether a loop over so many logits is worth waking the other threads, which costs some 10 us.
 inline bool worth_waking(int64_t rows, int64_t vocabulary) { return rows * vocabulary > 100000; }
 
-// One draft of a row of raw draft logits; kept in `cache`, if there is one, at [slot, draft index].
+// One draft from a row of raw draft logits; its q goes to `cache` at [slot, draft index], unless null.
 int64_t draft_row(const Params& params, const Row& row, const Place& place, const Cache* cache);
 
 }  // namespace foretoken

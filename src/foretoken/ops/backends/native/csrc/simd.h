@@ -1,5 +1,5 @@
-// Vectors of float, one register wide, in the compiler's own vector extension: the same source
-// serves AVX-512, AVX2 and NEON. No -ffast-math anywhere: NaN and infinities keep their meaning.
+// Vectors of float, one register wide, in the compiler's vector extension: the same source serves
+// AVX-512, AVX2 and NEON. No -ffast-math anywhere: NaN and infinities keep their meaning.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would turn -0 into 0
 
-// b if either is NaN. Spelled out: compilers make two operations of `a > b ? a : b` where one side is
-// a constant.
+// b if either is NaN. As an intrinsic: compilers turn `a > b ? a : b` into two operations if one side
+// is a constant.
 inline Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -58,7 +58,7 @@ inline bool any(IntVec mask) {
   return all;
 }
 
-// Upper halves of the products with `m`. Spelled out: compilers do not find the vector form (2.1 ns
+// Upper halves of the products with `m`. As intrinsics: compilers do not find the vector form (2.1 ns
 // per uniform instead of 0.8).
 inline BitVec multiply_high(BitVec v, uint32_t m) {
 #if defined(__AVX512F__)
@@ -77,7 +77,7 @@ inline BitVec multiply_high(BitVec v, uint32_t m) {
 #endif
 }
 
-// In one operation, where compilers widen each half and join the two.
+// One operation; compilers would widen each half and join the two.
 inline BitVec widen(HalfVec h) {
 #if defined(__AVX512F__)
   return (BitVec)_mm512_cvtepu16_epi32((__m256i)h);
@@ -88,7 +88,7 @@ inline BitVec widen(HalfVec h) {
 #endif
 }
 
-// Sixteen-bit floats of their bits, exactly.
+// Bits of sixteen-bit floats to floats, exactly.
 inline Vec from_bfloat16(HalfVec h) { return (Vec)(widen(h) << 16); }
 
 inline Vec from_float16(HalfVec h) {
@@ -99,7 +99,7 @@ inline Vec from_float16(HalfVec h) {
   return (Vec)(sign | (special ? rest | 0x7f800000u : (BitVec)scaled));
 }
 
-// By the processor's own conversion, which every one with AVX2 has.
+// With the processor's own conversion, which exists wherever AVX2 does.
 inline Vec from_halves(HalfVec h) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
@@ -127,7 +127,7 @@ inline float max_lane(Vec v) {
   return best;
 }
 
-// Halves added to halves, so that the order of additions is fixed.
+// The upper half is added to the lower one repeatedly, so that the order of additions is fixed.
 inline float sum_lanes(Vec v) {
   float lane[kWidth];
   store(lane, v);
@@ -183,11 +183,11 @@ inline Vec log1m(Vec u) {
   return w == splat(1.0f) ? -u : log(w) * (u / (1.0f - w));
 }
 
-// Adding it to a number rounds it to an integer n, and the sum's low bits are then 2^n's exponent.
+// Adding this to a number rounds it to an integer n, and the sum's low bits are the exponent of 2^n.
 constexpr float kRounding = 12583039.0f;  // 1.5 * 2^23 + 127
 
-// 2^t = scale (1 + excess) for t <= 0, at least 2^-126; NaN for NaN. To 2e-9 before rounding; half
-// the work of `exp`.
+// 2^t = scale (1 + excess) for t <= 0, at least 2^-126; NaN for NaN. Accurate to 2e-9 before rounding;
+// half the work of `exp`.
 struct PowerOfTwo {
   Vec scale, excess;
 
@@ -202,7 +202,7 @@ struct PowerOfTwo {
   }
 };
 
-// For t <= 0, 2^-126 for all below it.
+// 2^t for t <= 0, at least 2^-126.
 inline Vec exp2_of(Vec t) {
   const PowerOfTwo y(t);
   return y.scale + y.scale * y.excess;

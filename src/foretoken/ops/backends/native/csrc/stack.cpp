@@ -1,5 +1,5 @@
-// Passes of a stack, packed tokens in, logits out; a round of drafting; how weights are fetched the
-// fastest here.
+// A stack's passes (packed tokens in, logits out) and rounds of drafting, and the functions that Python
+// calls. The layers are in layers.cpp.
 #include "stack.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ void Stack::observe(const AttentionBatch& pass, const Outcome& outcome, const Fe
     const int64_t first = pass.length_B[b] - pass.queries(b);
     const int64_t last = std::min(pass.length_B[b] - 1, outcome.length_B[b] - 2);
     starts.push_back(static_cast<int64_t>(tokens.size()));
-    for (int64_t i = first; i <= std::max(first, last); i++) {  // without any, some row
+    for (int64_t i = first; i <= std::max(first, last); i++) {  // at least one row per request
       const int64_t next = std::min(i + 1, outcome.width - 1);
       tokens.push_back(std::max(outcome.token_SL[slot * outcome.width + next], 0));
       rows.push_back(end - pass.length_B[b] + i);
@@ -66,7 +66,7 @@ void Stack::draft(const Batch& first, float* const* keys, float* const* values,
   const int64_t h = model_.hidden;
   draft_logits_.resize(known.requests * model_.vocabulary);
   std::fill_n(r.token_BK, known.requests * r.most, -1);
-  std::vector<float> hidden(has_rule_ ? known.requests * h : 0);  // what the last row of each gave
+  std::vector<float> hidden(has_rule_ ? known.requests * h : 0);  // output of each one's last row
   std::vector<int64_t> live, tokens, starts, lengths, blocks;
   for (int64_t i = 0; i < r.most; i++) {
     for (auto* list : {&live, &tokens, &starts, &lengths, &blocks}) list->clear();
@@ -74,9 +74,9 @@ void Stack::draft(const Batch& first, float* const* keys, float* const* values,
       if (r.num_drafts_B[b] <= i) continue;
       starts.push_back(static_cast<int64_t>(live.size()));
       live.push_back(b);
-      // Logits that are no numbers have no largest (-1), and no row of the embedding.
+      // If no logit is a number there is no largest (-1), which has no row in the embedding.
       tokens.push_back(i ? std::max<int64_t>(r.token_BK[b * r.most + i - 1], 0) : 0);
-      lengths.push_back(known.length_B[b] + i - has_rule_);  // its row reads the token after it
+      lengths.push_back(known.length_B[b] + i - has_rule_);  // a rule's row reads the token after it
       const int64_t* row = known.blocks(has_rule_ ? r.slot_B[b] : b);
       blocks.insert(blocks.end(), row, row + known.columns);
     }
@@ -113,7 +113,7 @@ void Stack::embed(int64_t token, float* out) const {
   decode_row(row_of(*model_.embedding, token), model_.hidden, out);
 }
 
-// Features of rows, to x_.
+// Compute rows' features into x_.
 void Stack::join_states(const Features& features, int64_t tokens) {
   const int64_t h = model_.hidden, all = rule_.states, size = all / features.count;
   parallel_for(tokens, tokens * all > 100000, [&](int64_t t) {
@@ -130,7 +130,7 @@ void Stack::join_states(const Features& features, int64_t tokens) {
   });
 }
 
-// What q, k and v of the first layer read, to normed_: each token's vector, and its feature.
+// The input of q, k and v of the first layer, into normed_: each token's vector and its feature.
 void Stack::join_tokens(const Layer& layer, const Batch& batch) {
   const int64_t h = model_.hidden;
   parallel_for(batch.num_tokens, batch.num_tokens * h > 50000, [&](int64_t t) {
@@ -142,7 +142,7 @@ void Stack::join_tokens(const Layer& layer, const Batch& batch) {
   });
 }
 
-// Logits of the first rows of x_; tokens that the output layer lacks have -inf.
+// Logits of the first `rows` rows of x_; tokens that the output layer lacks have -inf.
 void Stack::project(int64_t rows, float* logits) {
   const int64_t *ids = model_.target_ids, size = model_.vocabulary;
   const float* input = x_;

@@ -1,6 +1,6 @@
-// What a step does with its slots between the models. `ops/steps.py` says what each function promises,
-// `backends/torch/steps.py` is what each must equal. At batch 1 the work takes some 0.1 us a function:
-// what costs is to call it, so everything is read from one struct, and nothing is shared with threads.
+// The bookkeeping of a step over its slots, between the models. `ops/steps.py` is the contract; results
+// must equal those of `backends/torch/steps.py`. At batch 1 a function takes some 0.1 us, less than its
+// call: so it reads one struct, and shares no work with other threads.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -32,7 +32,7 @@ struct Counts {
   const Table* table;
 };
 
-// `ops.steps.DraftRequests`, and what was drafted or where it goes.
+// `ops.steps.DraftRequests`, and drafts to read or memory for them.
 struct Drafts {
   const int64_t *slot_B, *asked_B, *position_B;
   int64_t *num_B, *token_BK;
@@ -48,15 +48,15 @@ struct StepTokens {
   int64_t of(int64_t b) const { return of_B ? of_B[b] : b; }
 };
 
-// Where a batch goes: all its tensors in one piece of memory, one after the other. Sizes are always
-// told; if the memory has less capacity than they take, nothing is written.
+// Memory for a batch: all its tensors in one piece, one after the other. The sizes are always written;
+// the tensors only if the capacity is large enough.
 struct Packed {
   int64_t *memory, capacity, tokens, rows, requests, columns;
 
   int64_t needs() const { return 2 * (tokens + requests) + rows + 1 + requests * columns; }
 };
 
-// What is packed, and then the `ops.Verdict` on its D requests with `most` drafts.
+// Arguments of `pack`, then of `advance`: the `ops.Verdict` on D requests with up to `most` drafts.
 struct Step {
   StepTokens tokens;
   int64_t block_size, ahead;
@@ -68,6 +68,7 @@ struct Step {
   Packed* out;
 };
 
+// Arguments of `begin_round`, and its `ops.steps.Round`.
 struct Round {
   const int64_t *slot_B, *asked_B, *position_B;
   int64_t *num_B, *index_B1, *place_3KB;  // place: position, length, index
@@ -76,8 +77,8 @@ struct Round {
   Packed* out;
 };
 
-// Tokens start..start + count - 1 of a slot; of the last `want` of them logits are wanted. Its first
-// `owned` blocks are its own; after them the table names the spare's.
+// Tokens start..start + count - 1 of a slot; the last `want` of them need logits. Its first `owned`
+// blocks are its own; after them the block table names the spare's.
 struct Span {
   int64_t slot, start, count, want, owned;
 
@@ -136,7 +137,7 @@ std::vector<Span> spans_of(const Table& table, const StepTokens& tokens) {
   std::vector<Span> spans(tokens.requests);
   for (int64_t b = 0; b < tokens.requests; b++) {
     const int64_t of = tokens.of(b), want = of < 0 ? 0 : tokens.num_D[of] + 1;
-    // Of a request that has all its tokens the last one need not be computed, and may have no block.
+    // The last token of a finished request need not be computed, and may have no block.
     const int64_t given = tokens.slot_B[b], slot = table.goes_on(given) ? given : table.spare();
     const int64_t count = tokens.num_tokens_B[b] + std::max<int64_t>(want - 1, 0);
     spans[b] = {slot, table.computed_S[slot], count, want, table.columns};
@@ -144,7 +145,7 @@ std::vector<Span> spans_of(const Table& table, const StepTokens& tokens) {
   return spans;
 }
 
-// Also writes the numbers of the round.
+// Also fills the tensors of the round.
 std::vector<Span> spans_of(const Table& table, const Round& round) {
   std::vector<Span> spans(round.requests);
   const int64_t last = std::min(round.max_len, table.columns * round.block_size);
@@ -210,8 +211,8 @@ void advance(const Table& table, const Step& step) {
   }
 }
 
-// Where the best earlier occurrence of the last tokens ends, or -1. From the latest to the earliest: of
-// the longest ones the first that has `wanted` tokens after it, else the last.
+// The end of the best earlier occurrence of the last tokens, or -1. Searched from the latest to the
+// earliest: among the longest, the first that has `wanted` tokens after it, else the last.
 int64_t find(const int32_t* text, int64_t length, int64_t wanted, int64_t shortest,
              int64_t longest) {
   const int64_t last = length - 1;

@@ -1,7 +1,7 @@
-// Drafts by what followed earlier occurrences of a text's last tokens (Oliaro et al. 2024,
-// "SuffixDecoding"). A trie of all suffixes takes a node for each token and depth; here each token
-// takes a link for each of a few lengths instead, as in LZ77: to the one before with the same hash
-// of as many last tokens. The latest occurrences are followed along these links, and counted.
+// Drafts from the continuations of earlier occurrences of a text's last tokens (Oliaro et al. 2024,
+// "SuffixDecoding"). A trie of all suffixes needs a node for each token and depth; here each token has
+// a link for each of a few lengths instead, as in LZ77: to the previous place where as many last tokens
+// have the same hash. The latest occurrences are found along these links, and counted.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -16,11 +16,11 @@ constexpr int64_t kLengths[kLinks] = {1, 3, 8};  // tokens that are hashed
 constexpr int64_t kMostVotes = 32;  // links followed in a lookup, so that one takes microseconds
 constexpr int64_t kMostDrafts = 64;
 
-// Tokens in a ring, the latest `size` of which count. Texts in it end with a negative token.
+// Tokens in a ring; the latest `size` of them are indexed. Texts in it end with a negative token.
 struct SuffixIndex {
   int32_t* token;                // [capacity]
-  int32_t* latest;               // [kLinks, buckets]: where each hash occurred last
-  int32_t* before;               // [kLinks, capacity]: where that of each place occurred before
+  int32_t* latest;               // [kLinks, buckets]: last place of each hash
+  int32_t* before;               // [kLinks, capacity]: the previous place with each place's hash
   int64_t capacity, buckets;     // buckets: a power of 2
   int64_t end, size;             // where the next token goes
 
@@ -53,7 +53,7 @@ struct SuffixIndex {
   }
 };
 
-// Ends of the latest occurrences of the longest suffix that occurs, by age.
+// Ends of the latest occurrences of the longest suffix found, by age.
 struct Matches {
   int64_t length = 0, count = 0;
   int64_t age[kMostVotes];
@@ -82,7 +82,7 @@ Matches find(const SuffixIndex& index, const int32_t* text, int64_t length, int6
     int64_t at = index.bucket(link, hashes[link]);
     for (int64_t i = 0, last = 0; i < kMostVotes && at >= 0; i++) {
       const int64_t age = index.age(at);
-      if (age <= last || age > index.size) break;  // the place was taken by a newer token since
+      if (age <= last || age > index.size) break;  // a newer token has taken the place
       const int64_t most = std::min({depth, length, index.size - age + 1});
       int64_t same = 0;
       while (same < most && index.token[index.place(age + same)] == text[length - 1 - same]) same++;
@@ -99,7 +99,7 @@ Matches find(const SuffixIndex& index, const int32_t* text, int64_t length, int6
 }
 
 // The commonest continuation of the matches, token by token, as long as it is likely enough.
-// `own`: the index is over this text itself, except its last token, and may be read on into drafts.
+// `own`: the index is over this text itself, except its last token, and continues with the drafts.
 Draft follow(const SuffixIndex& index, Matches found, bool own, int64_t most,
              const Options& options) {
   Draft draft;
@@ -131,7 +131,7 @@ Draft follow(const SuffixIndex& index, Matches found, bool own, int64_t most,
 }
 
 struct Requests {
-  const int64_t *slot, *length, *most, *others;  // others: how many indexes beside its own to use
+  const int64_t *slot, *length, *most, *others;  // others: how many other indexes to search
   int64_t *token_BK, *num_B;
   double* expected_B;
   int64_t count, columns;
@@ -163,7 +163,7 @@ using namespace foretoken;
 
 extern "C" {
 
-// `count` tokens are in the ring, from `end` on: index them.
+// Index `count` tokens that are in the ring from `end` on.
 int foretoken_suffix_append(SuffixIndex* index, int64_t count) {
   for (; count > 0; count--) index->append();
   return kDone;

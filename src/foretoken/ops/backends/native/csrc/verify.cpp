@@ -1,5 +1,5 @@
 // `ops.Backend.verify`: each request by the rule of its slot. Rows are read as far as the rule needs
-// them, each once, and by BLOCK the one that is drawn from twice.
+// them, each once; BLOCK reads the row that it draws from twice.
 #include <algorithm>
 #include <vector>
 
@@ -24,7 +24,7 @@ struct VerifyBatch {
 
 namespace {
 
-// `ops.Verdict`, to be written.
+// Memory for `ops.Verdict`.
 struct Verdict {
   int64_t *token_BK1, *n_accept_B;
   bool* finite_B;
@@ -42,12 +42,12 @@ struct Request {
 
   int64_t token(int64_t i) const { return batch.token_BK[index * batch.drafts + i]; }
 
-  // A rate does not make a token out of an id that the target lacks.
+  // Under SYNTHETIC an id that the target lacks is no draft: a rate cannot make it a token.
   bool has_draft(int64_t i) const {
     if (i >= batch.num_B[index] || token(i) < 0) return false;
     return token(i) < batch.logits.vocabulary || !synthetic();
   }
-  // What draft i was drawn from, if that was kept and is looked at.
+  // The q of draft i, if it was kept and the rule reads it.
   std::optional<Draft> q(int64_t i) const {
     if (!batch.real_q_B[index] || !batch.cache || greedy() || params.coupled(slot)) return {};
     const Cache& cache = *batch.cache;
@@ -56,7 +56,7 @@ struct Request {
                  cache.lse_SK[at]};
   }
 
-  // -inf: q = 0 everywhere.
+  // -inf if q = 0 everywhere.
   double log_q(int64_t i) const {
     if (!has_draft(i)) return kNothing;
     const std::optional<Draft> draft = q(i);
@@ -68,8 +68,8 @@ struct Request {
     return std::log(uniform_at(0, a, batch.fp64));
   }
 
-  // Whether draft i is accepted once those before it are. For SYNTHETIC the ratio is computed, too,
-  // and not used: it must take the time of STANDARD.
+  // Whether draft i is accepted once those before it are. For SYNTHETIC the ratio is computed but not
+  // used: it must take the time of STANDARD.
   bool accepts(int64_t i, double log_ratio) const {
     return log_u(i) < (synthetic() ? std::log(batch.synthetic_rate_K[i]) : log_ratio);
   }
@@ -79,8 +79,8 @@ struct Request {
     return place.noise(params, token_stream, block_stream);
   }
 
-  // The token that p alone decides: the argmax or a draw with TARGET noise; -1 if p is not finite.
-  int64_t own(int64_t i, Distribution& d) const {
+  // The target's own draw: the argmax or a draw with TARGET noise; -1 if p is not finite.
+  int64_t own_draw(int64_t i, Distribution& d) const {
     if (greedy()) {
       const Largest best = largest(row(i));
       return best.finite ? best.id : -1;
@@ -89,13 +89,13 @@ struct Request {
     return d.finite() ? draw(d, noise(i, kTargetToken, kTargetBlock)) : -1;
   }
 
-  // max(w p - q, 0) of row i, which `d` has measured and found finite.
+  // max(w p - q, 0) of row i, which `d` has measured; it is finite.
   Residual residual(int64_t i, const Distribution& d, double log_w) const {
     return Residual(d, q(i), token(i), log_w);
   }
 
-  // The token in place of draft i, which was rejected.
-  int64_t instead(int64_t i, const Distribution& d, double log_w) const {
+  // The token in place of the rejected draft i.
+  int64_t replacement(int64_t i, const Distribution& d, double log_w) const {
     const Noise how = noise(i, kResidualToken, kResidualBlock);
     const int64_t found = residual(i, d, log_w).draw(how);
     return found < 0 ? draw(d, how) : found;
@@ -110,15 +110,15 @@ struct Request {
   }
 };
 
-// STANDARD, COUPLED and SYNTHETIC: draft by draft, as far as they are accepted.
+// STANDARD, COUPLED and SYNTHETIC: draft by draft, up to the first rejected one.
 void verify_one(const Request& r, const Verdict& out) {
   Distribution& d = scratch();
   const bool by_own_draw = r.greedy() || r.params.coupled(r.slot);
-  bool finite = true;  // all rows so far; SYNTHETIC alone goes past one that is not
+  bool finite = true;  // all rows so far; only SYNTHETIC goes past one that is not finite
   for (int64_t i = 0;; i++) {
     const double log_q = r.log_q(i);
     if (by_own_draw || !(log_q > kNothing)) {
-      const int64_t own = r.own(i, d);
+      const int64_t own = r.own_draw(i, d);
       finite &= own >= 0;
       if (log_q > kNothing && (r.synthetic() ? r.accepts(i, 0) : own == r.token(i))) continue;
       return r.write(out, i, finite ? own : -1);
@@ -126,14 +126,14 @@ void verify_one(const Request& r, const Verdict& out) {
     measure(r.row(i), r.params.filters(r.slot), d);
     finite &= d.finite();
     if (r.accepts(i, d.log_of(r.token(i)) - log_q)) continue;
-    return r.write(out, i, finite ? r.instead(i, d, 0) : -1);
+    return r.write(out, i, finite ? r.replacement(i, d, 0) : -1);
   }
 }
 
-// BLOCK (Sun et al. 2024, algorithm 2), a row at a time: the weight w = p_i of row i is known once the
-// rows before it are. The prefix of i drafts counts if u_i < h_i = S_i / (S_i + 1 - p_i), and where no
-// draft follows if u_i < p_i. S_i <= p_i, so that h_i <= p_i, and p_i = 1 makes it 1: S_i is summed
-// only where u_i lies below p_i < 1.
+// BLOCK (Sun et al. 2024, algorithm 2), a row at a time: the weight w = p_i of row i follows from the
+// rows before it. The prefix of i drafts counts if u_i < h_i = S_i / (S_i + 1 - p_i); if no draft
+// follows, if u_i < p_i. S_i <= p_i, so that h_i <= p_i, and p_i = 1 makes it 1: S_i is summed only if
+// u_i < p_i < 1.
 void verify_block(const Request& r, const Verdict& out) {
   Distribution& d = scratch();
   int64_t accepted = 0, i = 0;
@@ -150,11 +150,11 @@ void verify_block(const Request& r, const Verdict& out) {
     if (counts) accepted = i, accepted_log_w = log_w;
     if (!drafted) break;
     log_w = std::min(0.0, log_w + d.log_of(r.token(i)) - log_q);
-    if (log_w == kNothing) break;  // no longer prefix counts
+    if (log_w == kNothing) break;  // no longer prefix can count
   }
-  if (!(r.log_q(accepted) > kNothing)) return r.write(out, accepted, r.own(accepted, d));
+  if (!(r.log_q(accepted) > kNothing)) return r.write(out, accepted, r.own_draw(accepted, d));
   if (accepted < i) measure(r.row(accepted), r.params.filters(r.slot), d);
-  r.write(out, accepted, d.finite() ? r.instead(accepted, d, accepted_log_w) : -1);
+  r.write(out, accepted, d.finite() ? r.replacement(accepted, d, accepted_log_w) : -1);
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
 """The work of a pass, listed on the device: which queries meet which piece of which context.
 
-A row's context is cut into pieces of SIZE tokens, from its start on; one of more than COUNT of
-these has longer pieces, by multiples of STEP, so that it never has more than COUNT. An item costs
-about 5 us besides its keys, so there should be one for each program that a GPU holds at a time. The
-cut depends on a row's own context alone, and so does what its pieces come to. Where rows of a
-request disagree, which takes a context that outgrows COUNT pieces in this very step, they are two
-segments with items of their own.
+A row's context is cut into pieces of SIZE tokens, from the start of the context. If there would be
+more than COUNT pieces, all are made longer, by multiples of STEP. An item costs about 5 us in
+addition to its keys, so there should be one for each program that a GPU holds at a time. The cut
+depends only on a row's own context, and so do the results of its pieces. If a context outgrows
+COUNT pieces in this very step, its rows need different cuts: the request then has two segments,
+each with its own items.
 
-A request with up to `FEW` queries is cut into items (tile of rows x piece); row r of a request is
-head r % G of its token r // G, for each K/V head alike. One with more is cut into tiles only, each
-over all the keys that it sees.
+A request with up to `FEW` queries is cut into items (tile of rows x piece). For each K/V head, row
+r of a request is head r % G of its token r // G. A request with more queries is cut only into
+tiles, each over all the keys that its rows see.
 """
 
 from __future__ import annotations
@@ -21,54 +21,55 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.records import Work
 
-FEW = tl.constexpr(16)  # queries: more make a request one of many
-FIELDS = tl.constexpr(16)  # integers of an item: one load of 64 bytes
+FEW = tl.constexpr(16)  # most queries of a request that has "few"; with more it has "many"
+FIELDS = tl.constexpr(16)  # integers per item, so that one load of 64 bytes reads it
 MERGE_FIELDS = tl.constexpr(4)
 
 Item = namedtuple("Item", "request row begin end piece first start count slot")
 """A tile of rows over a piece of a context.
 
 row:        the tile's first row
-begin, end: the piece's tokens; for a request of many, `end` is its length
-piece:      its number in its segment, or -1 if there is no other: no merge follows
+begin, end: the piece's tokens; for a request with many queries, `end` is its length
+piece:      its number in its segment; -1 if it is the only one, which needs no merge
 first:      the packed index of the request's first new token
-start:      the position of it
-count:      new tokens from `first` on up to the segment's last
-slot:       where rows of the request begin in `merge_F` and partial results
+start:      the position of that token
+count:      how many new tokens there are from `first` to the segment's last
+slot:       where the request's rows begin in `merge_F` and in partial results
 """
 
 MergeRow = namedtuple("MergeRow", "row first last")
-"""A packed row and the pieces that it sees; none if last < first: it needs no merge."""
+"""A packed row and the first and last piece that it sees. If last < first, it needs no merge."""
 
 _Segment = namedtuple("_Segment", "token end size low high tiles")
 """New tokens token..end - 1 of a request, their pieces low..high, the tiles of their rows."""
 
 
 def most_pieces(size: int, count: int, longest: int, window: int) -> int:
-    """How many pieces a segment has, of contexts of up to `longest` tokens."""
+    """The most pieces of a segment, for contexts of up to `longest` tokens."""
     # A window may begin and end inside of a piece.
     return min(-(-longest // size), count + 2 * bool(window))
 
 
 @triton.jit
-def size_of(length, WINDOW: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr,
-            STEP: tl.constexpr):  # fmt: skip
-    """How long the pieces of a context of so many tokens are."""
-    if WINDOW:
-        length = tl.minimum(length, WINDOW)
-    return SIZE + tl.cdiv(tl.maximum(length - SIZE * COUNT, 0), STEP * COUNT) * STEP
+def _piece_size(length, CUT: tl.constexpr):
+    """The size of the pieces of a context of `length` tokens."""
+    if CUT.WINDOW:
+        length = tl.minimum(length, CUT.WINDOW)
+    over = tl.maximum(length - CUT.SIZE * CUT.COUNT, 0)
+    return CUT.SIZE + tl.cdiv(over, CUT.STEP * CUT.COUNT) * CUT.STEP
 
 
 @triton.jit
-def _oldest(position, WINDOW: tl.constexpr):
-    """The first position that a row sees."""
-    return tl.maximum(position - WINDOW + 1, 0) if WINDOW else tl.zeros_like(position)
+def _oldest(position, CUT: tl.constexpr):
+    """The first position that a row at `position` sees."""
+    return tl.maximum(position - CUT.WINDOW + 1, 0) if CUT.WINDOW else tl.zeros_like(position)
 
 
 @triton.jit
-def _segment(start, token, end, size, G: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    low, high = _oldest(start + token, WINDOW) // size, (start + end - 1) // size
-    return _Segment(token, end, size, low, high, tl.cdiv((end - token) * G, ROWS))
+def _segment(start, token, end, size, CUT: tl.constexpr):
+    """The `_Segment` of new tokens token..end - 1 after `start` known ones."""
+    low, high = _oldest(start + token, CUT) // size, (start + end - 1) // size
+    return _Segment(token, end, size, low, high, tl.cdiv((end - token) * CUT.G, CUT.FEW_ROWS))
 
 
 @triton.jit
@@ -77,47 +78,45 @@ def _items(segment):
 
 
 _Share = namedtuple("_Share", "first count length early late tiles few")
+"""A request's share of the work.
+
+first, count, length: its first new token, how many are new, and its length with them
+early, late: its segments if it has few queries; the early one is often empty
+tiles:       the number of tiles of its rows if it has many queries
+few:         whether it has few queries
+"""
 
 
 @triton.jit
-def _share(
-    query_start_B1, length_B, b, valid, G: tl.constexpr, WINDOW: tl.constexpr,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-    FEW_ROWS: tl.constexpr, MANY_ROWS: tl.constexpr,
-):  # fmt: skip
-    """What there is to do for requests b: two segments, the early one often empty, or tiles."""
+def _share(query_start_B1, length_B, b, valid, CUT: tl.constexpr):
+    """The `_Share` of each request in b."""
     first = tl.load(query_start_B1 + b, mask=valid, other=0).to(tl.int32)
     count = tl.load(query_start_B1 + b + 1, mask=valid, other=0).to(tl.int32) - first
     length = tl.load(length_B + b, mask=valid, other=1).to(tl.int32)
     start = length - count
-    size = size_of(start + 1, WINDOW, SIZE, COUNT, STEP)
-    last_size = size_of(length, WINDOW, SIZE, COUNT, STEP)
-    split = tl.where(size == last_size, 0, size * COUNT - start)
-    early = _segment(start, tl.zeros_like(split), split, size, G, WINDOW, FEW_ROWS)
-    late = _segment(start, split, count, last_size, G, WINDOW, FEW_ROWS)
-    return _Share(first, count, length, early, late, tl.cdiv(count * G, MANY_ROWS), count <= FEW)
+    size = _piece_size(start + 1, CUT)
+    last_size = _piece_size(length, CUT)
+    split = tl.where(size == last_size, 0, size * CUT.COUNT - start)
+    early = _segment(start, tl.zeros_like(split), split, size, CUT)
+    late = _segment(start, split, count, last_size, CUT)
+    tiles = tl.cdiv(count * CUT.G, CUT.MANY_ROWS)
+    return _Share(first, count, length, early, late, tiles, count <= FEW)
 
 
 @triton.jit(do_not_specialize=["B"])
 def plan_kernel(
-    query_start_B1, length_B, work: Work, B, G: tl.constexpr, WINDOW: tl.constexpr,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-    FEW_ROWS: tl.constexpr, MANY_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    query_start_B1, length_B, work: Work, B, CUT: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Program b lists the items of request b; program B writes the totals.
 
-    FEW_ROWS, MANY_ROWS: rows of a tile of a request with few, with many queries. AT_ONCE: how many
-    requests, items or rows a program looks at in a round.
+    AT_ONCE: how many requests, items or rows a program looks at in a round.
     """
     b = tl.program_id(0)
     few_items = tl.zeros((AT_ONCE,), tl.int32)
     few_rows, many_items = few_items, few_items
     for chunk in range(0, b, AT_ONCE):
         other = chunk + tl.arange(0, AT_ONCE)
-        share = _share(
-            query_start_B1, length_B, other, other < b, G, WINDOW, SIZE, COUNT, STEP,
-            FEW_ROWS, MANY_ROWS,
-        )  # fmt: skip
+        share = _share(query_start_B1, length_B, other, other < b, CUT)
         few_items += tl.where(share.few, _items(share.early) + _items(share.late), 0)
         few_rows += tl.where(share.few, share.count, 0)
         many_items += tl.where(share.few, 0, share.tiles)
@@ -128,22 +127,19 @@ def plan_kernel(
         tl.store(work.totals + 1, slot)
         tl.store(work.totals + 2, many_item)
     else:
-        share = _share(
-            query_start_B1, length_B, b, b < B, G, WINDOW, SIZE, COUNT, STEP,
-            FEW_ROWS, MANY_ROWS,
-        )  # fmt: skip
+        share = _share(query_start_B1, length_B, b, b < B, CUT)
         start, lanes = share.length - share.count, tl.arange(0, AT_ONCE)
         if share.few:
-            _store_items(work.few_I, few_item, share, share.early, b, slot, FEW_ROWS, G, AT_ONCE)
+            _store_items(work.few_I, few_item, share, share.early, b, slot, CUT, AT_ONCE)
             few_item += _items(share.early)
-            _store_items(work.few_I, few_item, share, share.late, b, slot, FEW_ROWS, G, AT_ONCE)
+            _store_items(work.few_I, few_item, share, share.late, b, slot, CUT, AT_ONCE)
             for chunk in range(0, share.count, AT_ONCE):
                 t = chunk + lanes
                 early = t < share.late.token
                 size = tl.where(early, share.early.size, share.late.size)
                 before = tl.where(early, share.early.low, share.late.low)
                 alone = tl.where(early, share.early.high, share.late.high) == before
-                low, high = _oldest(start + t, WINDOW) // size, (start + t) // size
+                low, high = _oldest(start + t, CUT) // size, (start + t) // size
                 place = work.merge_F + (slot + t) * MERGE_FIELDS
                 valid = t < share.count
                 tl.store(place, share.first + t, mask=valid)
@@ -152,7 +148,7 @@ def plan_kernel(
         else:
             for chunk in range(0, share.tiles, AT_ONCE):
                 e = chunk + lanes
-                row = (share.tiles - 1 - e) * MANY_ROWS  # the longest first
+                row = (share.tiles - 1 - e) * CUT.MANY_ROWS  # longest first
                 item = Item(
                     b, row, 0, share.length, -1, share.first, start, share.count, slot
                 )  # fmt: skip
@@ -161,16 +157,16 @@ def plan_kernel(
 
 @triton.jit
 def _store_items(
-    item_I, i, share, segment, b, slot, ROWS: tl.constexpr, G: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """The items of a segment, from item i on: the last piece first, which has the new tokens."""
+    item_I, i, share, segment, b, slot, CUT: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """Store a segment's items from item i on. Its last piece, with the new tokens, comes first."""
     start, number = share.length - share.count, _items(segment)
     for chunk in range(0, number, AT_ONCE):
         e = chunk + tl.arange(0, AT_ONCE)
         piece = segment.high - e // segment.tiles
         begin = piece * segment.size
         item = Item(
-            b, segment.token * G + e % segment.tiles * ROWS, begin,
+            b, segment.token * CUT.G + e % segment.tiles * CUT.FEW_ROWS, begin,
             tl.minimum(begin + segment.size, start + segment.end),
             tl.where(segment.high == segment.low, -1, piece - segment.low),
             share.first, start, segment.end, slot,
@@ -187,7 +183,7 @@ def _store_item(item_I, i, item, valid):
 
 @triton.jit
 def load_item(item_I, i):
-    """Item i; its fields are scalars."""
+    """The `Item` i; its fields are scalars."""
     place = item_I + i * FIELDS
     return Item(
         tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3),
@@ -198,6 +194,6 @@ def load_item(item_I, i):
 
 @triton.jit
 def load_merge_row(merge_F, f):
-    """Row f of those that a merge may follow for."""
+    """The `MergeRow` f."""
     place = merge_F + f * MERGE_FIELDS
     return MergeRow(tl.load(place), tl.load(place + 1), tl.load(place + 2))

@@ -1,28 +1,31 @@
 """What attention kernels are given: every tensor under a name. See `triton/records.py`.
 
-Letters of shapes, besides those of `__init__`: F rows of requests with few queries, I items, L
-columns of the block table, N pieces of a context.
+Letters of shapes, in addition to those of `__init__`: F rows of requests with few queries, I items,
+L columns of the block table, N pieces of a context.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+import triton
 from torch import Tensor
 
 
 class HeadInputs(NamedTuple):
-    """How the q and k that a layer's product gave become those that attend.
+    """How queries and keys are made of the q and k of a layer's product.
 
     First RMSNorm of each head, if there are weights; then rotary embedding in the half-split layout
     (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
     the dtype of the cache.
 
-    cos_PR, sin_PR: float32 [P, R / 2], contiguous, any scaling of attention in them; P is at least
+    cos_PR, sin_PR: float32 [P, R / 2], contiguous, any scaling of attention included; P is at least
                     the longest length
-    q_norm_D, k_norm_D: any float dtype, or both None. The weight itself: a model that multiplies by
-                    1 + w has that computed once
-    eps:            of the norms
+    q_norm_D, k_norm_D: weights of the norms in any float dtype, or both None. A model that
+                    multiplies by 1 + w passes 1 + w
+    eps:            epsilon of the norms
     """
 
     cos_PR: Tensor
@@ -32,10 +35,88 @@ class HeadInputs(NamedTuple):
     eps: float = 1e-6
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of a layer: its kernels are compiled for them, and its plan depends on them.
+
+    H, H_KV: query heads, key/value heads
+    D, D_V:  size of a query or key head, of a value head
+    PAGE:    tokens of a cache block
+    WINDOW:  how many tokens a row sees at most, itself included; 0: all
+    """
+
+    H: int
+    H_KV: int
+    D: int
+    D_V: int
+    PAGE: int
+    WINDOW: int
+    dtype: torch.dtype
+
+    @property
+    def G(self) -> int:
+        """Query heads of a key/value head."""
+        return self.H // self.H_KV
+
+    @property
+    def WIDTH(self) -> int:
+        """D padded for kernels: a power of 2, at least 16."""
+        return max(16, int(triton.next_power_of_2(self.D)))
+
+    @property
+    def WIDTH_V(self) -> int:
+        """D_V padded for kernels: a power of 2, at least 16."""
+        return max(16, int(triton.next_power_of_2(self.D_V)))
+
+    @property
+    def PRECISION(self) -> str:
+        """The input precision of products: float32 in full, not TF32."""
+        return "ieee" if self.dtype == torch.float32 else "tf32"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How `plan_kernel` cuts contexts into pieces and requests into tiles; see `plan.py`.
+
+    G, WINDOW: as in `HeadShape`
+    FEW_ROWS, MANY_ROWS: rows of a tile of a request with few, with many queries
+    """
+
+    G: int
+    WINDOW: int
+    SIZE: int
+    COUNT: int
+    STEP: int
+    FEW_ROWS: int
+    MANY_ROWS: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of `decode_kernel`.
+
+    R:     rows of the tile
+    LIVE:  how many of them a step of this shape can fill, a power of 2
+    SETS, GROUPS: W = SETS * GROUPS warps; each of the SETS of rows has GROUPS warps
+    KEYS:  keys that a warp handles at a time
+    """
+
+    R: int
+    LIVE: int
+    SETS: int
+    GROUPS: int
+    KEYS: int
+
+    @property
+    def TOKENS(self) -> int:
+        """Keys that all groups handle at a time."""
+        return self.GROUPS * self.KEYS
+
+
+class TokenRows(NamedTuple):
     """Query heads of packed tokens; in a row of qkv also key and value heads, after them.
 
-    stride, head_stride: from one token, one head to the next
+    stride, head_stride: distance from one token, from one head to the next
     """
 
     query: Tensor
@@ -53,12 +134,12 @@ class Cache(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the plan says there is to do; see `plan.py`.
+    """The plan's lists of what attention has to do; see `plan.py`.
 
     few_I:    items of requests with few queries: an `Item` each
     merge_F:  rows of these requests: a `MergeRow` each
     many_I:   tiles of the other requests: an `Item` each
-    totals:   how many of each there are
+    totals:   the numbers of items in `few_I`, rows in `merge_F`, items in `many_I`
     """
 
     few_I: Tensor
@@ -68,7 +149,7 @@ class Work(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """What the pieces of contexts came to, before they are merged.
+    """The results of pieces of contexts, before they are merged.
 
     acc_FHN: sums of weighted values, [F, H, N, D_v]; weights relative to 2^top
     top_FHN, sum_FHN: the largest score (base 2); the sum of weights
@@ -82,7 +163,7 @@ class Partials(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are made of products, base 2. sink_H: in base e, or None."""
+    """How products of q and k become scores in base 2. sink_H: each head's sink score (base e)."""
 
     scale: float
     softcap: float | None

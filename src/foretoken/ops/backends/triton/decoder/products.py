@@ -1,7 +1,7 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
-Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
-layer is (`ops/stack.py`), its order (`stack.py`).
+Belongs here: which kernel multiplies, and its arguments. Does not: tiles (`tiles.py`), what a layer
+is (`ops/stack.py`), the order of products (`stack.py`).
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -9,38 +9,35 @@ sum of squares, V vocabulary, I columns of a gated layer.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch
-from foretoken.ops.backends.triton.decoder.rowwise import (
-    embed_kernel,
-    gemv_kernel,
-    norm_kernel,
-    scale_kernel,
-    silu_kernel,
-)
 
+from foretoken.ops.backends.triton.decoder.rowwise import (  # isort: skip
+    embed_kernel, gemv_kernel, norm_kernel, scale_kernel, silu_kernel,
+)  # fmt: skip
 from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
-    MOST_ROWS, Epilogue, GemvTile, Shape, StreamTile, bucket, gemv_tile, stream_tile,
+    MOST_ROWS, Epilogue, GemvTile, Operands, ProductTile, Shape, bucket, gemv_tile, stream_tile,
 )  # fmt: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
-from foretoken.ops.stack import Linear, plain
+from foretoken.ops.stack import Linear, Weight, plain
 
-_MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
-_PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
+_MOST_TILES = 1 << 15  # tiles of one product; a vocabulary has up to 262 144 / 64
+# float32 values: more than 132 programs * 2 slots * 128 * 64 (or 2 halves of 64 * 64).
+_PARTIALS = 1 << 22
 
 
 class Products:
     """How one model's products are computed; keeps what its kernels need between launches.
 
-    Steps of one model share it, one after the other on one stream.
+    All steps of a model share it, one after the other on one stream.
 
     Args:
-        deterministic: a row's bits in a pass of up to 16 rows do not depend on how many there are.
+        deterministic: in passes of up to 16 rows, a row's bits do not depend on their number.
     """
 
     def __init__(
@@ -50,16 +47,16 @@ class Products:
         self.overlap = overlaps(device)
         self.dependent = dependent(self.overlap)
         self._processors = 0
-        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # they keep their weights alive
+        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # these keep weights alive
         if self.overlap and dtype is torch.bfloat16:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
             self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
-    def tile(self, rows: int, shape: Shape) -> GemvTile | StreamTile | None:
-        """What multiplies so many rows; None: cuBLAS, with small kernels besides.
+    def tile(self, rows: int, shape: Shape) -> ProductTile | None:
+        """The tile for a product of so many rows; None: cuBLAS and small kernels compute it.
 
-        float16 is left to cuBLAS: rows that are multiplied before they are normed may be too large.
+        float16 is left to cuBLAS: rows that are multiplied before they are normed may overflow.
         """
         if rows == 1 and not self.deterministic and self.dtype is not torch.float16:
             return gemv_tile(shape)
@@ -68,119 +65,94 @@ class Products:
         return stream_tile(shape, bucket(rows, self.deterministic), self._processors)
 
     def multiply(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        """x, as it is, times a layer: [T, N]."""
+        """x times a layer, without a norm: [T, N]."""
         shape = _shape(linear, Epilogue.PLAIN)
         tile = self.tile(len(x_TK), shape)
         if tile is None:
             return _multiply(x_TK, linear)
         y_TN = x_TK.new_empty(len(x_TK), shape.N)
-        self.launch(tile, shape, linear, Operands(x_TK, y_TN))
+        self.launch(tile, shape, linear.weight, x_TK, Operands(y_TN, linear.bias))
         return y_TN
 
     def launch(
-        self, tile: GemvTile | StreamTile, shape: Shape, linear: Linear, given: Operands
+        self, tile: ProductTile, shape: Shape, weight: Weight, x_TK: Tensor, operands: Operands
     ) -> None:
-        """Launch what `tile` names; see `tiles.py`."""
-        parts = 0 if given.squares_PT is None else given.squares_PT.shape[0]
-        tensors = (
-            given.y_TN, linear.bias, given.residual_TN, given.gain_N, given.scaled_TN,
-            given.squares_PT, given.new_squares_PT,
-        )  # fmt: skip
+        """Launch the kernel that `tile` is for; see `tiles.py`."""
+        weight_NK = plain(weight)
+        parts = 0 if operands.squares_PT is None else operands.squares_PT.shape[0]
         constants = (
             shape.N, shape.K, parts, triton.next_power_of_2(max(1, parts)), self.eps,
             int(shape.epilogue),
         )  # fmt: skip
         if isinstance(tile, GemvTile):
             launch(
-                gemv_kernel, (shape.N // tile.block_n,), plain(linear.weight), given.x_TK, *tensors,
-                *constants, tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
+                gemv_kernel, (shape.N // tile.block_n,), weight_NK, x_TK, operands, *constants,
+                tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
                 **self.dependent,
             )  # fmt: skip
             return
-        # Gluon is imported where it runs alone: Triton's interpreter has none of it.
+        # Gluon is imported only where it runs: Triton's interpreter lacks it.
         from foretoken.ops.backends.triton.decoder import streamk
 
-        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), plain(linear.weight)
+        rows = bucket(len(x_TK), self.deterministic)
         key = weight_NK.data_ptr(), tile.block_n, tile.block_k
         if key not in self._weight_maps:
             self._weight_maps[key] = streamk.tensor_map(weight_NK, tile.block_n, tile.block_k)
         launch(
             streamk.streamk_kernel, (tile.programs,), self._weight_maps[key],
-            streamk.tensor_map(given.x_TK, rows, tile.block_k),
-            *tensors, self._partial, self._arrived, len(given.x_TK), *constants, rows,
-            tile.block_n, tile.block_k, tile.stages, num_warps=streamk.WARPS,
-            maxnreg=tile.registers, **self.dependent,
+            streamk.tensor_map(x_TK, rows, tile.block_k), operands, self._partial, self._arrived,
+            len(x_TK), *constants, rows, tile.block_n, tile.block_k, tile.stages,
+            num_warps=streamk.WARPS, maxnreg=tile.registers, **self.dependent,
         )  # fmt: skip
-
-
-class Operands(NamedTuple):
-    """What a fused product reads and writes, in the words of `tiles.py`."""
-
-    x_TK: Tensor
-    y_TN: Tensor
-    squares_PT: Tensor | None = None
-    residual_TN: Tensor | None = None
-    gain_N: Tensor | None = None
-    scaled_TN: Tensor | None = None
-    new_squares_PT: Tensor | None = None
 
 
 class ResidualStream:
     """The hidden states of T tokens on their way through layers.
 
-    Products read them normed. A fused product takes `scaled` and `squares` for that, which the
-    product before it left; cuBLAS takes rows that a kernel has normed. Either is made when it is
-    first asked for, so that each product may choose for itself.
+    Products read the stream after a norm. A fused product uses `scaled` and `squares`, which the
+    product before it wrote; cuBLAS reads rows that a kernel has normed. Each of these forms is made
+    when a product first needs it, so that each product may choose for itself.
 
-    state_TH: the stream, as it is now
+    state_TH: the present state of the stream
     """
 
     def __init__(self, products: Products, state_TH: Tensor, gain_H: Tensor) -> None:
-        """gain_H: weight of the norm that the next products read through."""
+        """gain_H: weight of the norm through which the next products read."""
         self._products, self._gain_H = products, gain_H
         self.state_TH = state_TH
-        self._kept = True  # the state belongs to the caller
+        self._must_keep = True  # the state belongs to the caller
         self._scaled: tuple[Tensor, Tensor] | None = None
         self._normed_TH: Tensor | None = None
 
     def project(self, linear: Linear) -> Tensor:
         """The normed stream times a layer: [T, N]."""
-        shape = _shape(linear, Epilogue.PLAIN)
-        tile = self._products.tile(len(self.state_TH), shape)
-        if tile is None:
-            return _multiply(self._normed(), linear)
-        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
-        scaled_TH, squares_PT = self._scaled_and_squares(tile)
-        self._products.launch(tile, shape, linear, Operands(scaled_TH, y_TN, squares_PT))
-        return y_TN
+        y_TN = self._fused(linear, Epilogue.PLAIN)
+        return _multiply(self._normed(), linear) if y_TN is None else y_TN
 
     def gate(self, linear: Linear) -> Tensor:
-        """silu(gate) * up of the normed stream: [T, I], rows may lie apart."""
-        shape = _shape(linear, Epilogue.SILU)
-        tile = self._products.tile(len(self.state_TH), shape)
-        if tile is None:
-            gate_up = _multiply(self._normed(), linear)
-            block = 4096 if len(gate_up) <= 512 else 1024  # 320 rows: 5 us a layer less than 1024
-            grid = len(gate_up), triton.cdiv(shape.N, block)
-            launch(silu_kernel, grid, gate_up, shape.N, block, num_warps=4)
-            return gate_up[:, : shape.N]
-        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
-        given = self._scaled_and_squares(tile)
-        self._products.launch(tile, shape, linear, Operands(given[0], y_TN, given[1]))
-        return y_TN
+        """silu(gate) * up of the normed stream: [T, I], maybe with a stride between rows."""
+        y_TN = self._fused(linear, Epilogue.SILU)
+        if y_TN is not None:
+            return y_TN
+        gate_up = _multiply(self._normed(), linear)
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        block = 4096 if rows <= 512 else 1024  # 320 rows: 5 us a layer less than with 1024
+        grid = rows, triton.cdiv(size, block)
+        launch(silu_kernel, grid, gate_up, size, block, num_warps=4)
+        return gate_up[:, :size]
 
     def add(self, linear: Linear, x_TK: Tensor, gain_H: Tensor, keep: bool = False) -> None:
         """Add the product of x and a layer; the next products read through a norm with `gain_H`.
 
         Args:
-            keep: the new state is not overwritten by what is added later.
+            keep: later additions do not overwrite the new state.
         """
         shape = _shape(linear, Epilogue.RESIDUAL)
         tile = self._products.tile(len(x_TK), shape)
         old, new = self.state_TH, self.state_TH
-        if self._kept or keep:
+        if self._must_keep or keep:
             new = torch.empty_like(old)
-        self.state_TH, self._gain_H, self._kept = new, gain_H, keep
+        self.state_TH, self._gain_H, self._must_keep = new, gain_H, keep
         self._normed_TH, self._scaled = None, None
         if tile is None:
             torch.addmm(old, x_TK, plain(linear.weight).T, out=new)
@@ -188,13 +160,13 @@ class ResidualStream:
                 new += linear.bias
             return
         scaled, squares = torch.empty_like(old), _squares(old, shape.N // tile.block_n)
-        given = Operands(x_TK.contiguous(), new, None, old, gain_H, scaled, squares)
-        self._products.launch(tile, shape, linear, given)
+        operands = Operands(new, linear.bias, old, gain_H, scaled, new_squares_PT=squares)
+        self._products.launch(tile, shape, linear.weight, x_TK.contiguous(), operands)
         self._scaled = scaled, squares
 
     def narrow(self, row_N: Tensor) -> None:
-        """Go on with the rows `row_N` alone, in this order; N may be 0."""
-        self.state_TH, self._kept = self.state_TH[row_N], False
+        """Keep only the rows `row_N`, in this order; N may be 0."""
+        self.state_TH, self._must_keep = self.state_TH[row_N], False
         self._normed_TH, self._scaled = None, None
 
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
@@ -222,10 +194,23 @@ class ResidualStream:
             self._normed_TH = self.normed()
         return self._normed_TH
 
-    def _scaled_and_squares(self, tile: GemvTile | StreamTile) -> tuple[Tensor, Tensor]:
+    def _fused(self, linear: Linear, epilogue: Epilogue) -> Tensor | None:
+        """The normed stream times a layer, in one kernel; None: cuBLAS multiplies."""
+        shape = _shape(linear, epilogue)
+        tile = self._products.tile(len(self.state_TH), shape)
+        if tile is None:
+            return None
+        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
+        scaled_TH, squares_PT = self._scaled_and_squares(tile)
+        operands = Operands(y_TN, linear.bias, squares_PT=squares_PT)
+        self._products.launch(tile, shape, linear.weight, scaled_TH, operands)
+        return y_TN
+
+    def _scaled_and_squares(self, tile: ProductTile) -> tuple[Tensor, Tensor]:
+        """`scaled` and `squares` of the state; a kernel makes them if no product has."""
         if self._scaled is None:
             x_TH, size = self.state_TH, self.state_TH.shape[1]
-            # As many parts as there will be in later layers: one kernel less to compile.
+            # As many parts of squares as in later layers: one kernel less to compile.
             shape = Shape(size, size, Epilogue.RESIDUAL)
             usual = self._products.tile(len(x_TH), shape) or tile
             squares = _squares(x_TH, max(1, size // usual.block_n))
@@ -239,7 +224,7 @@ class ResidualStream:
 
 
 def embed(token_T: Tensor, table_VH: Tensor) -> Tensor:
-    """The vectors of tokens, [T, H]; 0 for an id that is none."""
+    """The vectors of tokens, [T, H]; 0 for an invalid id."""
     vocabulary, size = table_VH.shape
     x_TH = table_VH.new_empty(len(token_T), size)
     launch(

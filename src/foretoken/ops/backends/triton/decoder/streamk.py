@@ -1,16 +1,16 @@
-"""y = f(x W^T) for 1 to 64 rows: weights never stop arriving. A persistent kernel in Gluon.
+"""y = f(x W^T) for 1 to 64 rows: a persistent kernel in Gluon that loads weights without a pause.
 
 Few rows are bound by the memory's speed, so all that matters is that every SM always has loads in
-flight. All products of one block of weights and one block of x are *units*: a tile of W's rows has
-K / BK of them. Each program, one per SM, takes an equal and contiguous share of all units ("stream-
-K"), so that no SM is idle whatever the number of tiles. In it one warp brings blocks by TMA through
-a ring of STAGES buffers, and four multiply them with wgmma: W is the wide operand, so that 8 rows
-cost no more than one.
+flight. A *unit* is the product of one block of weights and one block of x: a tile of W's rows has
+K / BK units. Each program, one per SM, takes an equal and contiguous share of all units ("stream-
+K"), so that no SM is idle whatever the number of tiles. In a program one warp loads blocks by TMA
+through a ring of STAGES buffers, and four warps multiply them with wgmma: W is the wide operand, so
+that 8 rows cost no more than one.
 
-The first STAGES blocks of weights are asked for before `gdc_wait`: while the kernel before this one
-still runs. Where several programs share a tile, the last to finish adds up what they left in
-memory, in the order of K: equal input gives equal bits. A row's bits depend on the tile's shape and
-on the number of programs, not on the rows next to it.
+The first STAGES blocks of weights are loaded before `gdc_wait`, while the previous kernel still
+runs. Where several programs share a tile, the last to finish adds up the parts that all left in
+memory, in the order of K: equal input gives equal bits. A row's bits depend on the tile's
+shape and on the number of programs, not on the rows next to it.
 
 In the names of tensors: M rows of x, N columns of y, K of x, P parts of a sum of squares.
 """
@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU
+from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU, Operands
 
-WARPS = 4  # that multiply
+WARPS = 4  # warps that multiply; one more loads
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed by Triton 3.7
 SLOTS = 2  # a program shares at most the first and the last of its tiles with others
 
@@ -45,6 +45,7 @@ def _ask_weights(
     weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, MP: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
+    """Start to load a unit's weights; `full` also waits for the unit's x."""
     mbarrier.expect(full.index(stage), (HALVES * BN + MP) * BK * 2)
     for half in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(
@@ -59,7 +60,7 @@ def _load(
     BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring: weights need not wait for the kernel before this one, x must."""
+    """Fill the ring. Loads of x wait for the previous kernel, those of weights need not."""
     early = min(begin + STAGES, end)
     for unit in range(begin, early):
         _ask_weights(weight, full, weights, unit, unit - begin, N, KT, BN, BK, MP, HALVES)
@@ -91,16 +92,18 @@ def _inverse_rms(
 
 @gluon.jit
 def _multiply(
-    full, free, weights, xs, begin, end, y, bias, residual, gain, scaled, squares_in, squares_out,
-    partial, arrived, M, N: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr,
-    EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr,
-    KT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    full, free, weights, xs, begin, end, operands: Operands, partial, arrived, M, N: gl.constexpr,
+    K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr,
+    MP: gl.constexpr, BN: gl.constexpr, KT: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
+    """Multiply units begin..end - 1 as they arrive; write the tiles that are then complete."""
+    y, bias, residual, gain, scaled, squares_in, squares_out = operands
     UNITS: gl.constexpr = N // BN * KT
     WARPS: gl.constexpr = gl.num_warps()
     program, programs = gl.program_id(0), gl.num_programs(0)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MP, 16])
-    # Neighbours in a row of y in one thread; a warp has 64 of them, of 2 or 4 rows.
+    # A thread holds NEAR neighbours of a row of y, a warp 64 columns of NEAR // 2 rows.
     NEAR: gl.constexpr = 4 if MP < 16 else 8
     flat: gl.constexpr = gl.BlockedLayout([NEAR, 1], [64 // NEAR, NEAR // 2], [1, WARPS], [0, 1])
     column = gl.arange(0, BN, gl.SliceLayout(1, wide))
@@ -128,7 +131,7 @@ def _multiply(
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index(stage))
-        first = ((tile * KT + 1) * programs - 1) // UNITS  # of the programs that share this tile
+        first = ((tile * KT + 1) * programs - 1) // UNITS  # first, last: the programs of this tile
         last = ((tile * KT + KT) * programs - 1) // UNITS
         whole = first == last
         if first != last:
@@ -174,16 +177,15 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M"])
 def streamk_kernel(
-    weight, x, y, bias, residual, gain, scaled, squares_in, squares_out, partial, arrived, M,
-    N: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr,
-    EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    weight, x, operands: Operands, partial, arrived, M, N: gl.constexpr, K: gl.constexpr,
+    P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `tiles.py` says; with SILU the N rows of `up` lie after the N of `gate`.
+    """A product as in `tiles.py`; with SILU, the N rows of `up` lie after the N rows of `gate`.
 
     Args:
         weight, x: tensor maps with blocks [BN, BK] of [N or 2 N, K] and [MP, BK] of [M, K]; bf16.
-        partial: float32 [programs * SLOTS, 1 or 2, BN, MP], what programs leave of shared tiles.
+        partial: float32 [programs * SLOTS, 1 or 2, BN, MP], each program's part of shared tiles.
         arrived: int32 [N / BN], all 0 before and after.
     """
     KT: gl.constexpr = K // BK
@@ -201,17 +203,15 @@ def streamk_kernel(
     fence_async_shared()
     gdc_launch_dependents()
     gl.warp_specialize([
-        (_multiply, (full, free, weights, xs, begin, end, y, bias, residual, gain, scaled,
-                     squares_in, squares_out, partial, arrived, M, N, K, P, PP, EPS, EPILOGUE, MP,
-                     BN, KT, STAGES, HALVES)),
+        (_multiply, (full, free, weights, xs, begin, end, operands, partial, arrived, M, N, K, P,
+                     PP, EPS, EPILOGUE, MP, BN, KT, STAGES, HALVES)),
         (_load, (weight, x, full, free, weights, xs, begin, end, N, KT, BN, BK, MP, STAGES,
                  HALVES)),
     ], [1], [40])  # fmt: skip
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> Any:
-    """How TMA brings blocks of [rows, columns] of a bf16 matrix to shared memory; rows beyond the
-    matrix are 0."""
+    """A descriptor for TMA loads of [rows, columns] of a bf16 matrix; 0 beyond the last row."""
     size, layout = list(matrix.shape), _layout(rows, columns)
     return TensorDescriptor(matrix, size, [size[1], 1], [rows, columns], layout)
 

@@ -1,18 +1,17 @@
-"""What every product of the fused chain does besides multiplying; which kernel multiplies, in which
-tiles.
+"""The products of the fused chain: what each computes, which kernel multiplies, in which tiles.
 
     PLAIN     y = n(x) W^T + b
     SILU      y = silu(n(x) G^T + b_g) * (n(x) U^T + b_u), the rows of U after those of G
-    RESIDUAL  y = r + x W^T + b: the residual stream, before and after; besides
+    RESIDUAL  y = r + x W^T + b: the residual stream, before and after; also
               scaled = y * gain, and of each tile of columns the sum of squares of y
 
-RMSNorm costs no kernel and no pass over memory. Whoever adds to the residual stream also writes
-`scaled` and `squares`; whoever multiplies the normed stream next multiplies `scaled` instead and
-scales its rows by n = 1 / sqrt(mean of squares + eps). Without parts of squares (P = 0), n is 1:
-x is multiplied as it is.
+RMSNorm costs no kernel and no pass over memory. A product that adds to the residual stream also
+writes `scaled` and `squares`; the product that reads the normed stream next multiplies `scaled`
+instead and scales its rows by n = 1 / sqrt(mean of squares + eps). Without parts of squares
+(P = 0), n is 1: x is multiplied as it is.
 
-Tiles were measured on an H200 within whole decode steps of an 8B model. Alone, other tiles win:
-here a product's first loads overlap the end of the one before it.
+Tiles were measured on an H200 within whole decode steps of an 8B model. Other tiles win when a
+product is measured alone: in a step its first loads overlap the end of the product before it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from functools import cache
 from typing import NamedTuple
 
 import triton.language as tl
+from torch import Tensor
 
 
 class Epilogue(IntEnum):
-    """By number, as kernels know them."""
+    """The three kinds above; kernels know them by number."""
 
     PLAIN = 0
     RESIDUAL = 1
@@ -34,11 +34,26 @@ class Epilogue(IntEnum):
 
 RESIDUAL, SILU = tl.constexpr(1), tl.constexpr(2)
 
-
-MOST_ROWS = 64  # of a product that streams; with more, cuBLAS is faster
+MOST_ROWS = 64  # of a product by `streamk.py`; with more, cuBLAS is faster
 _BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
-_SAME_BUCKET = 16  # deterministic steps of up to so many rows are one bucket
+_SAME_BUCKET = 16  # deterministic steps of up to so many rows share one bucket
 _SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
+
+
+class Operands(NamedTuple):
+    """What a product reads in addition to x and its weights, and what it writes; names as above.
+
+    residual_TN, gain_N, scaled_TN, new_squares_PT: None unless the epilogue is RESIDUAL
+    squares_PT: parts of the sums of squares of x's rows; None: n is 1
+    """
+
+    y_TN: Tensor
+    bias_N: Tensor | None
+    residual_TN: Tensor | None = None
+    gain_N: Tensor | None = None
+    scaled_TN: Tensor | None = None
+    squares_PT: Tensor | None = None
+    new_squares_PT: Tensor | None = None
 
 
 class Shape(NamedTuple):
@@ -50,7 +65,7 @@ class Shape(NamedTuple):
 
 
 class GemvTile(NamedTuple):
-    """A program of `rowwise.py`: block_n rows of weights, block_k of their columns at a time."""
+    """A program of `gemv_kernel`: block_n rows of weights, block_k of their columns at a time."""
 
     block_n: int
     block_k: int
@@ -60,8 +75,8 @@ class GemvTile(NamedTuple):
 class StreamTile(NamedTuple):
     """The ring of `streamk.py` and how many programs share the work.
 
-    Rings below some 113 KB let two programs of a launch land on one SM; fewer programs than SMs
-    pay where a program's share is then a whole number of tiles, or a whole part of one.
+    With rings below some 113 KB two programs of a launch may run on one SM. Fewer programs than SMs
+    are faster if each program then gets a whole number of tiles, or tiles divide into whole shares.
     """
 
     block_n: int
@@ -70,6 +85,8 @@ class StreamTile(NamedTuple):
     programs: int
     registers: int
 
+
+ProductTile = GemvTile | StreamTile
 
 _QKV, _O = Shape(6144, 4096, Epilogue.PLAIN), Shape(4096, 4096, Epilogue.RESIDUAL)
 _GATE_UP, _DOWN = Shape(14336, 4096, Epilogue.SILU), Shape(4096, 14336, Epilogue.RESIDUAL)
@@ -101,14 +118,14 @@ _MANY_ROWS = {  # 17 to 64
 
 
 def bucket(rows: int, deterministic: bool) -> int:
-    """What a number of rows up to `MOST_ROWS` is padded to."""
+    """The number of rows to which `rows` (up to `MOST_ROWS`) are padded."""
     least = _SAME_BUCKET if deterministic else 1
     return next(b for b in _BUCKETS if max(rows, least) <= b)
 
 
 @cache
 def gemv_tile(shape: Shape) -> GemvTile | None:
-    """None: the shape does not divide into tiles."""
+    """The tile for one row. None: the shape does not divide into tiles."""
     if shape in _GEMV:
         return _GEMV[shape]
     block_k = min(2048, shape.K & -shape.K)
@@ -119,7 +136,7 @@ def gemv_tile(shape: Shape) -> GemvTile | None:
 
 @cache
 def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
-    """The tile for so many rows, a bucket. None: the shape does not divide into tiles."""
+    """The tile for `rows` rows, a bucket. None: the shape does not divide into tiles."""
     measured = _FEW_ROWS if rows <= _SAME_BUCKET else _MANY_ROWS
     if shape in measured and measured[shape].programs <= processors:
         return measured[shape]
@@ -133,8 +150,8 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
 
 
 def _even_programs(tiles: int, blocks: int, processors: int) -> int:
-    """How many programs share tiles of so many blocks each: all processors, unless nearly as many
-    (down to 5/6) have whole tiles each, or whole parts of one."""
+    """How many programs share `tiles` tiles of `blocks` blocks each: one per processor, or a few
+    less (down to 5/6) if each then has whole tiles, or tiles divide into whole shares."""
     for programs in range(processors, processors * 5 // 6 - 1, -1):
         share, rest = divmod(tiles * blocks, programs)
         if not rest and share and (share % blocks == 0 or blocks % share == 0):

@@ -51,10 +51,10 @@ class Case:
         name: unique; says what the fields say.
         requests: B; rows of sample, draft and logprobs.
         k: drafts per request, verify alone.
-        logits: flat, peaked or mixed: see `ops_inputs.rows_of`.
+        logits: flat, peaked or mixed: see `inputs.rows_of`.
         rule: standard, block, one_hot (STANDARD without the real q) or synthetic; verify alone.
         blocks: how many requests of a batch are under `block` whatever `rule` says; verify alone.
-        acceptance: usual or low: how far q is from p (`ops_inputs.DRAFT_NOISE`); verify alone.
+        acceptance: usual or low: how far q is from p (`inputs.DRAFT_NOISE`); verify alone.
         penalties: SEEN tokens of every row carry repetition, frequency and presence penalties.
         against: the name of the case whose calls are timed in turns with this one's (`partner`);
             gives `ratio`.

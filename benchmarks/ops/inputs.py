@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops_cases import SEEN, Case
+from benchmarks.ops.cases import SEEN, Case
 
 ROTATED = 192 * 2**20
 DRAFT_NOISE = {"usual": 1.2, "low": 4.0}

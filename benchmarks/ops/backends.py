@@ -1,4 +1,4 @@
-"""Calls of a case on one of our backends, or in a baseline module (protocol: `ops_baseline`).
+"""Calls of a case on one of our backends, or in a baseline module (protocol: `baseline`).
 
 Belongs here: from a case's inputs to one callable per input. Does not: timing them.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops_cases import SEEN, Case
-from benchmarks.ops_inputs import PRESENCE, REPETITION, Inputs
+from benchmarks.ops.cases import SEEN, Case
+from benchmarks.ops.inputs import PRESENCE, REPETITION, Inputs
 from foretoken.ops import (
     DRAFT,
     TARGET,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks import ops_baseline
 from benchmarks.common import goal
-from benchmarks.ops_backends import Ours
-from benchmarks.ops_cases import DTYPES, Case
+from benchmarks.ops import baseline
+from benchmarks.ops.backends import Ours
+from benchmarks.ops.cases import DTYPES, Case
 from foretoken.lab.results import Row, Spread
 
 
@@ -51,7 +51,7 @@ def report(rows: list[Row]) -> None:
             if isinstance(us, Spread):
                 cells.append(f"{value[:5]} {us.median:9.1f} ({us.q1:.1f}-{us.q3:.1f}) us")
         cells.append(f"{row.values['share_of_floor']:4.0%} of floor")
-        for value in ("ratio", f"speedup_over_{ops_baseline.NAME}"):
+        for value in ("ratio", f"speedup_over_{baseline.NAME}"):
             ratio = row.values.get(value)
             if isinstance(ratio, Spread):
                 cells.append(f"{value.split('_')[0]} {ratio.median:.3g}x")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.ops                          the triton backend on a GPU, else the CPU ones
     python -m benchmarks.ops --only verify --quick    cases with a goal whose name holds `verify`
-    python -m benchmarks.ops --baseline my.adapter    times another library too: see ops_baseline
+    python -m benchmarks.ops --baseline my.adapter    times another library too: see baseline.py
 
 Writes ops_gpu.json, ops_cpu.json or, on a CPU with 512-bit vectors, ops_avx512.json. A GPU is timed
 twice, replaying a CUDA graph of many calls and eagerly, on logits that no cache holds; a CPU
@@ -24,12 +24,13 @@ from types import ModuleType
 
 import torch
 
-from benchmarks import ops_baseline, ops_cases, ops_inputs, ops_timing
 from benchmarks.common import CODE, RESULTS, QuietTimer, use_cores, whole_commit
-from benchmarks.ops_backends import Module, Ours, counts
-from benchmarks.ops_cases import Case
-from benchmarks.ops_report import goal_notes, labels, report
-from benchmarks.ops_timing import Call, Shot
+from benchmarks.ops import baseline, timing
+from benchmarks.ops.backends import Module, Ours, counts
+from benchmarks.ops.cases import VOCABULARY, Case, chosen, cpu_cases, gpu_cases
+from benchmarks.ops.inputs import ROTATED, Inputs, Pools, make
+from benchmarks.ops.report import goal_notes, labels, report
+from benchmarks.ops.timing import Call, Shot
 from foretoken.lab.results import Row, Spread, Value, collect, write
 from foretoken.ops import BACKENDS, get_backend, unavailable
 
@@ -39,7 +40,7 @@ NOTES = [
     "graph_us: replay of one CUDA graph of all calls of a pass, by events. eager_us: the same "
     "calls in a row by the host's clock, waiting for the last alone. CPU: eager_us, after 10 ms of "
     "untimed calls.",
-    "read_floor_us: the bytes of logits that must move (`ops_cases.Case.minimum_bytes`) at the "
+    "read_floor_us: the bytes of logits that must move (`cases.Case.minimum_bytes`) at the "
     "speed of reading 2 GiB (CPU: 256 MiB) once, measured in this run; share_of_floor: that over "
     "the median.",
     "flat: normal logits; peaked: 3 times normal and 16 dominating tokens, as a trained model; "
@@ -86,7 +87,7 @@ class Session:
         return 0.1 if self.options.quick else 0.25
 
 
-def measure(session: Session, cases: list[Case], pools: ops_inputs.Pools) -> list[Row]:
+def measure(session: Session, cases: list[Case], pools: Pools) -> list[Row]:
     """All implementations of some cases, all timed in turns; a row for each."""
     shots: dict[str, Shot] = {}
     extra = {case.name: prepare_shots(session, case, pools, shots) for case in cases}
@@ -96,10 +97,10 @@ def measure(session: Session, cases: list[Case], pools: ops_inputs.Pools) -> lis
 
 
 def prepare_shots(
-    session: Session, case: Case, pools: ops_inputs.Pools, shots: dict[str, Shot]
+    session: Session, case: Case, pools: Pools, shots: dict[str, Shot]
 ) -> dict[str, dict[str, Value]]:
     """Add a case's shots to `shots`; returns what each implementation's first calls showed."""
-    inputs = ops_inputs.make(case, pools)
+    inputs = make(case, pools)
     extra: dict[str, dict[str, Value]] = {}
     for ours in session.ours:
         name = f"{case.name}: {ours.name}"
@@ -161,13 +162,13 @@ def forget(shots: dict[str, Shot], name: str) -> None:
 
 
 def first_calls(
-    session: Session, case: Case, calls: list[Call], inputs: ops_inputs.Inputs
+    session: Session, case: Case, calls: list[Call], inputs: Inputs
 ) -> dict[str, Value]:
     """What a first call shows: memory taken on a GPU, and tokens that are possible at all."""
     values: dict[str, Value] = {}
     if session.device.type == "cuda":
         logits = 4 * case.rows * case.vocabulary
-        values["extra_memory_share"] = ops_timing.extra_bytes(calls[0]) / logits
+        values["extra_memory_share"] = timing.extra_bytes(calls[0]) / logits
     if case.op == "verify" and case.rule != "one_hot":
         values["draft_cache_bytes"] = case.requests * case.k * case.row_bytes
     if case.op in ("sample", "draft"):
@@ -189,24 +190,24 @@ def add_shots(
     session: Session, shots: dict[str, Shot], name: str, calls: list[Call], case: Case
 ) -> None:
     """The ways to time these calls, under `name mode`."""
-    slow_us = ops_timing.host_shot(calls[:2], session.device)()
+    slow_us = timing.host_shot(calls[:2], session.device)()
     if session.device.type == "cuda" or slow_us < EAGER_US:  # without what a first call compiles
-        slow_us = ops_timing.host_shot(calls[:8], session.device)()
+        slow_us = timing.host_shot(calls[:8], session.device)()
     least_us = case.minimum_bytes() / session.floor_gb_per_s / 1e3
-    many = ops_timing.enough(calls, slow_us, least_us)
+    many = timing.enough(calls, slow_us, least_us)
     if session.device.type == "cuda":
-        shots[f"{name} graph_us"] = ops_timing.graph_shot(many)
+        shots[f"{name} graph_us"] = timing.graph_shot(many)
     if not case.curve or session.device.type != "cuda":
         few = calls if slow_us * len(calls) < EAGER_US else calls[:2]
         many = [*many, *few][: max(len(few), int(EAGER_US / slow_us / 10))]
-        shots[f"{name} eager_us"] = ops_timing.host_shot(many, session.device)
+        shots[f"{name} eager_us"] = timing.host_shot(many, session.device)
 
 
 def timed(session: Session, shots: dict[str, Shot], times: int = 1) -> dict[str, list[float]]:
     """Repeats of all shots, in turns; on a CPU again if others disturbed them."""
 
     def work() -> dict[str, list[float]]:
-        return ops_timing.in_turns(shots, times * session.most, times * session.seconds)
+        return timing.in_turns(shots, times * session.most, times * session.seconds)
 
     return work() if session.quiet is None else session.quiet(work)[1]
 
@@ -254,10 +255,10 @@ def rows_of(
         if against:
             pairs = zip(mine, against, strict=False)
             values["ratio"] = Spread.of([a / b for a, b in pairs], "x")
-        theirs = took.get(f"{case.name}: {ops_baseline.NAME} {mode}")
-        if theirs and name != ops_baseline.NAME:
+        theirs = took.get(f"{case.name}: {baseline.NAME} {mode}")
+        if theirs and name != baseline.NAME:
             ratios = [b / a for a, b in zip(mine, theirs, strict=False)]
-            values[f"speedup_over_{ops_baseline.NAME}"] = Spread.of(ratios, "x")
+            values[f"speedup_over_{baseline.NAME}"] = Spread.of(ratios, "x")
         values |= extra.get(name, {})
         rows.append(Row(own, labels(case, name), values))
     return rows
@@ -296,15 +297,15 @@ def prepare(options: argparse.Namespace) -> Session:
             get_backend(name).set_num_threads(options.cores)
     elif device.index is not None:
         torch.cuda.set_device(device)
-    modules: list[ModuleType] = [ops_baseline, *map(importlib.import_module, options.baseline)]
-    cases = ops_cases.gpu_cases() if gpu else ops_cases.cpu_cases()
+    modules: list[ModuleType] = [baseline, *map(importlib.import_module, options.baseline)]
+    cases = gpu_cases() if gpu else cpu_cases()
     return Session(
         options,
         device,
         [Ours(name, get_backend(name)) for name in options.backend],
         [Module(getattr(m, "NAME", m.__name__.rpartition(".")[2]), m) for m in modules],
         cases,
-        ops_timing.read_gb_per_s(device),
+        timing.read_gb_per_s(device),
         None if gpu else QuietTimer(patience=120.0),
     )
 
@@ -313,12 +314,12 @@ def shapes(session: Session) -> dict[str, object]:
     """What stays equal over the rows, and what else explains them."""
     options = session.options
     found: dict[str, object] = {
-        "vocabulary": ops_cases.VOCABULARY,
+        "vocabulary": VOCABULARY,
         "device": str(session.device),
         "backends": options.backend,
         "baselines": [module.name for module in session.modules],
         "repeats": session.most,
-        "rotated_bytes": ops_inputs.ROTATED,
+        "rotated_bytes": ROTATED,
         "read_floor_gb_per_s": round(session.floor_gb_per_s, 1),
     }
     if session.device.type == "cuda":
@@ -339,8 +340,8 @@ def shapes(session: Session) -> dict[str, object]:
 def main() -> None:
     options = parse()
     session = prepare(options)
-    cases = ops_cases.chosen(session.cases, options.only, options.quick)
-    pools, rows = ops_inputs.Pools(session.device), []
+    cases = chosen(session.cases, options.only, options.quick)
+    pools, rows = Pools(session.device), []
     print(f"{len(cases)} cases; reading: {session.floor_gb_per_s:.0f} GB/s", flush=True)
     for group in groups(cases):
         with torch.inference_mode(), attempt(session, group[0].name):
@@ -377,7 +378,3 @@ def save(session: Session, cases: list[Case], rows: list[Row]) -> Path:
     command = shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]])
     code = (session.options.commit, False) if session.options.commit else CODE
     return write(collect(name, command, shapes(session), rows, notes, code), session.options.out)
-
-
-if __name__ == "__main__":
-    main()

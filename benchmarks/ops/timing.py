@@ -123,12 +123,12 @@ def read_gb_per_s(device: torch.device) -> float:
         numbers = torch.rand(FLOOR_BYTES // 4, device=device)
         ways: list[Call] = [numbers.sum, lambda: numbers.view(-1, 16_384).amax(1)]
         try:
-            from benchmarks import ops_read
+            from benchmarks.ops import read
         except ImportError:
             pass
         else:
-            out = numbers.new_empty(len(numbers) // ops_read.WHOLE)
-            ways.append(lambda: ops_read.read(numbers, out))
+            out = numbers.new_empty(len(numbers) // read.WHOLE)
+            ways.append(lambda: read.read(numbers, out))
         shots = [graph_shot([way]) for way in ways]
     best_us = min(shot() for shot in shots for _ in range(10))
     return numbers.nbytes / best_us / 1e3

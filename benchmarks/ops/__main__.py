@@ -1,0 +1,5 @@
+"""`python -m benchmarks.ops`."""
+
+from benchmarks.ops.run import main
+
+main()

@@ -1,0 +1,478 @@
+"""Attention of many queries, and of few over pieces of context that a second kernel merges.
+
+The new tokens of a request, times the G query heads of a K/V head, are the rows of one operand: K
+and V are read once for a tile of rows. For many queries, a tile of `prefill_kernel` passes over all
+the keys that it sees, as in FlashAttention-2 (Dao 2023). For few queries, each of GROUPS warps of
+`decode_kernel` has its own keys and its own softmax; the warps' results are added at the end of a
+piece. With one group, all warps share keys, and each has its own rows.
+
+With few queries, a row's bits depend only on its context, SIZE, COUNT, GROUPS, KEYS and how pieces
+are merged: tiles lie at fixed positions, tiles that a row does not see change none of its bits, and
+rows of a product do not mix, however many a tile has.
+
+A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB), so its time is that
+of the longest chain of dependent instructions. Therefore whole tiles have no masks, addresses are
+constants wherever the shape allows it, and warps exchange whole vectors.
+
+Letters: R rows of a tile, W warps (each of SETS of rows has GROUPS), Q rows of a warp, k keys of a
+warp, D sizes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foretoken.ops.backends.triton.attention.plan import load_item, load_merge_row
+
+from foretoken.ops.backends.triton.attention.records import (  # isort: skip
+    Cache, HeadInputs, Partials, Scores, TokenRows, Work,
+)  # fmt: skip
+from foretoken.ops.backends.triton.attention.rows import (  # isort: skip
+    UNSEEN, load_angles, load_heads, normalized, rotated_heads, score, value_head,
+)  # fmt: skip
+from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
+
+
+@triton.jit
+def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.constexpr):
+    """Continue a running softmax with keys of scores s; returns the new (top, total, acc)."""
+    higher = tl.maximum(top, tl.max(s, KEY_AXIS))
+    weight = tl.exp2(s - tl.expand_dims(higher, -1))
+    old = tl.exp2(top - higher)
+    total = total * old + tl.sum(weight, KEY_AXIS)
+    acc = acc * tl.expand_dims(old, -1)
+    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=SHAPE.PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
+def _for_warps(x, TILE: tl.constexpr):
+    """Rows [R, D] repeated for each warp, [W, Q, D]; unchanged if warps share all keys."""
+    SETS: tl.constexpr = TILE.SETS
+    GROUPS: tl.constexpr = TILE.GROUPS
+    if SETS * GROUPS > 1:
+        Q: tl.constexpr = TILE.R // SETS
+        D: tl.constexpr = x.shape[1]
+        x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
+        x = x.reshape(SETS * GROUPS, Q, D)
+    return x
+
+
+@triton.jit
+def _spread(x, R: tl.constexpr):
+    """Spread rows [n, D] evenly over [R, D]: row i moves to i * R / n; the rows between are 0."""
+    for _ in tl.static_range(6):
+        if x.shape[0] < R:
+            x = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)).reshape(
+                2 * x.shape[0], x.shape[1]
+            )
+    return x
+
+
+@triton.jit
+def _lanes(TILE: tl.constexpr):
+    """The keys of a tile, [GROUPS, k]; [k] if there is one group."""
+    if TILE.GROUPS == 1:
+        return tl.arange(0, TILE.KEYS)
+    else:
+        return tl.arange(0, TILE.GROUPS)[:, None] * TILE.KEYS + tl.arange(0, TILE.KEYS)[None, :]
+
+
+@triton.jit
+def _for_sets(x, SETS: tl.constexpr):
+    """Keys or values [GROUPS, k, D] repeated for each set of rows, [W, k, D]."""
+    if SETS > 1:
+        x = tl.broadcast_to(x[None, :, :, :], (SETS, x.shape[0], x.shape[1], x.shape[2]))
+        x = x.reshape(SETS * x.shape[1], x.shape[2], x.shape[3])
+    return x
+
+
+@triton.jit
+def _blocks(table, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The cache blocks of the tile at `first`: one, or [GROUPS, 1] if a warp's keys are in one
+    block, or [GROUPS, k]; [k] if there is one group."""
+    if PAGE % TILE.TOKENS == 0:
+        at = first
+    elif TILE.GROUPS == 1:
+        at = first + tl.arange(0, TILE.KEYS)
+    else:
+        APART: tl.constexpr = 1 if PAGE % TILE.KEYS == 0 else TILE.KEYS
+        group = tl.arange(0, TILE.GROUPS)[:, None]
+        at = first + group * TILE.KEYS + tl.arange(0, APART)[None, :]
+    return tl.load(table + at // PAGE, mask=at < end, other=0)
+
+
+@triton.jit
+def _load_tile(
+    pool, block, first, end, h, MASKED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys or values from position `first` on, [GROUPS, k, WIDTH], or [k, WIDTH] if there is one
+    group; 0 from `end` on, if MASKED."""
+    PAGE: tl.constexpr = SHAPE.PAGE
+    lane = _lanes(TILE)
+    d = tl.arange(0, WIDTH)
+    # Where tiles and pages share borders, an address is a block's address plus a constant. Without
+    # this, half of a tile's instructions computed addresses.
+    block = block.to(tl.int64) * (PAGE * SHAPE.H_KV) + h
+    if PAGE % TILE.TOKENS == 0:
+        p, at = pool + (block + first % PAGE * SHAPE.H_KV) * D, lane
+    else:
+        p, at = pool + tl.expand_dims(block, -1) * D, (first + lane) % PAGE
+        if TILE.TOKENS % PAGE == 0:
+            at = lane % PAGE
+    p += tl.expand_dims(at.to(tl.int64), -1) * (SHAPE.H_KV * D) + d
+    if MASKED:
+        x = tl.load(p, mask=tl.expand_dims(first + lane < end, -1) & (d < D), other=0.0)
+    elif D != WIDTH:
+        x = tl.load(p, mask=d < D, other=0.0)
+    else:
+        x = tl.load(p)
+    return x
+
+
+@triton.jit
+def _prefetch_item(table, item, cache: Cache, h, SHAPE: tl.constexpr, AHEAD: tl.constexpr):
+    """Prefetch keys and values of an item's first AHEAD tokens into the L2, except new tokens."""
+    at = item.begin + tl.arange(0, AHEAD)
+    old = at < tl.minimum(item.end, item.start)
+    block = tl.load(table + at // SHAPE.PAGE, mask=old, other=0)
+    place = (block.to(tl.int64) * SHAPE.PAGE + at % SHAPE.PAGE) * SHAPE.H_KV + h
+    _prefetch(cache.key + place * SHAPE.D, old, SHAPE.D)
+    _prefetch(cache.value + place * SHAPE.D_V, old, SHAPE.D_V)
+
+
+@triton.jit
+def _prefetch(p, wanted, D: tl.constexpr):
+    """Prefetch D values at each address into the L2."""
+    SIZE: tl.constexpr = p.dtype.element_ty.primitive_bitwidth // 8
+    for line in tl.static_range(0, D * SIZE, 128):
+        tl.inline_asm_elementwise(
+            "{.reg .pred w; setp.ne.b32 w, $2, 0; @w prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+            "=r,l,r", [(p + line // SIZE).to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_new(
+    table, rows: TokenRows, heads: HeadInputs, cache: Cache, item, h,
+    SHAPE: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
+):  # fmt: skip
+    """Write keys and values of the new tokens that lie in an item's piece."""
+    new = tl.arange(0, NEW)
+    at = item.start + new
+    here = (at >= item.begin) & (at < item.end)
+    row_p = rows.query + (item.first + new).to(tl.int64) * rows.stride
+    angles = load_angles(heads, at, here, SHAPE, ROTARY)
+    key_p = row_p + (SHAPE.H + h) * SHAPE.D
+    key = rotated_heads(key_p, angles, here, heads.k_norm_D, heads, SHAPE, ROTARY)
+    value = load_heads(value_head(row_p, h, SHAPE), here, SHAPE.D_V, SHAPE.WIDTH_V)
+    block = tl.load(table + at // SHAPE.PAGE, mask=here, other=0)
+    place = block.to(tl.int64) * SHAPE.PAGE + at % SHAPE.PAGE
+    place = (place * SHAPE.H_KV + h)[:, None]
+    d, d_v = tl.arange(0, SHAPE.WIDTH), tl.arange(0, SHAPE.WIDTH_V)
+    inside, inside_v = here[:, None] & (d < SHAPE.D), here[:, None] & (d_v < SHAPE.D_V)
+    tl.store(cache.key + place * SHAPE.D + d, key.to(value.dtype), mask=inside)
+    tl.store(cache.value + place * SHAPE.D_V + d_v, value, mask=inside_v)
+
+
+@triton.jit
+def _pass_over_piece(
+    top, total, acc, begin, end, query, position, table, cache: Cache, scores: Scores, h,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Continue the softmaxes of all warps over the keys begin..end - 1.
+
+    MASKED: some rows do not see all of these keys, or the last tile is not full.
+    """
+    SETS: tl.constexpr = TILE.SETS
+    GROUPS: tl.constexpr = TILE.GROUPS
+    KEYS: tl.constexpr = TILE.KEYS
+    PAGE: tl.constexpr = SHAPE.PAGE
+    W: tl.constexpr = SETS * GROUPS
+    TOKENS: tl.constexpr = GROUPS * KEYS
+    KEY_AXIS: tl.constexpr = 2 if W > 1 else 1
+    block = _blocks(table, begin, end, PAGE, TILE)
+    for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
+        key = _load_tile(
+            cache.key, block, first, end, h, MASKED, SHAPE.D, SHAPE.WIDTH, SHAPE, TILE
+        )  # fmt: skip
+        value = _load_tile(
+            cache.value, block, first, end, h, MASKED, SHAPE.D_V, SHAPE.WIDTH_V, SHAPE, TILE
+        )  # fmt: skip
+        block = _blocks(table, first + TOKENS, end, PAGE, TILE)
+        key, value = _for_sets(key, SETS), _for_sets(value, SETS)
+        key = tl.trans(key, (0, 2, 1)) if W > 1 else tl.trans(key)
+        s = tl.dot(query, key, input_precision=SHAPE.PRECISION)
+        s = score(s, scores)
+        if MASKED or SHAPE.WINDOW:
+            at = first + tl.expand_dims(_lanes(TILE), 0)
+            if W > 1:
+                at = tl.broadcast_to(at, (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
+            seen = at <= position
+            if SHAPE.WINDOW:
+                seen &= at > position - SHAPE.WINDOW
+            s = tl.where(seen, s, UNSEEN)
+        top, total, acc = _softmax_step(top, total, acc, s, value, SHAPE, KEY_AXIS)
+    return top, total, acc
+
+
+@triton.jit
+def _sum_groups(x, TILE: tl.constexpr):
+    """[W, Q, D] -> [R, D], the sum over the groups of each set, neighbours first.
+
+    Each round adds pairs of groups by an exchange of whole vectors. `tl.sum` over warps takes three
+    times as many instructions, in an order that Triton chooses.
+    """
+    D: tl.constexpr = x.shape[2]
+    x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.R // TILE.SETS, D)
+    x = tl.permute(x, (0, 2, 3, 1)).reshape(TILE.R, D, TILE.GROUPS)
+    for _ in tl.static_range(4):
+        if x.shape[2] > 1:
+            even, odd = tl.split(x.reshape(TILE.R, D, x.shape[2] // 2, 2))
+            x = even + odd
+    return x.reshape(TILE.R, D)
+
+
+@triton.jit
+def _store(
+    top, total, acc, item, t, head, live, scores: Scores, partials: Partials, out,
+    SHAPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up the results of each set's warps, and store the result of each row."""
+    SETS: tl.constexpr = TILE.SETS
+    GROUPS: tl.constexpr = TILE.GROUPS
+    Q: tl.constexpr = TILE.R // SETS
+    W: tl.constexpr = SETS * GROUPS
+    highest = top
+    if W > 1:
+        highest = tl.max(top.reshape(SETS, GROUPS, Q), 1)
+        share = tl.broadcast_to(highest[:, None, :], (SETS, GROUPS, Q)).reshape(W, Q)
+        share = tl.exp2(top - share)
+        total = _sum_groups((total * share)[:, :, None], TILE).reshape(TILE.R)
+        acc = _sum_groups(acc * share[:, :, None], TILE)
+        highest = highest.reshape(TILE.R)
+    d_v = tl.arange(0, SHAPE.WIDTH_V)
+    inside = live[:, None] & (d_v < SHAPE.D_V)
+    if item.piece < 0:
+        result = normalized(highest, total, acc, head, live, scores)
+        to = out + ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * SHAPE.D_V + d_v
+        tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        place = ((item.slot + t).to(tl.int64) * SHAPE.H + head) * partials.pieces + item.piece
+        tl.store(partials.acc_FHN + place[:, None] * SHAPE.D_V + d_v, acc, mask=inside)
+        tl.store(partials.top_FHN + place, highest, mask=live)
+        tl.store(partials.sum_FHN + place, total, mask=live)
+
+
+@triton.jit
+def decode_kernel(
+    rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, partials: Partials,
+    scores: Scores, out, SHAPE: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
+    STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (h, i) takes K/V head h of item i, then of one more item per round of programs.
+
+    ROTARY: rotated dimensions; `rows` then has rows of qkv. 0: it has finished queries, with their
+    K/V in the cache. (Triton 3.6 cannot ask whether `heads` is None if a field of it is None.)
+    NEW: most new tokens of a request, rounded up to a power of 2.
+    AHEAD: tokens of an item that are prefetched into the L2 while the previous kernel is running.
+    """
+    let_next_start(OVERLAP)
+    rows, cache, partials = rows, cache, partials  # makes values of 1s, see `triton/records.py`
+    G: tl.constexpr = SHAPE.G
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
+    R: tl.constexpr = TILE.R
+    LIVE: tl.constexpr = TILE.LIVE
+    Q: tl.constexpr = R // TILE.SETS
+    W: tl.constexpr = TILE.SETS * TILE.GROUPS
+    h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    items = tl.load(work.totals)
+    item = load_item(work.few_I, i)
+    while i < items:
+        # Before the wait nothing is read that the previous kernel writes.
+        table = cache.block_BL + item.request.to(tl.int64) * cache.columns
+        r = item.row + tl.arange(0, LIVE)
+        t, head = r // G, h * G + r % G
+        live = t < item.count
+        position = item.start + t
+        if AHEAD and OVERLAP:
+            _prefetch_item(table, item, cache, h, SHAPE, AHEAD)
+        row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
+        if ROTARY:
+            angles = load_angles(heads, position, live, SHAPE, ROTARY)
+            wait_for_writes(OVERLAP)
+            if item.end > item.start:
+                _write_new(table, rows, heads, cache, item, h, SHAPE, ROTARY, NEW)
+            query = rotated_heads(row_p, angles, live, heads.q_norm_D, heads, SHAPE, ROTARY)
+            query = query.to(out.dtype.element_ty)
+        else:
+            wait_for_writes(OVERLAP)
+            query = load_heads(row_p, live, SHAPE.D, SHAPE.WIDTH)
+        if LIVE < R:
+            query = _spread(query, R)
+            lane = tl.arange(0, R)
+            r = item.row + lane // (R // LIVE)
+            t, head = r // G, h * G + r % G
+            live = (t < item.count) & (lane % (R // LIVE) == 0)
+            position = item.start + t
+        query = _for_warps(query, TILE)
+        position = _for_warps(position[:, None], TILE)
+        if W > 1:
+            top = tl.full((W, Q), UNSEEN, tl.float32)
+            acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
+        else:
+            top = tl.full((R,), UNSEEN, tl.float32)
+            acc = tl.zeros((R, WIDTH_V), tl.float32)
+        total = tl.zeros_like(top)
+        # Tiles below `whole` need no mask: each row sees all of their keys.
+        whole = tl.minimum(item.end, item.start) // TILE.TOKENS * TILE.TOKENS
+        whole = tl.maximum(item.begin, whole)
+        top, total, acc = _pass_over_piece(
+            top, total, acc, item.begin, whole, query, position, table, cache, scores, h,
+            False, SHAPE, TILE, STAGES,
+        )  # fmt: skip
+        if ROTARY:
+            tl.debug_barrier()  # lanes read what others wrote
+        top, total, acc = _pass_over_piece(
+            top, total, acc, whole, item.end, query, position, table, cache, scores, h,
+            True, SHAPE, TILE, 1,
+        )  # fmt: skip
+        _store(top, total, acc, item, t, head, live, scores, partials, out, SHAPE, TILE)
+        # The first items are the longest, so a program that had one takes a late item next.
+        i = tl.where(i < programs, 2 * programs - 1 - i, i + programs)
+        item = load_item(work.few_I, tl.minimum(i, items - 1))
+    wait_for_writes(OVERLAP)  # also programs without an item
+
+
+@triton.jit
+def merge_kernel(
+    work: Work, partials: Partials, scores: Scores, out,
+    H: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
+    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (j, f) merges the pieces of HEADS heads of rows f, f + programs, ..., in order.
+
+    PIECES: how many pieces are loaded at once.
+    """
+    let_next_start(OVERLAP)
+    partials = partials  # makes values of 1s, see `triton/records.py`
+    f = tl.program_id(1)
+    h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    n, d_v = tl.arange(0, PIECES), tl.arange(0, WIDTH_V)
+    rows = tl.load(work.totals + 1)
+    row = load_merge_row(work.merge_F, f)
+    wait_for_writes(OVERLAP)
+    while f < rows:
+        if row.first <= row.last:
+            top = tl.full((HEADS,), UNSEEN, tl.float32)
+            total = tl.zeros((HEADS,), tl.float32)
+            acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
+            base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
+            for begin in range(row.first, row.last + 1, PIECES):
+                place = base + begin + n
+                valid = begin + n <= row.last
+                tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
+                sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
+                accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)
+                higher = tl.maximum(top, tl.max(tops, 1))
+                share, old = tl.exp2(tops - higher[:, None]), tl.exp2(top - higher)
+                total = total * old + tl.sum(sums * share, 1)
+                acc = acc * old[:, None] + tl.sum(accs * share[:, :, None], 1)
+                top = higher
+            result = normalized(top, total, acc, h, h < H, scores)
+            to = out + (row.row.to(tl.int64) * H + h)[:, None] * D_V + d_v
+            tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
+        f += tl.num_programs(1)
+        row = load_merge_row(work.merge_F, tl.minimum(f, rows - 1))
+
+
+@triton.jit
+def _pass_over_context(
+    top, total, acc, query, position, begin, end, request, cache: Cache, scores: Scores, h,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Continue the softmax of rows over the keys begin..end - 1.
+
+    MASKED: some rows do not see all of these keys, or the last tile is not full.
+    """
+    D: tl.constexpr = SHAPE.D
+    D_V: tl.constexpr = SHAPE.D_V
+    PAGE: tl.constexpr = SHAPE.PAGE
+    lane = tl.arange(0, KEYS)
+    d, d_v = tl.arange(0, SHAPE.WIDTH)[None, :], tl.arange(0, SHAPE.WIDTH_V)[None, :]
+    table = cache.block_BL + request.to(tl.int64) * cache.columns
+    at = begin + lane
+    block = tl.load(table + at // PAGE, mask=at < end, other=0)
+    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
+        at = first + lane
+        place = ((block * PAGE + at % PAGE) * SHAPE.H_KV + h)[:, None]
+        block = tl.load(table + (at + KEYS) // PAGE, mask=at + KEYS < end, other=0)
+        key_p, value_p = cache.key + place * D + d, cache.value + place * D_V + d_v
+        if MASKED or D != SHAPE.WIDTH or D_V != SHAPE.WIDTH_V:
+            exists = (at < end)[:, None]
+            key = tl.load(key_p, mask=exists & (d < D), other=0.0)
+            value = tl.load(value_p, mask=exists & (d_v < D_V), other=0.0)
+        else:
+            key, value = tl.load(key_p), tl.load(value_p)
+        s = score(tl.dot(query, tl.trans(key), input_precision=SHAPE.PRECISION), scores)
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if SHAPE.WINDOW:
+                seen &= at[None, :] > position[:, None] - SHAPE.WINDOW
+            s = tl.where(seen, s, UNSEEN)
+        top, total, acc = _softmax_step(top, total, acc, s, value, SHAPE, 1)
+    return top, total, acc
+
+
+@triton.jit
+def prefill_kernel(
+    rows: TokenRows, cache: Cache, work: Work, scores: Scores, out, SHAPE: tl.constexpr,
+    R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program h + H_KV * i takes K/V head h of tile i."""
+    rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
+    G: tl.constexpr = SHAPE.G
+    D_V: tl.constexpr = SHAPE.D_V
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
+    WINDOW: tl.constexpr = SHAPE.WINDOW
+    h, i = tl.program_id(0) % SHAPE.H_KV, tl.program_id(0) // SHAPE.H_KV
+    if i < tl.load(work.totals + 2):
+        item = load_item(work.many_I, i)
+        r = item.row + tl.arange(0, R)
+        t, head = r // G, h * G + r % G
+        live = t < item.count
+        position = item.start + t
+        row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
+        query = load_heads(row_p, live, SHAPE.D, SHAPE.WIDTH)
+        top = tl.full((R,), UNSEEN, tl.float32)
+        total = tl.zeros((R,), tl.float32)
+        acc = tl.zeros((R, WIDTH_V), tl.float32)
+        lowest = item.start + item.row // G
+        highest = tl.minimum(item.start + (item.row + R - 1) // G, item.end - 1)
+        begin, whole = 0, (lowest + 1) // KEYS * KEYS  # below `whole` every row sees every key
+        if WINDOW:
+            begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
+            # From `inside` on, every key is within every row's window.
+            inside = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), KEYS) * KEYS
+            inside = tl.minimum(inside, whole)
+            top, total, acc = _pass_over_context(
+                top, total, acc, query, position, begin, inside, item.request, cache, scores, h,
+                True, SHAPE, KEYS, STAGES,
+            )  # fmt: skip
+            begin = tl.maximum(begin, inside)
+        top, total, acc = _pass_over_context(
+            top, total, acc, query, position, begin, whole, item.request, cache, scores, h,
+            False, SHAPE, KEYS, STAGES,
+        )  # fmt: skip
+        top, total, acc = _pass_over_context(
+            top, total, acc, query, position, tl.maximum(begin, whole), highest + 1, item.request,
+            cache, scores, h, True, SHAPE, KEYS, STAGES,
+        )  # fmt: skip
+        result = normalized(top, total, acc, head, live, scores)
+        d_v = tl.arange(0, WIDTH_V)
+        place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * D_V
+        inside_v = live[:, None] & (d_v < D_V)[None, :]
+        tl.store(out + place + d_v[None, :], result.to(out.dtype.element_ty), mask=inside_v)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,14 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a grammar may take longer than a server would wait for."""
     if "foretoken.sampling.grammar" in sys.modules:
         monkeypatch.setattr("foretoken.sampling.grammar.COMPILE_SECONDS", 300)
+
+
+@pytest.fixture(scope="module")
+def known_memory() -> Iterator[None]:
+    """Memory reads 40 GB/s: every results file would measure it, for a second and a half."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.lab.results.read_bandwidth", lambda device="cpu": 40.0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`foretoken audit`: verdicts, files, exit codes; servers that are absent, talk garbage or stop."""
+"""`foretoken audit`: verdicts, files, exit codes; servers that are absent, wrong or stop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from typer.testing import CliRunner
 
 from foretoken import AsyncEngine
 from foretoken.cli import app
+from foretoken.cli.actions import Actions
 from foretoken.lab.audit import command, server
 from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.gallery import BUGS, member
 from foretoken.lab.audit.reference import Reference, Text, filtered
 from foretoken.lab.audit.server import Client, ServerAudit
-from foretoken.lab.audit.subjects import StoppedError, Subject
+from foretoken.lab.audit.subjects import StoppedError, Subject, bind, callable_subject
 from foretoken.lab.audit.verdict import audit
 from foretoken.lab.results import validate
 from foretoken.models.locate import resolve_checkpoint
@@ -36,8 +38,24 @@ from tests.serve.running import running
 ROOT = Path(__file__).parents[2]
 
 
-def run(*args: object) -> Any:
-    return CliRunner().invoke(app.app, ["audit", *map(str, args)])
+class Auditing(Actions):
+    """Audits these subjects in place of those that the options name."""
+
+    def __init__(self, *subjects: Subject) -> None:
+        self.subjects = subjects
+
+    def audit(self, desk: Any, *scope: Any) -> int:
+        subjects = self.subjects
+
+        class Given(command.AuditScope):
+            def subjects(self, status: Any) -> Iterator[Subject]:
+                yield from subjects
+
+        return command.Command(desk).run(Given(*scope))
+
+
+def run(*args: object, actions: Actions | None = None) -> Any:
+    return CliRunner().invoke(app.app, ["audit", *map(str, args)], obj=actions)
 
 
 @pytest.fixture
@@ -59,6 +77,7 @@ def test_the_documented_verifier_passes_and_the_files_are_whole(documented: Path
     files = ("--output", "x.json", "--output", "x.html")
     result = run("--callable", "documented_verifier:verify", "--draws", 1500, *files)
     assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("Starting\n")
     assert "documented_verifier:verify: lossless: every probability equals p" in result.stdout
     data = json.loads((documented / "x.json").read_text(encoding="utf-8"))
     validate(data)
@@ -84,38 +103,34 @@ def test_a_wrong_verifier_exits_with_1_and_json_names_the_bug(documented: Path) 
     assert row["values"]["draws_to_refute"] < 1000
 
 
-def test_an_interruption_keeps_what_there_is(
-    documented: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_keeps_what_there_is(tmp_path: Path) -> None:
     def draw(number: int, trials: int, wave: int) -> tuple[Any]:
         if wave == 2:
             raise KeyboardInterrupt
         return (np.arange(trials) % 16,)
 
     subject = Subject("x", [Model("m", np.full(16, 1 / 16), {})], draw)
-    monkeypatch.setattr(command, "callable_subject", lambda *given: subject)
-    result = run("--callable", "documented_verifier:verify", "--output", "x.json")
+    file = tmp_path / "x.json"
+    result = run("--callable", "x:verify", "--output", file, actions=Auditing(subject))
     assert result.exit_code == 130
     assert "INTERRUPTED: partial" in result.stdout
-    assert "Starting\n0 of 60,000 draws of `x` done\n" in result.stderr
+    assert "0 of 60,000 draws of `x` done\n" in result.stderr
     assert "2,000 of 60,000 draws of `x` were done." in result.stderr
-    data = json.loads((documented / "x.json").read_text(encoding="utf-8"))
+    data = json.loads(file.read_text(encoding="utf-8"))
     assert data["rows"][0]["labels"]["complete"] is False
     assert data["notes"][-1] == "Interrupted: `x` is partial."
 
 
-def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(command, "LOSSLESS", {})
-    monkeypatch.setattr(command, "BUGS", command.BUGS[-2:])
-    assert run("--gallery", "--draws", 30, "--output", tmp_path / "x.html").exit_code == 0
+def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(tmp_path: Path) -> None:
+    few = Auditing(*(callable_subject(bug.key, bind(bug.verify)) for bug in BUGS[-2:]))
+    args = ("--gallery", "--draws", 30)
+    assert run(*args, "--output", tmp_path / "x.html", actions=few).exit_code == 0
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     links = dict(re.findall(r'<a href="#([\w-]+)">(\w+)</a>REFUTED', page))
     assert [*links.values()] == ["accept_at_zero", "float32_tail"]
     assert re.findall(r'<h2 id="([\w-]+)">', page) == [*links]
-    monkeypatch.setattr(command, "audit", lambda *given: None)  # an audit that sees nothing
-    assert run("--gallery", "--draws", 30).exit_code == 1
+    right = callable_subject("float32_tail", bind(member("standard")))
+    assert run(*args, actions=Auditing(right)).exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -150,7 +165,7 @@ def test_bad_input_is_one_message(args: list[str], said: str) -> None:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
-    """A server whose answers to completions a function gives; a number is a status."""
+    """A server that answers completions by a function; it returns a body, or a status."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -180,13 +195,13 @@ def serving(answer: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
 
 
 def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
-    """These answers, the last one for good."""
+    """These answers in turn, then the last one again and again."""
     left = [*answers]
     return lambda body: left.pop(0) if len(left) > 1 else left[0]
 
 
 def audited(url: str, draws: int) -> Any:
-    """An audit of texts alone, of one prompt with two outcomes."""
+    """An audit that only draws texts, of one prompt with two outcomes."""
     asked = ServerAudit.__new__(ServerAudit)
     asked.client, asked.noise = Client(url, None), 0.03
     null = np.array([0.4995, 0.4995, 0.001])
@@ -225,24 +240,24 @@ def test_failures_are_named_and_counted_and_the_rest_goes_on() -> None:
     )
 
 
-def test_a_server_that_stops_ends_the_command_with_what_there_is_and_2(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with serving(in_turn(choices("ab" * 16), choices("ab" * 16), 503)) as url:
+def test_a_server_that_stops_ends_the_command_with_what_there_is_and_2(tmp_path: Path) -> None:
+    two = choices("ab" * 16), choices("ab" * 16)
+    with serving(in_turn(*two, 503)) as url:
         found = audited(url, 3000)
     assert (found.complete, found.evidence.draws) == (False, 64)
     assert "INTERRUPTED: partial" in found.verdict
     assert found.stopped == "the server gave no text 5 times in a row (status 503)"
-    monkeypatch.setattr(command.AuditScope, "_server", lambda scope: found.subject)
-    monkeypatch.setattr(command, "audit", lambda *given: vars(given[-1]).update(vars(found)))
-    result = run("--url", url, "--output", tmp_path / "x.json")
-    assert result.exit_code == 2  # and a refutation, before or after, is 1
+    with serving(in_turn(*two, 503)) as url:
+        args = ("--url", url, "--output", tmp_path / "x.json")
+        result = run(*args, actions=Auditing(audited(url, 0).subject))
+        stopping = audited(url, 0).subject
+        refuted = stopping._replace(name="y", exact=lambda: (["greedy_differs"], []))
+        assert run("--url", url, actions=Auditing(stopping, refuted)).exit_code == 1
+    assert result.exit_code == 2
     assert "x: not refuted: no difference in 64 draws" in result.stdout
     assert "must be a server that answers to the end of the audit." in result.stderr
     (row,) = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
     assert (row["labels"]["complete"], row["values"]["draws"]) == (False, 64)
-    found.broken.append("greedy_differs")
-    assert run("--url", url).exit_code == 1
 
 
 def test_a_server_that_is_gone_is_given_up_at_once() -> None:
@@ -252,7 +267,7 @@ def test_a_server_that_is_gone_is_given_up_at_once() -> None:
         client.texts("p", 1)
 
 
-# A server with a law of its own -------------------------------------------------------------------
+# A server with a distribution of its own ----------------------------------------------------------
 
 Laws = Callable[[torch.Tensor, torch.Tensor, SamplingParams], torch.Tensor]
 
@@ -263,10 +278,10 @@ def right(p: torch.Tensor, q: torch.Tensor, params: SamplingParams) -> torch.Ten
 
 @pytest.fixture(scope="module")
 def auditor() -> ServerAudit:
-    """Of the embedded pair; its client is still to be given."""
+    """Of the embedded pair; tests set its client."""
     tokenizer = load_tokenizer(resolve_checkpoint("tiny-python"))
-    nobody: Any = None
-    return ServerAudit(nobody, Reference("tiny-python"), tokenizer, SamplingParams())
+    no_client: Any = None
+    return ServerAudit(no_client, Reference("tiny-python"), tokenizer, SamplingParams())
 
 
 @pytest.fixture(scope="module")
@@ -358,9 +373,8 @@ def test_a_right_server_passes(auditor: ServerAudit, draft: Reference) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_right_server_of_another_arithmetic_passes(
-    auditor: ServerAudit, draft: Reference, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    auditor: ServerAudit, draft: Reference, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(server, "GREEDY_PROMPTS", 2)
     other = in_dtype(auditor.reference, dtype)
     with serving(serves(auditor, draft, right, other)) as url:
         auditor.client = Client(url, None)
@@ -382,8 +396,3 @@ def test_our_own_server_passes_and_repeats_itself_without_drafts(auditor: Server
     greedy, replayed = found.exact[1:]
     assert "Temperature 0: 8 of 8 texts are the target's" in greedy
     assert replayed == "`coupled` by seed, again without drafts: 8 of 8 texts are equal."
-
-
-def test_a_server_that_is_none_is_refused() -> None:
-    result = run("--url", "http://127.0.0.1:9")
-    assert result.exit_code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken.cli import app as cli
-from foretoken.lab.bench import run as bench_run
+from foretoken.cli.actions import Actions
 from foretoken.lab.results import read
 from tests.project.source import ROOT
 
@@ -20,13 +21,27 @@ SMALL = ["--input-len", "12", "--output-len", "6", "--num-requests", "2", "--ban
 SMALL += ["--threads", "1"]
 
 
-@pytest.fixture(autouse=True)
-def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.lab.results.read_bandwidth", lambda: 40.0)
+pytestmark = pytest.mark.usefixtures("known_memory")
 
 
-def bench(*args: Any) -> Result:
-    return CliRunner().invoke(cli.app, ["bench", *SMALL, *map(str, args)])
+def bench(*args: Any, actions: Actions | None = None) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", *SMALL, *map(str, args)], obj=actions)
+
+
+class Interrupted(Actions):
+    """Sends a signal when the same line about the progress is noted for the `times`-th time."""
+
+    def __init__(self, number: signal.Signals, line: str, times: int) -> None:
+        self.number, self.line, self.left = number, line, times
+
+    def bench(self, desk: Any, *given: Any) -> None:
+        def note(line: str) -> None:
+            desk.note(line)
+            self.left -= line == self.line
+            if line == self.line and not self.left:
+                signal.raise_signal(self.number)
+
+        super().bench(replace(desk, note=note), *given)
 
 
 def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -> None:
@@ -59,7 +74,7 @@ def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -
 
 
 def test_a_shape_alone_is_enough(tmp_path: Path) -> None:
-    """That of Llama-3.1-8B, made small."""
+    """The shape of Llama-3.1-8B, made small."""
     shape = json.loads((ROOT / "benchmarks/shapes/llama-3.1-8b/config.json").read_text())
     shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -72,21 +87,12 @@ def test_a_shape_alone_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_what_was_measured(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    target: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    path, figure, calls = tmp_path / "x.json", tmp_path / "x.svg", 0
-    drive = bench_run.drive
-
-    async def counted(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # one round warms up
-            signal.raise_signal(number)
-        await drive(*args)
-
-    monkeypatch.setattr(bench_run, "drive", counted)
+    """After three runs of two requests, one of which warmed up, and before the next."""
+    path, figure = tmp_path / "x.json", tmp_path / "x.svg"
     given = ("--model", target, "--concurrency", "1,2", "--output", path, "--output", figure)
-    result = bench(*given)
+    result = bench(*given, actions=Interrupted(number, "6 of 16 requests were done.", 2))
     assert result.exit_code == 128 + number
     found = read(path)
     (row,) = found.rows
@@ -99,11 +105,12 @@ def test_a_signal_leaves_what_was_measured(
     assert said == (number is signal.SIGINT)
 
 
-def test_before_anything_was_measured_nothing_is_written(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_run, "drive", lambda *args: signal.raise_signal(signal.SIGINT))
-    result = bench("--model", target, "--concurrency", "1", "--output", tmp_path / "x.json")
+def test_before_anything_was_measured_nothing_is_written(target: Path, tmp_path: Path) -> None:
+    """The line is noted at the start, before the engine is loaded, and before the first run."""
+    given = ("--model", target, "--concurrency", "1", "--output", tmp_path / "x.json")
+    actions = Interrupted(signal.SIGINT, "0 of 8 requests were done.", 3)
+    result = bench(*given, actions=actions)
+    assert not actions.left
     assert (result.exit_code, result.stdout) == (130, "")
     assert not list(tmp_path.iterdir())
 
@@ -145,7 +152,7 @@ def test_a_server_that_is_not_there() -> None:
         (["--no-speculation"], "`speculative_config"),
     ],
 )
-def test_options_of_an_engine_are_refused_beside_a_server(args: list[str], said: str) -> None:
+def test_options_of_an_engine_are_refused_with_a_server(args: list[str], said: str) -> None:
     result = CliRunner().invoke(cli.app, ["bench", "--url", "http://127.0.0.1:9", *args])
     assert result.exit_code == 2
     assert f"Error: {said}" in result.stderr

@@ -20,6 +20,7 @@ from foretoken import LLM
 from foretoken.cli import app as cli
 from foretoken.errors import CapacityError
 from foretoken.outputs import RequestOutput
+from tests.cli.fake_llm import WithLLM
 from tests.support.asynchronous import PATIENCE
 from tests.support.checkpoints import save_checkpoint
 
@@ -42,35 +43,33 @@ def llm(folder: Path) -> LLM:
 
 
 class Chat:
-    """Runs the command on a model and keeps the prompts that reach it."""
+    """Runs the command on a model and keeps the prompts that reach it, and its texts."""
 
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.tokenizer = llm, llm.tokenizer
         self.prompts: list[str | None] = []
         self.texts: list[str] = []
         self.error: Exception | None = None
-        stream = llm.stream
 
-        def kept(*args: Any, **options: Any) -> Iterator[RequestOutput]:
-            error, self.error = self.error, None
-            if error is not None:
-                raise error
-            output = None
-            for output in stream(*args, **options):
-                yield output
-            assert output is not None
-            self.prompts.append(output.prompt)
-            self.texts.append(output.outputs[0].text)
-
-        monkeypatch.setattr(llm, "stream", kept)
-        monkeypatch.setattr(cli, "_load", lambda *args, **options: llm)
+    def stream(self, *args: Any, **options: Any) -> Iterator[RequestOutput]:
+        """As `LLM.stream`; raises `error` once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        output = None
+        for output in self.llm.stream(*args, **options):
+            yield output
+        assert output is not None
+        self.prompts.append(output.prompt)
+        self.texts.append(output.outputs[0].text)
 
     def __call__(self, *args: str, given: str | None = None) -> Result:
-        return CliRunner().invoke(cli.app, ["chat", *args, *SHORT], input=given)
+        return CliRunner().invoke(cli.app, ["chat", *args, *SHORT], input=given, obj=WithLLM(self))
 
 
 @pytest.fixture
-def chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Chat:
-    return Chat(llm, monkeypatch)
+def chat(llm: LLM) -> Chat:
+    return Chat(llm)
 
 
 def test_one_message(chat: Chat) -> None:
@@ -129,11 +128,9 @@ def test_templates(chat: Chat, tmp_path: Path) -> None:
     assert chat.prompts == ["abcö", "abc!", "<user>abc\n<assistant>"]
 
 
-def test_a_model_without_a_template_names_the_remedy(chat: Chat, llm: LLM) -> None:
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.tokenizer, "chat_template", None)
-        result = chat("abc")
+def test_a_model_without_a_template_names_the_remedy(tmp_path: Path) -> None:
+    with LLM(str(save_checkpoint(tmp_path)), num_blocks=64) as llm:
+        result = Chat(llm)("abc")
     assert result.exit_code == 2
     assert "has no chat template. Pass --chat-template FILE, or use" in result.stderr
 
@@ -159,29 +156,27 @@ def test_a_scripted_conversation_ends_with_an_answer_that_failed(chat: Chat) -> 
 SCRIPT = """
 import fcntl, signal, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from foretoken.cli import app, main
+from foretoken.cli import main
+from foretoken.cli.actions import Actions
 from foretoken.llm import LLM
 
-def load(model, speculative_config, **options):
-    llm = LLM(model, num_blocks=64)
-    step, count = llm.engine.step, 0
+class Slow(Actions):
+    count = 0
 
-    def slow():
-        nonlocal count
-        count += 1
-        result = step()
-        if count == 3:
+    def load(self, model, speculative_config, **options):
+        llm = LLM(model, num_blocks=64)
+        llm.engine.on_step = self.wait
+        return llm
+
+    def wait(self, trace):
+        self.count += 1
+        if self.count == 3:
             print("[waiting]", flush=True)
             while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
                 time.sleep(0.01)  # until it was noticed
-        return result
 
-    llm.engine.step = slow
-    return llm
-
-app._load = load
 sys.argv[0] = "foretoken"
-main()
+main(Slow())
 """
 
 
@@ -198,7 +193,7 @@ class Terminal:
         self.seen = ""
 
     def expect(self, text: str, seconds: float = PATIENCE) -> str:
-        """Read on until `text` was shown; what was shown since the last time."""
+        """Read until `text` is shown; returns what was shown before it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             ready, _, _ = select.select([self.fd], [], [], max(end - time.monotonic(), 0))

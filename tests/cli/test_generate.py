@@ -1,4 +1,4 @@
-"""`foretoken generate`: streaming, JSON, and one clear message for whatever goes wrong."""
+"""`foretoken generate`: streaming, JSON, and one clear message for each error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken.cli import app as cli
-from foretoken.cli import output as printed
+from foretoken.cli.actions import Actions
+from foretoken.cli.output import complete
 from foretoken.config import EngineConfig
 from foretoken.errors import (
     CheckpointError,
@@ -25,21 +26,27 @@ from foretoken.errors import (
 )
 from foretoken.outputs import RequestOutput
 from foretoken.sampling.params import SamplingParams
-from tests.support.fake_llm import FakeLLM
+from tests.cli.fake_llm import FakeLLM, WithLLM
 
 
-def invoke(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *args: str, **kwargs: Any) -> Result:
-    monkeypatch.setattr(cli, "_load", lambda *given, **options: llm)
-    return CliRunner().invoke(cli.app, ["generate", *args], **kwargs)
+def invoke(llm: FakeLLM, *args: str, **kwargs: Any) -> Result:
+    return CliRunner().invoke(cli.app, ["generate", *args], obj=WithLLM(llm), **kwargs)
 
 
-def test_text_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = invoke(monkeypatch, FakeLLM(), "def f():")
+def loaded(*args: str) -> dict[str, Any]:
+    """The options of the engine that a command loads."""
+    actions = WithLLM(FakeLLM())
+    CliRunner().invoke(cli.app, ["generate", "x", *args], obj=actions)
+    return actions.loaded
+
+
+def test_text_goes_to_standard_output_alone() -> None:
+    result = invoke(FakeLLM(), "def f():")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "a + b\n\n", "")
 
 
-def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = invoke(monkeypatch, FakeLLM(), "def f():", "--json")
+def test_json() -> None:
+    result = invoke(FakeLLM(), "def f():", "--json")
     data = json.loads(result.stdout)
     (sample,) = data["outputs"]
     assert sample["token_ids"] == [0, 1, 2, 3]
@@ -50,28 +57,28 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not data["metrics"]["synthetic_acceptance"]
 
 
-def test_synthetic_output_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_output_is_labelled() -> None:
     llm = FakeLLM(synthetic=True)
-    shown = invoke(monkeypatch, llm, "def f():")
+    shown = invoke(llm, "def f():")
     assert (shown.exit_code, shown.stdout) == (0, "a + b\n\n")
     assert "meaningless by design" in shown.stderr
-    result = invoke(monkeypatch, llm, "def f():", "--json")
+    result = invoke(llm, "def f():", "--json")
     data = json.loads(result.stdout)
     assert data["synthetic_acceptance"]
     assert data["metrics"]["synthetic_acceptance"]
     assert data["metrics"]["num_synthetic_drafts"] == 1
 
 
-def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_from_standard_input() -> None:
     llm = FakeLLM()
-    invoke(monkeypatch, llm, "-", input="def g():\n")
+    invoke(llm, "-", input="def g():\n")
     assert llm.calls[0][0] == "def g():\n"
 
 
-def test_options_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_request() -> None:
     llm = FakeLLM()
     invoke(
-        monkeypatch, llm, "x", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20",
+        llm, "x", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20",
         "--min-p", "0.1", "--max-tokens", "9", "--min-tokens", "2", "--seed", "3", "--stop", "ä",
         "--stop", "b", "--stop-token-ids", "7", "--stop-token-ids", "8", "--ignore-eos", "--n", "2",
         "--presence-penalty", "0.1", "--frequency-penalty", "0.2", "--repetition-penalty", "1.5",
@@ -88,35 +95,27 @@ def test_options_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
-def test_without_options_a_request_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_options_a_request_has_the_defaults() -> None:
     llm = FakeLLM()
-    invoke(monkeypatch, llm, "x")
+    invoke(llm, "x")
     assert llm.calls[0][1] == SamplingParams(max_tokens=128, temperature=0.8)
 
 
-def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def load(model: str, speculative_config: Any, **options: Any) -> FakeLLM:
-        seen.update(options, model=model, speculative_config=speculative_config)
-        return FakeLLM()
-
-    monkeypatch.setattr(cli, "_load", load)
-    runner = CliRunner()
-    runner.invoke(cli.app, ["generate", "x"])
-    assert seen["speculative_config"] == {"method": "draft_model"}
-    runner.invoke(cli.app, ["generate", "x", "--model", "elsewhere", "--max-num-seqs", "2"])
-    assert (seen["speculative_config"], seen["max_num_seqs"]) == (None, 2)
-    runner.invoke(
-        cli.app, ["generate", "x", "--max-num-batched-tokens", "512", "--kv-cache-gib", "0.25"]
-    )
-    assert (seen["max_num_batched_tokens"], seen["kv_cache_gib"]) == (512, 0.25)
-    runner.invoke(cli.app, ["generate", "x", "--no-speculation", "--use-fp64-gumbel"])
-    assert (seen["speculative_config"], seen["use_fp64_gumbel"]) == (None, True)
-    runner.invoke(cli.app, ["generate", "x", "--speculative-config", '{"method": "ngram"}'])
-    assert seen["speculative_config"] == '{"method": "ngram"}'
-    runner.invoke(cli.app, ["generate", "x", "--suffix-corpus", "y"])
-    assert seen["speculative_config"] == {"method": "suffix", "suffix_corpus": "y"}
+def test_options_reach_the_engine() -> None:
+    assert loaded()["speculative_config"] == {"method": "draft_model"}
+    for args, fields in [
+        (["--model", "elsewhere", "--max-num-seqs", "2"],
+         {"speculative_config": None, "max_num_seqs": 2}),
+        (["--max-num-batched-tokens", "512", "--kv-cache-gib", "0.25"],
+         {"max_num_batched_tokens": 512, "kv_cache_gib": 0.25}),
+        (["--no-speculation", "--use-fp64-gumbel"],
+         {"speculative_config": None, "use_fp64_gumbel": True}),
+        (["--speculative-config", '{"method": "ngram"}'],
+         {"speculative_config": '{"method": "ngram"}'}),
+        (["--suffix-corpus", "y"],
+         {"speculative_config": {"method": "suffix", "suffix_corpus": "y"}}),
+    ]:  # fmt: skip
+        assert loaded(*args).items() >= fields.items()
 
 
 @pytest.mark.parametrize(
@@ -135,36 +134,29 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--stop", "def \udcff():"], "`stop` is b'def \\xff():': must be UTF-8 text."),
     ],
 )
-def test_bad_values_are_one_message(
-    monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
-) -> None:
-    result = invoke(monkeypatch, FakeLLM(), "x", *args)
+def test_bad_values_are_one_message(args: list[str], said: str) -> None:
+    result = invoke(FakeLLM(), "x", *args)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Error: {said}")
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.output
 
 
-def test_a_typed_error_from_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: Any, **options: Any) -> FakeLLM:
-        raise CheckpointError("no such folder: [nowhere]")
+def test_a_typed_error_from_loading() -> None:
+    class Fails(Actions):
+        def load(self, *args: Any, **options: Any) -> Any:
+            raise CheckpointError("no such folder: [nowhere]")
 
-    monkeypatch.setattr(cli, "_load", load)
-    result = CliRunner().invoke(cli.app, ["generate", "x", "--model", "nowhere"])
+    result = CliRunner().invoke(cli.app, ["generate", "x", "--model", "nowhere"], obj=Fails())
     assert (result.exit_code, result.stderr) == (2, "Error: no such folder: [nowhere]\n")
 
 
-def test_what_the_command_does_not_say_is_the_engines_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(cli, "_load", lambda *args, **options: seen.update(options) or FakeLLM())
-    CliRunner().invoke(cli.app, ["generate", "x", "--no-speculation"])
-    assert EngineConfig(**seen) == EngineConfig("tiny-python")
+def test_what_the_command_does_not_say_is_the_engines_default() -> None:
+    assert EngineConfig(**loaded("--no-speculation")) == EngineConfig("tiny-python")
 
 
 class EndingLLM(FakeLLM):
-    """Ends after its pieces in another way than by their length."""
+    """Ends after its pieces, by an error or for another reason than `length`."""
 
     def __init__(self, error: ForetokenError | None = None, **fields: Any) -> None:
         super().__init__()
@@ -178,11 +170,9 @@ class EndingLLM(FakeLLM):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 @pytest.mark.parametrize("as_json", [True, False])
-def test_an_interrupted_stream_is_printed_first(
-    monkeypatch: pytest.MonkeyPatch, name: str, code: int, as_json: bool
-) -> None:
+def test_an_interrupted_stream_is_printed_first(name: str, code: int, as_json: bool) -> None:
     llm = EndingLLM(finish_reason="interrupted", stop_reason=name)
-    result = invoke(monkeypatch, llm, "x", *(["--json"] if as_json else []))
+    result = invoke(llm, "x", *(["--json"] if as_json else []))
     assert result.exit_code == code
     text = json.loads(result.stdout)["outputs"][0]["text"] if as_json else result.stdout[:-1]
     assert text == "a + b\n"
@@ -193,54 +183,44 @@ def test_an_interrupted_stream_is_printed_first(
     ("error", "code"),
     [(StepError("wires"), 1), (ProcessingError("one"), 1), (EngineMemoryError("too much"), 2)],
 )
-def test_a_request_that_failed_is_printed_first(
-    monkeypatch: pytest.MonkeyPatch, error: ForetokenError, code: int
-) -> None:
-    result = invoke(monkeypatch, EndingLLM(error, finish_reason="error"), "x")
+def test_a_request_that_failed_is_printed_first(error: ForetokenError, code: int) -> None:
+    result = invoke(EndingLLM(error, finish_reason="error"), "x")
     assert (result.exit_code, result.stdout) == (code, "a + b\n\n")
     assert str(error) in result.stderr
     assert ("bug in Foretoken" in result.stderr) == (code == 1)
 
 
-def test_ctrl_c_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = invoke(monkeypatch, FakeLLM(2, KeyboardInterrupt()), "x")
+def test_ctrl_c_says_what_was_done() -> None:
+    result = invoke(FakeLLM(2, KeyboardInterrupt()), "x")
     assert result.exit_code == 130
     assert result.stdout == "a +"
     assert "Interrupted: 2 tokens were generated in" in result.stderr
 
 
-def test_unknown_errors_hide_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = invoke(monkeypatch, FakeLLM(1, ZeroDivisionError("by zero")), "x")
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), IntegrityError("two owners")])
+def test_unknown_errors_hide_the_traceback_and_are_called_bugs(error: Exception) -> None:
+    result = invoke(FakeLLM(1, error), "x")
     assert result.exit_code == 1
-    assert "Unexpected ZeroDivisionError: by zero" in result.stderr
-    assert "--debug" in result.stderr
+    assert f"Unexpected {type(error).__name__}: {error}" in result.stderr
+    assert "This is a bug in Foretoken; --debug" in result.stderr
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback() -> None:
     error = NonFiniteLogitsError("row 3")
-    result = invoke(monkeypatch, FakeLLM(1, error), "x", "--debug")
+    result = invoke(FakeLLM(1, error), "x", "--debug")
     assert result.exception is error
 
 
-def test_our_own_bugs_are_called_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = invoke(monkeypatch, FakeLLM(1, IntegrityError("block 3 has two owners")), "x")
-    assert result.exit_code == 1
-    assert "Unexpected IntegrityError: block 3 has two owners" in result.stderr
-    assert "bug in Foretoken" in result.stderr
-
-
 @pytest.mark.parametrize(("prompt", "given"), [("-", b"def \xff():"), ("def \udcff():", None)])
-def test_a_prompt_that_is_no_text(
-    monkeypatch: pytest.MonkeyPatch, prompt: str, given: bytes | None
-) -> None:
+def test_a_prompt_that_is_no_text(prompt: str, given: bytes | None) -> None:
     llm = FakeLLM()
-    result = invoke(monkeypatch, llm, prompt, input=given)
+    result = invoke(llm, prompt, input=given)
     assert (result.exit_code, llm.calls) == (2, [])
     assert result.stderr == "Error: `prompt` is b'def \\xff():': must be UTF-8 text.\n"
 
 
 class SlowLLM(FakeLLM):
-    """Begins when all that was to be shown at once has been."""
+    """Begins when timers without a delay have run."""
 
     def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
         for thread in threading.enumerate():
@@ -253,13 +233,18 @@ class SlowLLM(FakeLLM):
     ("terminal", "patience", "shown"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)]
 )
 def test_json_shows_a_sign_of_life_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, patience: float, shown: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
+    patience: float,
+    shown: bool,
 ) -> None:
-    monkeypatch.setattr(printed, "_PATIENCE", patience)
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm-256color")
-    result = invoke(monkeypatch, SlowLLM(), "x", "--json")
-    assert json.loads(result.stdout)["outputs"][0]["text"] == "a + b\n"
-    assert ("of at most 128 tokens" in result.stderr) == shown
-    assert shown or result.stderr == ""
+    llm, params = SlowLLM(), SamplingParams(max_tokens=128)
+    complete(llm, "x", params, json_output=True, note=str, patience=patience)  # type: ignore[arg-type]
+    said = capsys.readouterr()
+    assert json.loads(said.out)["outputs"][0]["text"] == "a + b\n"
+    assert ("of at most 128 tokens" in said.err) == shown
+    assert shown or said.err == ""

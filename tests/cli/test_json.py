@@ -1,4 +1,4 @@
-"""What `--json` prints is what docs/cli.md says, and samples are printed one after another."""
+"""`--json` prints the keys of docs/cli.md, and samples are printed one after another."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from foretoken import LLM
 from foretoken.cli import app as cli
 from foretoken.cli.output import as_json
 from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenTrace
+from tests.cli.fake_llm import WithLLM
 from tests.project.source import ROOT
 from tests.support.checkpoints import save_checkpoint
 
@@ -27,13 +28,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), {"method": "ngram", "prompt_lookup_min": 1}, num_blocks=64)
 
 
-@pytest.fixture(autouse=True)
-def _load(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_load", lambda *args, **options: llm)
+def generate(llm: Any, *words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["generate", *words], obj=WithLLM(llm))
 
 
 def keys(value: Any, where: str = "") -> Iterator[str]:
-    """Paths of all keys, as the document writes them."""
+    """Paths of all keys, as in the document."""
     if isinstance(value, list):
         for item in value:
             yield from keys(item, where + "[]")
@@ -49,11 +49,10 @@ def documented() -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
-def test_every_key_is_documented_and_there() -> None:
+def test_every_key_is_documented_and_there(llm: LLM) -> None:
     wanted = ["--json", "--trace", "--logprobs", "2", "--prompt-logprobs", "1"]
     wanted += ["--allowed-token-ids", "64"]  # `a`: looked up, and accepted
-    result = CliRunner().invoke(cli.app, ["generate", "aaaa", *OPTIONS, *wanted])
-    (line,) = result.stdout.splitlines()
+    (line,) = generate(llm, "aaaa", *OPTIONS, *wanted).stdout.splitlines()
     data = json.loads(line)
     assert [sample["index"] for sample in data["outputs"]] == [0, 1, 2]
     assert [len(sample["token_ids"]) for sample in data["outputs"]] == [5, 5, 5]
@@ -67,8 +66,8 @@ def test_every_key_is_documented_and_there() -> None:
     assert sorted(documented()) == sorted({*keys(data), "prompt_logprobs"})
 
 
-def test_what_was_not_asked_for_is_null() -> None:
-    data = json.loads(CliRunner().invoke(cli.app, ["generate", "abc", *OPTIONS, "--json"]).stdout)
+def test_what_was_not_asked_for_is_null(llm: LLM) -> None:
+    data = json.loads(generate(llm, "abc", *OPTIONS, "--json").stdout)
     assert data["prompt_logprobs"] is None
     assert [sample["logprobs"] for sample in data["outputs"]] == [None] * 3
     assert set(keys(data)) < set(documented())
@@ -94,16 +93,14 @@ def test_an_infinite_logarithm_is_null() -> None:
 
 
 def test_samples_are_printed_one_after_another(llm: LLM) -> None:
-    result = CliRunner().invoke(cli.app, ["generate", "abc", *OPTIONS])
-    data = json.loads(CliRunner().invoke(cli.app, ["generate", "abc", *OPTIONS, "--json"]).stdout)
+    result = generate(llm, "abc", *OPTIONS)
+    data = json.loads(generate(llm, "abc", *OPTIONS, "--json").stdout)
     texts = [sample["text"] for sample in data["outputs"]]
     expected = "".join(f"--- {j + 1} of 3 ---\n{text}\n" for j, text in enumerate(texts))
     assert result.stdout == expected
 
 
-def test_a_sample_that_ends_early_waits_for_those_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sample_that_ends_early_waits_for_those_before_it() -> None:
     """The second ends first, and the first is shown as it grows."""
     states = [
         [("a", None), ("x", None)],
@@ -111,12 +108,11 @@ def test_a_sample_that_ends_early_waits_for_those_before_it(
         [("abc", "stop"), ("xy", "stop")],
     ]
 
-    class Fake:
+    class Growing:
         def stream(self, *args: Any, **options: Any) -> Iterator[RequestOutput]:
             for state in states:
                 samples = [CompletionOutput(j, [1], *now) for j, now in enumerate(state)]
                 yield RequestOutput("1", "p", [1], samples, RequestMetrics())
 
-    monkeypatch.setattr(cli, "_load", lambda *args, **options: Fake())
-    result = CliRunner().invoke(cli.app, ["generate", "p", "--n", "2"])
+    result = generate(Growing(), "p", "--n", "2")
     assert result.stdout == "--- 1 of 2 ---\nabc\n--- 2 of 2 ---\nxy\n"

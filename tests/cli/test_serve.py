@@ -12,6 +12,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from foretoken.cli.actions import Actions
 from foretoken.cli.app import app
 from foretoken.cli.foreign import foreign_options
 from foretoken.config import EngineConfig
@@ -26,19 +27,19 @@ ENGINE = EngineConfig.__dataclass_fields__
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the command up to where a model would be loaded: what it serves, or what it says."""
+def served() -> Any:
+    """Runs the command up to the load of a model: returns its options and output, or its error."""
     found: list[tuple[EngineConfig, ServeOptions]] = []
 
-    def start(engine: Mapping[str, Any], options: ServeOptions, say: Any) -> None:
-        found.append((EngineConfig.parse(**engine), options))
+    class Reads(Actions):
+        def serve(self, engine: Mapping[str, Any], options: ServeOptions, say: Any) -> None:
+            found.append((EngineConfig.parse(**engine), options))
 
     def serve(line: str) -> Any:
-        done = CliRunner().invoke(app, ["serve", *line.split()])
+        done = CliRunner().invoke(app, ["serve", *line.split()], obj=Reads())
         assert done.exit_code == (0 if found else 2), done.output
         return (*found.pop(), done.output) if found else done.output
 
-    monkeypatch.setattr("foretoken.serve.command.start", start)
     return serve
 
 

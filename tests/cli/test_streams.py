@@ -1,4 +1,4 @@
-"""Closed, full and foreign streams are named as what they are, never as our bug."""
+"""Closed, full and foreign streams are named, and never called a bug."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tests.support.asynchronous import PATIENCE
 # A model that takes no time: what is tested is around it.
 SCRIPT = """
 import sys
-from foretoken.cli import app, main
-from tests.support.fake_llm import FakeLLM
+from foretoken.cli import main
+from foretoken.cli.terminal import console
+from tests.cli.fake_llm import FakeLLM, WithLLM
 
 class Demo:
-    def __init__(self, llm, console, note):
-        self.console = console
     def run(self, *args):
+        shown = console()
         for _ in range(20000):
-            self.console.print("a line of the demo")
+            shown.print("a line of the demo")
 
-app._load = lambda *args, **options: FakeLLM(pieces=["\\xe9", "\\u20ac"] * 3)
-if "demo" in sys.argv:
-    from foretoken.lab import demo
-    demo.Demo = Demo
+class Quick(WithLLM):
+    def demo(self, llm, note):
+        return Demo()
+
 sys.argv[0] = "foretoken"
-main()
+main(Quick(FakeLLM(pieces=["\\xe9", "\\u20ac"] * 3)))
 """
 COMMAND = [sys.executable, "-c", SCRIPT]
 
 
 def run(*args: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """The command; `shell` is what a shell does with its streams."""
+    """Run the command; `shell` redirects its streams."""
     return subprocess.run(
         ["bash", "-c", f'"$@" {shell}', "bash", *COMMAND, *args],
         env={**os.environ, **variables}, cwd=ROOT, capture_output=True, check=False,
@@ -58,7 +58,7 @@ def test_a_full_disk(args: list[str], unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize("args", [["generate", "x"], ["generate", "-h"], ["demo"]])
-def test_nobody_reads(args: list[str]) -> None:
+def test_without_a_reader(args: list[str]) -> None:
     done = run(*args, shell="| true; echo ${PIPESTATUS[0]}")
     # A short text may fit into the pipe before its reader is gone.
     assert done.stdout in ([b"141\n"] if args == ["demo"] else [b"141\n", b"0\n"])

@@ -1,4 +1,4 @@
-"""`--trace`: each token's text has its own colour, and the table says what the trace does."""
+"""`--trace`: each token's text has its own colour, and the table shows the trace."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
 from foretoken.cli.output import Painter
 from foretoken.outputs import RequestOutput
+from tests.cli.fake_llm import WithLLM
 
 STYLE_OF = {"green": "accepted", "bold red": "resampled", "cyan": "bonus", "": "plain"}
 
@@ -55,12 +56,11 @@ def test_pieces_are_the_text_and_colours_the_origins(llm: LLM, cut: bool) -> Non
     )
 
 
-def test_the_table_is_the_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_load", lambda *args, **options: llm)
-    asked = ["--seed", "5", "--temperature", "0.9", "--max-tokens", "40"]
-    plain = CliRunner().invoke(cli.app, ["generate", "import os", *asked]).stdout
-    traced = CliRunner().invoke(cli.app, ["generate", "import os", "--trace", *asked]).stdout
-    assert traced.startswith(plain), "nobody reads colours here"
+def test_the_table_is_the_trace(llm: LLM) -> None:
+    command = ["generate", "import os", "--seed", "5", "--temperature", "0.9", "--max-tokens", "40"]
+    plain = CliRunner().invoke(cli.app, command, obj=WithLLM(llm)).stdout
+    traced = CliRunner().invoke(cli.app, [*command, "--trace"], obj=WithLLM(llm)).stdout
+    assert traced.startswith(plain), "without a terminal there are no colours"
     heading, names, *lines = traced.removeprefix(plain).strip().splitlines()
     assert heading == "trace of sample 1 · rule standard · drafts by draft_model"
     assert names.split()[:4] == ["round", "at", "token", "origin"]

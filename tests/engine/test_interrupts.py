@@ -214,7 +214,8 @@ def test_handlers_come_back_after_an_error(llm: LLM) -> None:
 
 SCRIPT = """
 import sys
-from foretoken.cli import app, main
+from foretoken.cli import main
+from foretoken.cli.actions import Actions
 from foretoken.llm import LLM
 
 step_count = 0
@@ -232,10 +233,12 @@ def load(model, speculative_config, **options):
     llm.engine.on_step = told
     return llm
 
-app._load = load
+class Watched(Actions):
+    load = staticmethod(load)
+
 sys.argv = ["foretoken", "generate", "abc", "--model", sys.argv[1], "--temperature", "0",
             "--max-tokens", "60", "--ignore-eos", *sys.argv[2:]]
-main()
+main(Watched())
 """
 
 

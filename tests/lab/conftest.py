@@ -13,11 +13,3 @@ from foretoken import LLM
 def pair() -> Iterator[LLM]:
     with LLM("tiny-python", {"method": "draft_model"}, max_num_seqs=64) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def known_memory() -> Iterator[None]:
-    """Every results file measures how fast memory is, for a second and a half."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.lab.results.read_bandwidth", lambda: 40.0)
-        yield

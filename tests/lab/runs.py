@@ -1,16 +1,20 @@
-"""Runs of `foretoken bench` made by hand."""
+"""Runs of `foretoken bench` made by hand, and the options of a small one."""
 
 from __future__ import annotations
 
+from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.lab.bench.load import Record, Run, Step
 from foretoken.outputs import SpeculationMetrics
+
+SMALL = {"input_len": "12", "output_len": "9", "num_requests": "4", "bandwidth": 40.0}
+NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=4)
 
 
 def step(
     ms: float, decoding: int, accepted: int = 0, *, requests: int = 2, drafts: int = 0
 ) -> Step:
-    """Of its time half is the target's pass, a tenth drafting and a tenth verification."""
+    """A step: half of its time is the target's pass, a tenth drafting, a tenth verification."""
     seconds = {"schedule": 0.1, "draft": 0.1, "forward": 0.5, "verify": 0.1, "commit": 0.1}
     trace = StepTrace(
         {phase: share * ms / 1000 for phase, share in seconds.items()},

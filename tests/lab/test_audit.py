@@ -26,7 +26,7 @@ from foretoken.lab.audit.subjects import (
     callable_subject,
     models,
 )
-from foretoken.lab.audit.verdict import EXACT, audit, enumerated
+from foretoken.lab.audit.verdict import EXACT, Finding, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
 from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream
 from foretoken.ops import Rule, get_backend
@@ -40,7 +40,7 @@ Q = [Fraction(n, 12) for n in (2, 1, 9)]
 
 
 def one_draft(verify: Callable[..., Any]) -> dict[int, Any]:
-    """The law of the first token in fractions: no rounding at all."""
+    """The distribution of the first token in fractions, without rounding."""
 
     def run(rng: Any) -> int:
         return int(verify(np.array([P, P]), np.array([Q]), [rng.fork(Q)], rng)[0])
@@ -159,7 +159,7 @@ def test_shared_noise_is_what_a_race_does() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.key)
 def test_every_bug_is_refuted_and_named(bug: gallery.Bug) -> None:
-    """By its enumerated distribution, and by draws alone, as of what cannot be enumerated."""
+    """By its enumerated distribution, and by draws only, as if it could not be enumerated."""
     subject = callable_subject(bug.key, bind(bug.verify))
     found = audit(subject)
     assert found.refuted
@@ -208,15 +208,18 @@ def test_what_is_right_passes(rule: str) -> None:
     assert ("lossless, accepts less than it could" in found.verdict) == slow
 
 
-def test_a_blind_audit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blind_audit_is_noticed() -> None:
     """Without its likelihoods, without its bets, without its counts: none of these refutes."""
     subject = callable_subject("x", bind(member("residual_is_p")))._replace(exact=None)
     assert audit(subject, 900).refuted
-    monkeypatch.setattr(
-        Evidence, "_mixtures", lambda self, source, cells: np.zeros((3, len(cells)))
-    )
-    blind = subject._replace(models=[m._replace(bugs={}, rounds=0) for m in subject.models])
-    assert not audit(blind, 900).refuted
+
+    class Blind(Evidence):
+        def _mixtures(self, source: Source, cells: Any) -> Any:
+            return np.zeros((3, len(cells)))
+
+    unnamed = subject._replace(models=[m._replace(bugs={}, rounds=0) for m in subject.models])
+    found = Finding(unnamed, Blind(unnamed.models))
+    assert not audit(unnamed, 900, finding=found).refuted
 
 
 def test_an_unknown_bug_is_refuted_without_a_name() -> None:
@@ -374,7 +377,7 @@ def test_a_verifier_that_raises_is_an_error_that_says_so() -> None:
 
 
 def false_alarms(runs: int, draws: int, alpha: float, delta: float = 0.0) -> int:
-    """How many of so many null runs are refuted, each looked at after every draw."""
+    """How many of `runs` null runs are refuted, with a look after every draw."""
     rng, alarms = np.random.default_rng(1), 0
     known = [model._replace(rounds=1, most_accepted=0.5, delta=delta) for model in models()]
     for _ in range(runs):
@@ -471,7 +474,7 @@ def test_outcomes_given_their_group() -> None:
 
 
 def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
-    """An engine at temperature 0, which has checks alone."""
+    """An engine at temperature 0, which has only checks."""
     subject = Subject("x", [], lambda *given: (), lambda: ([], ["All is equal."]))
     assert audit(subject).verdict.startswith("not refuted: all is as it should be")
     wrong = subject._replace(exact=lambda: (["greedy_differs"], []))
@@ -479,7 +482,7 @@ def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
 
 
 def test_tokens_of_a_text_are_read_together() -> None:
-    """The first of two sources that share their texts refutes nothing before the other is told."""
+    """Of two sources with the same texts, the first refutes nothing before the second has come."""
     fair, drawn = Model("m", np.full(2, 0.5), {}, together=2), np.zeros(100, dtype=int)
     evidence = Evidence([fair, fair])
     evidence.add(0, drawn)

@@ -1,14 +1,17 @@
-"""The audit of a live engine passes on the engine as it is, and fails on one that is wrong."""
+"""The audit of a live engine passes right engines, and refutes wrong ones."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import ConfigError, ForetokenError, RequestError
-from foretoken.lab.audit import engine
 from foretoken.lab.audit.engine import (
+    PARAMETERS,
     EngineAudit,
     accepted,
     block_rounds,
@@ -26,10 +29,11 @@ from foretoken.lab.audit.engine import (
     draft_reference,
 )
 from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
+from foretoken.lab.audit.subjects import Checks
 from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
 from foretoken.lab.laws.mutants import RESIDUALS, asking, residual, shared_stream
-from foretoken.ops import Rule, VerifyBatch, get_backend, rules
+from foretoken.ops import Backend, Rule, VerifyBatch, get_backend, rules
 from tests.models import families
 from tests.models.heads import head_of
 from tests.support.checkpoints import save_checkpoint
@@ -40,16 +44,24 @@ def reference() -> Reference:
     return Reference("tiny-python")
 
 
+class Small(EngineAudit):
+    batch = 16
+    parameters = {name: PARAMETERS[name] for name in ("top_p", "logit_bias")}
+
+
+AuditOf = Callable[[type[EngineAudit]], EngineAudit]
+
+
 @pytest.fixture(params=["standard"])
-def asked(
-    pair: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch, request: Any
-) -> EngineAudit:
-    monkeypatch.setattr(engine, "BATCH", 16)
-    monkeypatch.setattr(
-        engine, "PARAMETERS", {name: engine.PARAMETERS[name] for name in ("top_p", "logit_bias")}
-    )
+def audit_of(pair: LLM, reference: Reference, request: Any) -> AuditOf:
+    """Makes an audit of the embedded pair under one rule."""
     params = SamplingParams(rejection_sample_method=request.param)
-    return EngineAudit(pair, params, reference, 0, draft_reference(pair, reference))
+    return lambda kind: kind(pair, params, reference, 0, draft_reference(pair, reference))
+
+
+@pytest.fixture
+def asked(audit_of: AuditOf) -> EngineAudit:
+    return audit_of(Small)
 
 
 def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
@@ -57,12 +69,30 @@ def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
     return (~x.log_q_BK.isneginf()).cumprod(dim=1).bool()
 
 
+@contextmanager
+def verified_by(llm: LLM, wrap: Callable[[Backend], Backend]) -> Iterator[None]:
+    """The sampler verifies by the backend that `wrap` makes of its own."""
+    runner, own = llm.engine.runner, llm.engine.runner.sampler
+    runner.sampler = copy.copy(own)
+    runner.sampler.backend = wrap(own.backend)
+    try:
+        yield
+    finally:
+        runner.sampler = own
+
+
+@contextmanager
+def accepting_everything(llm: LLM) -> Iterator[None]:
+    """By stock operators, which read the rules where native kernels have their own."""
+    broken = dict.fromkeys((Rule.STANDARD, Rule.BLOCK), accept_everything)
+    with verified_by(llm, lambda own: get_backend("torch")), patch.dict(rules.RULES, broken):
+        yield
+
+
 @pytest.fixture
-def broken(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stock operators, which read the rules where native kernels have their own."""
-    for rule in (Rule.STANDARD, Rule.BLOCK):
-        monkeypatch.setitem(rules.RULES, rule, accept_everything)
-    monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch"))
+def broken(pair: LLM) -> Iterator[None]:
+    with accepting_everything(pair):
+        yield
 
 
 def test_an_engine_passes(asked: EngineAudit) -> None:
@@ -88,7 +118,7 @@ def test_a_broken_rule_is_refuted(asked: EngineAudit) -> None:
     assert not line.endswith(" 0 bugs")
 
 
-@pytest.mark.parametrize("asked", ["block"], indirect=True)
+@pytest.mark.parametrize("audit_of", ["block"], indirect=True)
 def test_block_accepts_what_is_expected_of_its_paths(asked: EngineAudit) -> None:
     found = tokens_alone(asked, 1024)
     assert not found.refuted, found.verdict
@@ -98,7 +128,7 @@ def test_block_accepts_what_is_expected_of_its_paths(asked: EngineAudit) -> None
     assert 0.3 < accepted < 0.8
 
 
-@pytest.mark.parametrize("asked", ["block"], indirect=True)
+@pytest.mark.parametrize("audit_of", ["block"], indirect=True)
 @pytest.mark.usefixtures("broken")
 def test_more_accepted_than_block_could_is_refuted(asked: EngineAudit) -> None:
     found = tokens_alone(asked, 2000)
@@ -117,12 +147,9 @@ def dropped_q(x: VerifyBatch) -> VerifyBatch:
     return x._replace(drafts=drafts)
 
 
-def test_a_dropped_q_is_lossless_and_slow(
-    pair: LLM, asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = pair.engine.runner.sampler
-    monkeypatch.setattr(sampler, "backend", dropped_q(sampler.backend))
-    found = tokens_alone(asked, 1500)
+def test_a_dropped_q_is_lossless_and_slow(pair: LLM, asked: EngineAudit) -> None:
+    with verified_by(pair, dropped_q):
+        found = tokens_alone(asked, 1500)
     assert not found.refuted
     assert re.search(
         r"not refuted, accepts less than it could \(0\.\d+ where `standard` accepts 0\.\d+\)",
@@ -146,25 +173,21 @@ def test_a_wrong_residual_is_named(
     def ones(backend: Any, x: Any, p_NV: torch.Tensor) -> torch.Tensor:
         return torch.ones(len(x.slot_B), x.drafts.token_BK.shape[1] + 1)
 
-    sampler = pair.engine.runner.sampler
     monkeypatch.setattr(mutants, "_block_weights", ones)  # of rounds that are equally long
-    broken = residual(RESIDUALS["no_subtraction"])(sampler.backend)
-    monkeypatch.setattr(sampler, "backend", broken)
-    found = tokens_alone(asked, 3000)
+    with verified_by(pair, residual(RESIDUALS["no_subtraction"])):
+        found = tokens_alone(asked, 3000)
     assert found.bug == "residual_is_p", found.verdict
 
 
-def test_requests_that_share_their_noise_are_refuted(
-    asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of one prompt and one seed: each token alone is right."""
-    texts = asked.texts
+def test_requests_that_share_their_noise_are_refuted(audit_of: AuditOf) -> None:
+    """All of one prompt and one seed: each token by itself is right."""
+
+    class Twins(Small):
+        def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
+            return [text for text in super().texts(params, count // 2) for _ in range(2)]
+
+    asked = audit_of(Twins)
     asked.prompts = asked.prompts[:1]
-
-    def twins(params: SamplingParams, count: int) -> list[Text]:
-        return [text for text in texts(params, count // 2) for _ in range(2)]
-
-    monkeypatch.setattr(asked, "texts", twins)
     found = audit(asked.subject("x")._replace(exact=None), 6000)
     worst = min(found.evidence.sources, key=lambda source: source.p_value)
     assert found.refuted
@@ -188,17 +211,27 @@ FEW_NULLS = (
 )
 
 
+class Large(EngineAudit):
+    batch = 64
+
+
+class DrawsAlone(Large):
+    def checks(self) -> Checks:
+        return [], []
+
+
 @pytest.fixture
-def null(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
+def null(target: Path, draft: Path) -> Callable[..., Finding]:
     """Audits a tiny engine as it is; 3 000 draws a second."""
-    monkeypatch.setattr(engine, "BATCH", 64)
     own = {"draft_model": draft, "draft_text": draft, "eagle3": head_of(target)}
 
     def with_model(given: dict[str, Any]) -> dict[str, Any]:
         model = own.get(given["method"])
         return given if model is None else {**given, "model": str(model)}
 
-    def found(name: str, rule: str, temperature: float, draws: int) -> Finding:
+    def found(
+        kind: type[EngineAudit], name: str, rule: str, temperature: float, draws: int
+    ) -> Finding:
         given = dict(NULLS[name])
         if "drafters" in given:
             given["drafters"] = [*map(with_model, given["drafters"])]
@@ -211,7 +244,7 @@ def null(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
                 params.prediction = "abc" * 20
             if name == "forced":
                 params.allowed_token_ids = range(200)
-            audited = EngineAudit(llm, params, reference, 0, draft_reference(llm, reference))
+            audited = kind(llm, params, reference, 0, draft_reference(llm, reference))
             return audit(audited.subject("x"), draws)
 
     return found
@@ -228,11 +261,8 @@ def check_right(found: Finding) -> None:
 
 
 @pytest.mark.parametrize(("drafter", "rule", "temperature"), FEW_NULLS)
-def test_right_engines_pass(
-    null: Any, monkeypatch: Any, drafter: str, rule: str, temperature: float
-) -> None:
-    monkeypatch.setattr(EngineAudit, "checks", lambda asked: ([], []))
-    check_right(null(drafter, rule, temperature, 14_000))
+def test_right_engines_pass(null: Any, drafter: str, rule: str, temperature: float) -> None:
+    check_right(null(DrawsAlone, drafter, rule, temperature, 14_000))
 
 
 @pytest.mark.law
@@ -240,23 +270,20 @@ def test_right_engines_pass(
 @pytest.mark.parametrize("rule", LOSSLESS_METHODS)
 @pytest.mark.parametrize("drafter", NULLS)
 def test_every_right_engine_passes(null: Any, drafter: str, rule: str, temperature: float) -> None:
-    found = null(drafter, rule, temperature, 20_000)
+    found = null(Large, drafter, rule, temperature, 20_000)
     if temperature == 0:
         assert not found.refuted, (found.verdict, found.exact)
     else:
         check_right(found)
 
 
-def test_a_uniform_that_is_used_again_in_the_next_round_is_refuted(
-    asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the trace tells it, the one that rejects a draft also decides the next round's first."""
-    texts = asked.texts
+def test_a_uniform_that_is_used_again_in_the_next_round_is_refuted(audit_of: AuditOf) -> None:
+    """The trace says that the one which rejects a draft also decides the next round's first."""
 
-    def reused(params: SamplingParams, count: int) -> list[Text]:
-        return [
-            text._replace(trace=with_uniforms_again(text.trace)) for text in texts(params, count)
-        ]
+    class Reused(Small):
+        def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
+            made = super().texts(params, count)
+            return [text._replace(trace=with_uniforms_again(text.trace)) for text in made]
 
     def with_uniforms_again(trace: Any) -> list[Any]:
         records, spent = [], None
@@ -270,8 +297,7 @@ def test_a_uniform_that_is_used_again_in_the_next_round_is_refuted(
             spent = record.dropped[0].u if record.dropped else None
         return records
 
-    monkeypatch.setattr(asked, "texts", reused)
-    found = audit(asked.subject("x")._replace(exact=None), 6000)
+    found = audit(audit_of(Reused).subject("x")._replace(exact=None), 6000)
     assert found.refuted
     worst = min(found.evidence.sources, key=lambda source: source.p_value)
     assert worst.model.name == "uniforms in turn"
@@ -280,7 +306,8 @@ def test_a_uniform_that_is_used_again_in_the_next_round_is_refuted(
 class Outside(EngineAudit):
     """Texts of some token outside of the top 2, the others inside."""
 
-    outside = 0
+    outside, waves = 0, 1
+    parameters = {"top_k": {"top_k": 2}, **{str(i): {} for i in range(8)}}
 
     def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
         tokens = [2] * self.outside + [0] * (16 - self.outside)
@@ -291,13 +318,8 @@ class Outside(EngineAudit):
 @pytest.mark.parametrize(
     ("alpha", "outside", "refuted"), [(1e-3, 2, False), (1e-3, 3, True), (0.1, 2, True)]
 )
-def test_parameters_share_alpha(
-    pair: LLM, reference: Reference, monkeypatch: Any, alpha: float, outside: int, refuted: bool
-) -> None:
+def test_parameters_share_alpha(pair: LLM, alpha: float, outside: int, refuted: bool) -> None:
     """A token that cannot be weighs log(99) = 4.6, and it takes log(18/alpha): 9.8, or 5.2."""
-    kept = {"top_k": {"top_k": 2}}
-    monkeypatch.setattr(engine, "PARAMETERS", kept | {str(i): {} for i in range(8)})
-    monkeypatch.setattr(engine, "MOST_WAVES", 1)
     row = torch.tensor([0.0, -20.0, -21.0])  # the top 2 are nearly all there is
     table: Any = SimpleNamespace(
         vocabulary=3, logits=lambda texts: [row.expand(len(t.output), -1) for t in texts]
@@ -353,23 +375,25 @@ def test_a_reference_is_what_an_engine_could_run(tmp_path: Path, family: str) ->
 # Parameters, ties, drafts -------------------------------------------------------------------------
 
 
-def test_a_parameter_that_is_ignored_is_named(asked: EngineAudit, monkeypatch: Any) -> None:
-    texts = asked.texts
-    monkeypatch.setattr(engine, "MOST_WAVES", 1)
-    monkeypatch.setattr(asked, "texts", lambda params, n: texts(replace(params, top_p=1.0), n))
-    bug, line = asked._parameters()
+def test_a_parameter_that_is_ignored_is_named(audit_of: AuditOf) -> None:
+    class Ignoring(Small):
+        waves = 1
+
+        def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
+            return super().texts(replace(params, top_p=1.0), count)
+
+    bug, line = audit_of(Ignoring)._parameters()
     assert bug == "parameter_ignored"
     assert line == "Sampling parameters: logit_bias act; top_p ARE IGNORED."
 
 
-def test_a_replay_that_differs_is_named(asked: EngineAudit, monkeypatch: Any) -> None:
-    texts = asked.texts
+def test_a_replay_that_differs_is_named(audit_of: AuditOf) -> None:
+    class Differing(Small):
+        def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
+            seed = first if params.num_speculative_tokens is None else 99
+            return super().texts(params, count, seed)
 
-    def other(params: SamplingParams, count: int, first: int) -> list[Text]:
-        return texts(params, count, first if params.num_speculative_tokens is None else 99)
-
-    monkeypatch.setattr(asked, "texts", other)
-    assert asked._coupled()[0] == "replay_differs"
+    assert audit_of(Differing)._coupled()[0] == "replay_differs"
 
 
 def test_ties_are_told_from_bugs() -> None:
@@ -395,7 +419,7 @@ def test_ranks_are_uniform_and_what_cannot_be_is_last() -> None:
 
 
 def test_filters_are_the_oracles() -> None:
-    """Written once more, not shared: both must say the same of rows with ties."""
+    """Two implementations agree on rows with ties."""
     from foretoken.lab.laws.chain import Chain, Setting
 
     logits = (torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 2).round()
@@ -429,7 +453,7 @@ def test_drafts_count_where_one_was_decided_about() -> None:
 
 @pytest.mark.parametrize("real", [True, False])
 def test_no_draft_counts_from_a_placeholder_on(pair: LLM, reference: Reference, real: bool) -> None:
-    """A drafter whose q the engine alone knows, and one without: neither has a q there."""
+    """A drafter with a q that only the engine knows, and one without: neither has a q there."""
 
     def record(origin: str, round_: int, height: float | None = None, *dropped: Any) -> Any:
         made = {"origin": origin, "round": round_, "rule": "block", "threshold": height}
@@ -437,9 +461,9 @@ def test_no_draft_counts_from_a_placeholder_on(pair: LLM, reference: Reference, 
         q = 0.5 if real and height is not None else None
         return SimpleNamespace(**made, draft_index=index, q=q, token_id=5, dropped=dropped)
 
-    hole, behind = record("rejected", 0), record("unread", 0, 0.5)
-    first = record("resampled", 0, None, hole, behind)
-    second = [record("accepted", 1, 0.75), record("resampled", 1, None, hole, behind)]
+    hole, unread = record("rejected", 0), record("unread", 0, 0.5)
+    first = record("resampled", 0, None, hole, unread)
+    second = [record("accepted", 1, 0.75), record("resampled", 1, None, hole, unread)]
     trace = [first, *second]
     assert [(a, b, len(drafts)) for a, b, drafts in block_rounds(trace)] == [(1, 2, 1)]
     audited = EngineAudit(pair, SamplingParams(rejection_sample_method="block"), reference)

@@ -1,4 +1,4 @@
-"""The audit of models whose weights are quantised: it passes the right ones, and no wrong one.
+"""The audit of models with quantised weights: it passes the right ones, and no wrong one.
 
 Their products round what they read, and the reference does so, too.
 """
@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.lab.audit import engine
 from foretoken.lab.audit.engine import EngineAudit, draft_reference, reference_of
 from foretoken.lab.audit.verdict import audit
-from foretoken.ops import Rule, get_backend, rules
-from tests.lab.test_audit_engine import accept_everything, check_right
+from tests.lab.test_audit_engine import Large, accepting_everything, check_right
 from tests.models.compressed_models import Scheme
 from tests.models.compressed_models import Written as WrittenCompressed
 from tests.models.gguf_models import Written
@@ -50,11 +48,10 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 @pytest.fixture
-def asked(served: LLM, monkeypatch: pytest.MonkeyPatch) -> EngineAudit:
-    monkeypatch.setattr(engine, "BATCH", 64)
+def asked(served: LLM) -> EngineAudit:
     reference = reference_of(served)
     params = SamplingParams(temperature=1.0)
-    return EngineAudit(served, params, reference, 0, draft_reference(served, reference))
+    return Large(served, params, reference, 0, draft_reference(served, reference))
 
 
 def test_the_engine_passes(asked: EngineAudit) -> None:
@@ -67,11 +64,7 @@ def test_greedy_tokens_are_the_likeliest(asked: EngineAudit) -> None:
     assert " 0 bugs " in line
 
 
-def test_a_broken_rule_is_refuted(
-    served: LLM, asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rule in (Rule.STANDARD, Rule.BLOCK):
-        monkeypatch.setitem(rules.RULES, rule, accept_everything)
-    monkeypatch.setattr(served.engine.runner.sampler, "backend", get_backend("torch"))
-    found = audit(asked.subject("x")._replace(exact=None), DRAWS)
+def test_a_broken_rule_is_refuted(served: LLM, asked: EngineAudit) -> None:
+    with accepting_everything(served):
+        found = audit(asked.subject("x")._replace(exact=None), DRAWS)
     assert found.refuted, found.verdict

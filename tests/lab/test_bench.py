@@ -15,6 +15,7 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
+from foretoken.engine.trace import StepTrace
 from foretoken.engine.worker import Mailbox, wake_readers
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench.figures import UNITS, figures, unit_of
@@ -25,8 +26,7 @@ from foretoken.lab.bench.report import charts, results, tables
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Section, Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
-from tests.lab.runs import by_hand, step
-from tests.lab.small import SMALL
+from tests.lab.runs import SMALL, by_hand, step
 from tests.support.asynchronous import until
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,7 +45,7 @@ def bench(target: Path, draft: Path) -> Bench:
     put = Mailbox.put
 
     def put_alone(self: Mailbox, *news: Any) -> bool:
-        """No step runs ahead of who reads it: each brings a piece, however busy the machine is."""
+        """Each step waits for its reader, so that each brings a piece, also on a busy machine."""
         if put(self, *news):
             wake_readers([self])
         until(lambda: not self._unread)
@@ -71,15 +71,15 @@ def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
             assert run["total_tokens_per_second"] * run["wall_s"] == pytest.approx(21 * 4)
             assert run["goodput_requests_per_second"] * run["wall_s"] == pytest.approx(4)
             # No request takes longer than the run; the time before its first token is part of it.
-            behind = (run["e2e_ms"] - run["ttft_ms"]) / run["tpot_ms"]
-            assert 1 <= behind <= 8 + 1e-9  # tokens, without those of the first piece
+            after = (run["e2e_ms"] - run["ttft_ms"]) / run["tpot_ms"]
+            assert 1 <= after <= 8 + 1e-9  # tokens, without those of the first piece
             assert run["e2e_ms"] <= 1000 * run["wall_s"]
             assert 1 <= run["requests_per_step"] <= load.concurrency
             assert run["floor_ms"] == pytest.approx(1000 * run["read_gb"] / 40)
             assert ("acceptance_rate" in run) == (not case.plain)
             if case.plain:
                 assert run["tokens_per_step"] == 1
-                assert run["draft_ms"] < run["step_ms"] / 5  # counting alone: no draft pass
+                assert run["draft_ms"] < run["step_ms"] / 5  # only counting: no draft pass
             else:
                 assert run["draft_ms"] > 0
                 assert 1 <= run["tokens_per_step"] <= 4
@@ -160,11 +160,25 @@ def test_a_table_on_a_terminal() -> None:
     assert as_text(made) == "           ms  tokens/s\na        1.25         7\nlonger  10.00\n"
 
 
-def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"model": str(target), "speculative_config": None, "num_blocks": 64, "threads": 1}
-    system = Engines(options, SamplingParams(), 40.0)
+class Failing:
+    """A model that fails in every pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        raise ArithmeticError("a pass failed")
+
+
+def small_engine(target: Path) -> dict[str, Any]:
+    return {"model": str(target), "speculative_config": None, "num_blocks": 64, "threads": 1}
+
+
+def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(target: Path) -> None:
+    system = Engines(small_engine(target), SamplingParams(), 40.0)
     case = engine_cases({}, 0.0, None, compare=True)[0][0]
 
     async def work() -> None:
@@ -176,7 +190,7 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
             asked = [(0.0, BenchRequest([1, 2, i], 3, i)) for i in range(8)]
             await drive(system, case, Load(8), asked, run)
             assert [step.trace.num_requests for step in run.steps] == [8, 8, 8]  # all at once
-            monkeypatch.setattr(engine.runner.model, "forward", None)
+            engine.runner.model = Failing(engine.runner.model)
             with pytest.raises((StepError, ProcessingError)):
                 await drive(system, case, Load(1), [(0.0, BenchRequest([1], 3, 0))], Run())
             assert engine.on_step is None
@@ -184,27 +198,29 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("load", [Load(2), Load(0, 1000.0)])
-def test_an_engine_that_dies_tells_its_own_error_and_leaves_no_task(
-    target: Path, monkeypatch: pytest.MonkeyPatch, load: Load
-) -> None:
-    options = {"model": str(target), "speculative_config": None, "num_blocks": 64, "threads": 1}
-    system = Engines(options, SamplingParams(), 40.0)
-    case = engine_cases({}, 0.0, None, compare=True)[0][0]
-    watch = system.watch
+class Dying(Engines):
+    """Its first step fails, and `watch(None)` comes when the engine is gone."""
 
-    def fail() -> None:
+    def watch(self, steps: list[Step] | None) -> None:
+        if steps is None:
+            self._engine._worker._thread.join(10)
+        super().watch(steps)
+        if steps is not None:
+            self._engine.engine.on_step = self.fail
+
+    def fail(self, trace: StepTrace) -> None:
         raise ArithmeticError("a step failed")
 
-    def watch_late(steps: list[Step] | None) -> None:
-        if steps is None:
-            system._engine._worker._thread.join(10)  # by now the engine is gone
-        watch(steps)
+
+@pytest.mark.parametrize("load", [Load(2), Load(0, 1000.0)])
+def test_an_engine_that_dies_tells_its_own_error_and_leaves_no_task(
+    target: Path, load: Load
+) -> None:
+    system = Dying(small_engine(target), SamplingParams(), 40.0)
+    case = engine_cases({}, 0.0, None, compare=True)[0][0]
 
     async def work() -> None:
         async with system.opened([case]):
-            monkeypatch.setattr(system, "watch", watch_late)
-            monkeypatch.setattr(system._engine.engine, "step", fail)
             asked = [(0.0, BenchRequest([1, 2, i], 3, i)) for i in range(4)]
             with pytest.raises(StepError, match="a step failed"):
                 await drive(system, case, load, asked, Run())

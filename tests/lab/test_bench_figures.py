@@ -77,7 +77,7 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
 
 
 def test_a_head_that_follows_plain_decoding_is_drafting_and_no_host_gap() -> None:
-    """Of a step of 8B behind 32 768 tokens with K = 0 it is 0.2 ms, which nothing else explains."""
+    """In a step of 8B after 32 768 tokens with K = 0 it takes 0.2 ms: nothing else explains it."""
     seconds = {"gap": 0.1, "draft": 0.2, "forward": 5.0, "verify": 0.3, "observe": 0.4}
     trace = StepTrace(seconds)
     assert device_seconds(trace) == {"draft": 0.4, "target": 5.0, "verify": 0.3}
@@ -93,7 +93,7 @@ def test_what_a_run_cannot_tell_is_left_out() -> None:
     assert {*found} == {*told}
 
 
-def test_time_is_shared_by_the_tokens_behind_the_first_piece() -> None:
+def test_time_is_shared_by_the_tokens_after_the_first_piece() -> None:
     """4 of 7 tokens came at once; an answer in one piece has no TPOT, and keeps no bound on it."""
     several = Record(0.0, [1.0, 1.3], 1.3, 10, 7, num_first=4)
     whole = Record(0.0, [1.0], 1.0, 10, 64, num_first=64)

@@ -1,4 +1,4 @@
-"""What `foretoken bench` is asked: options, sweeps, prompts; the bytes that its floor counts."""
+"""Options, sweeps and prompts of `foretoken bench`; the bytes that its floor counts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from foretoken.lab.bench.options import (
     speculation_of,
 )
 from foretoken.lab.bench.run import Item, PromptSource, Workload, read_dataset, read_text
+from foretoken.lab.workloads import heldout
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.ops import get_backend
-from tests.lab.small import NGRAM
+from tests.lab.runs import NGRAM
 from tests.project.source import ROOT
 
 
@@ -134,7 +135,7 @@ def test_synthetic_rates_take_an_engine_each() -> None:
     assert [group[1].name for group in groups][:2] == [
         "ngram, K=2, length 2", "ngram, K=2, length 2.5"
     ]  # fmt: skip
-    assert groups[3][0].name == "plain (K=3, length 2.5)"  # each beside its own
+    assert groups[3][0].name == "plain (K=3, length 2.5)"  # each next to its own
     made = speculation_of(NGRAM, groups[3][0])
     assert made is not None
     assert (made.num_speculative_tokens, made.rejection_sample_method) == (3, "synthetic")
@@ -169,7 +170,7 @@ def test_prompts_are_as_long_as_asked_and_differ() -> None:
 
 
 def test_where_prefixes_are_kept_no_case_has_the_prompts_of_another() -> None:
-    """Pieces of a text begin a token later for each case, lines of a dataset are others."""
+    """Pieces of a text begin a token later for each case, lines of a dataset differ."""
     for source in (PromptSource(range(900)), PromptSource([3, 5, 9] * 99, shuffled=True)):
         workload = Workload(source, ((24, 24), (5, 9)), 0, apart=3)
         cases = [[a for _, a in workload.requests(Load(2), 4, 9, case)] for case in range(3)]
@@ -182,6 +183,21 @@ def test_where_prefixes_are_kept_no_case_has_the_prompts_of_another() -> None:
         for case in (1, 0):
             sent += [str(a.prompt) for _, a in workload.requests(load, before, count, case)]
     assert len(sent) == len({*sent}) == 60
+
+
+def test_held_out_prompts_are_enough_and_distinct() -> None:
+    items = heldout()
+    assert len(items) >= 50
+    assert len({item.id for item in items}) == len({item.prompt for item in items}) == len(items)
+    assert all(item.licence and item.prompt.strip() and item.reference for item in items)
+
+
+def test_held_out_prompts_are_taken_in_order() -> None:
+    assert heldout(3) == heldout()[:3]
+    with pytest.raises(ConfigError, match="limit"):
+        heldout(0)
+    with pytest.raises(ConfigError, match="limit"):
+        heldout(100_000)
 
 
 LINES = [

@@ -1,4 +1,4 @@
-"""`foretoken bench` sends what it says, in turns, and keeps what there is when it ends early."""
+"""`foretoken bench`: its load, turns of its cases, and its results after an early end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import as_text
 from foretoken.lab.results import Spread, validate
-from tests.lab.small import NGRAM, SMALL
+from tests.lab.runs import NGRAM, SMALL
 
 pytestmark = pytest.mark.usefixtures("known_memory")
 
@@ -84,7 +84,7 @@ def test_concurrency_is_kept_and_a_rate_is_random_but_the_same() -> None:
 
 
 def test_who_is_late_under_a_rate_makes_its_requests_wait() -> None:
-    """Due every 10 ms from a client that takes 20 ms with each: every one waits for all before."""
+    """A request is due every 10 ms, and the client takes 20 ms for each: lateness adds up."""
 
     def busy(number: int, case: BenchCase) -> None:
         time.sleep(0.02)
@@ -106,7 +106,7 @@ def test_who_is_late_under_a_rate_makes_its_requests_wait() -> None:
     assert any("100 requests/s, plain: this client was" in note for note in made.notes)
 
 
-def test_a_run_ends_when_nobody_answers() -> None:
+def test_a_run_ends_without_answers() -> None:
     def gone(number: int, case: BenchCase) -> None:
         if number == 3:
             raise ServerGoneError("gone")
@@ -155,7 +155,7 @@ def test_cases_take_turns_and_who_is_first_changes() -> None:
 
 @pytest.mark.parametrize("last", [8 * 2 + 1, 8 * 2 + 3, 8 * 3 + 2])
 def test_what_was_measured_is_kept_and_marked(last: int) -> None:
-    """A run that was cut is kept where there is no whole one, and is no repeat of the others."""
+    """A run that was cut is kept where there is no whole one, and is not counted as a repeat."""
 
     def act(number: int, case: BenchCase) -> None:
         if number == last:
@@ -183,10 +183,10 @@ def test_what_was_measured_is_kept_and_marked(last: int) -> None:
 def test_a_first_run_that_was_cut_is_partial() -> None:
     def act(number: int, case: BenchCase) -> None:
         if number == 3:
-            raise ServerGoneError("nobody listens")
+            raise ServerGoneError("no connection")
 
     _, bench = scripted(act, warmup=0, url="http://x", bandwidth=None)
-    with pytest.raises(ConfigError, match=r"`url` is 'http://x': .*nobody listens"):
+    with pytest.raises(ConfigError, match=r"`url` is 'http://x': .*no connection"):
         asyncio.run(bench.run())
     found = results(bench, "foretoken bench")
     assert found is not None
@@ -194,7 +194,7 @@ def test_a_first_run_that_was_cut_is_partial() -> None:
     assert (row.labels["partial"], row.values["requests"].median) == (True, 2)  # type: ignore[union-attr]
     assert "(partial)" in as_text(tables(found.rows)["Speed"])
     assert any(note.startswith("Partial, of a run") for note in found.notes)
-    assert "Failed requests: 1: nobody listens" in found.notes
+    assert "Failed requests: 1: no connection" in found.notes
 
 
 def test_turns_stay_together_where_a_run_has_no_answer() -> None:

@@ -1,4 +1,4 @@
-"""`foretoken bench --url`: streams as times and counts, and what a server can do wrong."""
+"""`foretoken bench --url`: times and counts of streams, and faults of servers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ END = f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n"
 
 
 class Fake:
-    """A server of HTTP/1.1 that is told what to answer; keeps what it was asked.
+    """A server of HTTP/1.1 with answers that a test sets; it keeps its requests.
 
     Attributes:
         pieces: of a stream; None ends it by hanging up.
@@ -223,43 +223,26 @@ def test_counts_of_a_server() -> None:
         (['data: {"choices": 3}\n\n'], "no completion in its stream"),
         (['data: {"error": "too hot"}\n\n'], "too hot"),
         ([END, "data: [DONE]\n\n"], "without a token"),
-    ],
-)
-def test_a_wrong_stream_is_a_failed_request(pieces: list[str], said: str) -> None:
-    async def work(fake: Fake, server: Server) -> None:
-        with pytest.raises(RequestFailedError, match=said):
-            await server.send(BenchRequest("x", 9, 5), CASE, Record(0.0))
-
-    run(work, Fake(pieces=pieces))
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
         (b"SSH-2.0-OpenSSH\r\n\r\n", "no status line"),
         (b"HTTP/1.1 503 Busy\r\n\r\nlater", "status 503: later"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no HTTP"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", "6 bytes are missing"),
+        (None, r"no news for 0\.25 s"),
     ],
 )
-def test_what_is_no_answer_fails_and_is_named(raw: bytes, said: str) -> None:
+def test_a_wrong_answer_is_a_failed_request_and_is_named(pieces: Any, said: str) -> None:
+    """A wrong stream, bytes that are no answer, or a server that is silent."""
+
     async def work(fake: Fake, server: Server) -> None:
-        fake.raw = raw
+        fake.is_silent = pieces is None
+        fake.raw = pieces if isinstance(pieces, bytes) else b""
         with pytest.raises(RequestFailedError, match=said):
             await server.send(BenchRequest("x", 9, 5), CASE, Record(0.0))
-        with pytest.raises(ConfigError, match="`url` is 'http"):
-            await server.prepare()
+        if fake.raw:
+            with pytest.raises(ConfigError, match="`url` is 'http"):
+                await server.prepare()
 
-    run(work, Fake())
-
-
-def test_a_silent_server_is_not_waited_for() -> None:
-    async def work(fake: Fake, server: Server) -> None:
-        fake.is_silent = True
-        with pytest.raises(RequestFailedError, match=r"no news for 0\.25 s"):
-            await server.send(BenchRequest("x", 9, 5), CASE, Record(0.0))
-
-    run(work, Fake(), timeout=0.25)
+    run(work, Fake(pieces=pieces), **({"timeout": 0.25} if pieces is None else {}))
 
 
 def test_a_server_that_stops_leaves_what_it_answered() -> None:

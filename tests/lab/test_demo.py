@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import signal
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -13,27 +14,30 @@ from typer.testing import CliRunner
 
 from foretoken import LLM
 from foretoken.cli import app
-from foretoken.lab import demo
-from foretoken.lab.audit import engine
+from foretoken.cli.actions import Actions
+from foretoken.lab.audit.engine import EngineAudit
 from foretoken.lab.demo import STYLES, Demo
 from foretoken.models.locate import PACKAGED
+from foretoken.outputs import RequestMetrics
+from tests.cli.fake_llm import WithLLM
 from tests.support.kernels import needs_kernels
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", 1)
-    monkeypatch.setattr(engine, "BATCH", 4)
+class Few(EngineAudit):
+    batch = 4
+
+
+class Short(Demo):
+    rounds, audit = 1, Few
 
 
 def show(pair: LLM, console: Console) -> tuple[str, list[str]]:
     notes: list[str] = []
-    Demo(pair, console, notes.append).run(prompts=2, max_tokens=16, samples=32)
+    Short(pair, console, notes.append).run(prompts=2, max_tokens=16, samples=32)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue(), notes
 
 
-@pytest.mark.usefixtures("short")
 def test_without_a_terminal(pair: LLM) -> None:
     text, notes = show(pair, Console(file=io.StringIO(), width=100, highlight=False))
     assert "\x1b" not in text
@@ -48,7 +52,6 @@ def test_without_a_terminal(pair: LLM) -> None:
     assert notes[0].startswith("0 of 2 prompts")
 
 
-@pytest.mark.usefixtures("short")
 def test_colours_tell_where_tokens_come_from(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -65,12 +68,16 @@ def test_styles_differ_without_colour() -> None:
 
 
 @pytest.mark.skipif(find_spec(PACKAGED["smollm2-135m"].module) is None, reason="needs its package")
-@pytest.mark.usefixtures("short")
 @needs_kernels
 def test_a_model_of_chats_answers_questions() -> None:
-    """With the head of its own, and no reading of code."""
+    """It uses the model's own head, and completes no code."""
+
+    class Quick(Actions):
+        def demo(self, llm: LLM, note: Callable[[str], None]) -> Demo:
+            return Short(llm, Console(width=100, highlight=False), note)
+
     args = ["demo", "--model", "smollm2-135m", "--prompts", "2", "--max-tokens", "16"]
-    result = CliRunner().invoke(app.app, [*args, "--samples", "32"])
+    result = CliRunner().invoke(app.app, [*args, "--samples", "32"], obj=Quick())
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "Foretoken answers questions by smollm2-135m. A head on its hidden states" in said
@@ -82,14 +89,18 @@ def test_a_model_of_chats_answers_questions() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_demo(
-    pair: LLM, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    monkeypatch.setattr(app, "_load", lambda *given, **options: pair)
-    monkeypatch.setattr(Demo, "show_acceptance", lambda *args: signal.raise_signal(number))
+def test_a_signal_in_the_demo(pair: LLM, number: signal.Signals) -> None:
+    class Interrupted(Demo):
+        def show_acceptance(self, metrics: RequestMetrics) -> None:
+            signal.raise_signal(number)
+
+    class Signalled(WithLLM):
+        def demo(self, llm: LLM, note: Callable[[str], None]) -> Demo:
+            return Interrupted(llm, Console(), note)
+
     before = signal.getsignal(signal.SIGTERM)
     args = ["demo", "--prompts", "1", "--max-tokens", "4"]
-    result = CliRunner().invoke(app.app, args)
+    result = CliRunner().invoke(app.app, args, obj=Signalled(pair))
     assert result.exit_code == 128 + number
     said = "Interrupted: the prompts were completed; speed was not measured." in result.stderr
     assert said == (number is signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`foretoken plan`: the scheduler it drives, the profiles it reads, what it concludes from them."""
+"""`foretoken plan`: the scheduler that it drives, the profiles that it reads, its conclusions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("known_memory")
 def test_the_simulation_takes_the_steps_of_the_engine(
     target: Path, draft: Path, ahead: bool
 ) -> None:
-    """With acceptance that leaves nothing to chance: chunked prompts, queues and preemption too."""
+    """Acceptance is fixed; there are chunked prompts, queues and preemption."""
     speculation = {
         "model": str(draft), "num_speculative_tokens": 4, "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [1.0, 1.0, 0.0, 0.0],
@@ -74,7 +74,7 @@ def test_the_simulation_takes_the_steps_of_the_engine(
 
 
 def test_chunks_next_to_decode_steps_are_those_of_the_engine(target: Path) -> None:
-    """Given the same costs, by which a prompt takes several steps that one would have room for."""
+    """By the same costs, which spread a prompt over several steps though one has room for it."""
     with LLM(
         target, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=200, block_size=16,
         enable_prefix_caching=False,
@@ -201,8 +201,8 @@ def test_fleets_agree_with_the_scheduler(
 
 @pytest.mark.parametrize(("ttft", "output", "joint"), [(150.0, 24, ()), (300.0, 12, (0.8, 0.6))])
 def test_a_capacity_is_kept_for_good(ttft: float, output: int, joint: tuple[float, ...]) -> None:
-    """By the scheduler itself, over 2 000 requests behind 400 that fill its queue; and not much
-    more than that would be."""
+    """By the scheduler itself, over 2 000 requests after 400 that fill its queue. A rate 1.2 times
+    as high is not kept."""
     lengths = {"input_len": 16, "output_len": output}
     options = PlanOptions(slo_ttft_ms=ttft, slo_tpot_ms=30.0, batch_size="1", **lengths)  # type: ignore[arg-type]
     capacity = Planner(PROFILE, Acceptance((0.8, 0.6)), options).capacity(len(joint))
@@ -253,19 +253,19 @@ def test_a_step_with_a_prompt_takes_no_less_than_without_a_graph() -> None:
 
 
 def test_a_gpu_ends_the_step_that_was_launched_for_a_request_that_is_over() -> None:
-    """All is accepted, so that one request ends in a step behind which another was launched; it
-    costs the next one nothing but the wait, and nothing at all if it comes later."""
+    """All drafts are accepted, so one request ends in a step after which another was launched. The
+    next request waits for that step, and for nothing if it comes later."""
     served = {}
     for lockstep in (False, True):
         profile = changed(runs_ahead=True, lockstep=lockstep, missed=5e-5)
         simulation = Simulation(profile, (1.0,) * 4, 4, concurrency=1)
         served[lockstep] = simulation.run([Ask(0.0, 200, 11)] * 2)
-    (first, without), (other, behind) = served[False], served[True]
+    (first, without), (other, after) = served[False], served[True]
     assert first == other
-    wait = (behind.first - behind.arrival) - (without.first - without.arrival)
+    wait = (after.first - after.arrival) - (without.first - without.arrival)
     # Launched when five tokens were to come, one of them under way: for three drafts at most.
     assert wait == pytest.approx(StepClock(profile).decoding([3], 208), abs=1e-5)
-    assert behind.end - behind.first == pytest.approx(without.end - without.first)
+    assert after.end - after.first == pytest.approx(without.end - without.first)
     late = Simulation(profile, (1.0,) * 4, 4).run([Ask(0.0, 200, 11), Ask(9.0, 200, 11)])
     assert late[1].first - late[1].arrival == pytest.approx(late[0].first)
 
@@ -328,7 +328,7 @@ def test_a_calibration_measures_every_cost(target: Path, draft: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [48, 128])
-def test_batches_whose_prompts_exceed_a_step_are_timed_all_the_same(
+def test_batches_with_more_prompt_tokens_than_a_step_are_timed_all_the_same(
     target: Path, draft: Path, budget: int
 ) -> None:
     """16 prompts of 48 tokens would be computed one after another, while the first ones decode."""

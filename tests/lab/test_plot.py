@@ -32,10 +32,7 @@ def test_ticks_are_round_and_reach_the_largest_value() -> None:
 
 def test_a_chart_has_each_point_at_its_place() -> None:
     text = line_chart(
-        "A < B",
-        Axes("tokens", "ms"),
-        [Series("a", [(0, 0, 0, 0), (10, 5, 4, 10)])],
-        legend=False,
+        "A < B", Axes("tokens", "ms"), [Series("a", [(0, 0, 0, 0), (10, 5, 4, 10)])], legend=False
     )
     dots = ElementTree.fromstring(text).findall(f".//{SVG}circle")
     places = [(dot.get("cx"), dot.get("cy")) for dot in dots]

@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError
-from foretoken.lab import results
-from foretoken.lab.results import Results, Row, Spread, as_text, collect, read, validate, write
+from foretoken.lab.results import (
+    Results,
+    Row,
+    Spread,
+    as_text,
+    collect,
+    commit,
+    read,
+    validate,
+    write,
+)
 from tests.project.source import ROOT
 
 
@@ -82,14 +91,11 @@ def test_a_spread_out_of_order_is_refused(tmp_path: Path) -> None:
         validate(data)
 
 
-def test_a_copy_in_another_repository_has_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, _ = results.commit()
+def test_a_copy_in_another_repository_has_no_commit(tmp_path: Path) -> None:
+    own, _ = commit()
     assert re.fullmatch("[0-9a-f]{40}|unknown", own)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
-    assert results.commit() == ("unknown", False)
+    assert commit(tmp_path / "results.py") == ("unknown", False)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=str)

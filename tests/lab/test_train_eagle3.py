@@ -37,7 +37,7 @@ UNROLL, LENGTH, BLOCK = 4, 24, 4
 
 
 def drafted(head: LoadedStack, aux: Tensor, tokens: list[int], last: int) -> list[Tensor]:
-    """Logits of each draft step behind position `last`, by packed rows and a paged cache."""
+    """Logits of each draft step after position `last`, by packed rows and a paged cache."""
     stack, device = head.stack, head.stack.device
     kv = KVPool(stack.layer_shapes, 9, BLOCK, dtype=stack.dtype, device=device)
     blocks = [3, 1, 7, 5, 2, 8]
@@ -156,7 +156,7 @@ def options_of(target: Path, data: Path, output: Path, **others: Any) -> TrainOp
 
 
 def train(options: TrainOptions, stop_after: int | None = None) -> list[str]:
-    """The lines that it says; Ctrl-C comes while a step is reported."""
+    """Train and return the reported lines; Ctrl-C comes at the report of step `stop_after`."""
     lines = list[str]()
 
     def say(line: str) -> None:
@@ -266,9 +266,7 @@ def test_data_without_texts_is_refused(
         train(options_of(target, path, tmp_path / "out"))
 
 
-def test_what_cannot_be_trained_is_refused(
-    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_trained_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(CheckpointError, match="cannot be read"):
         train(options_of(target, tmp_path / "none.txt", out))
@@ -280,13 +278,17 @@ def test_what_cannot_be_trained_is_refused(
     with pytest.raises(UnsupportedModelError, match="3 layers or more"):
         train(options_of(shallow, data, out))
 
-    def diverge(trainer: Trainer, token_BT: Tensor) -> Tensor:
-        trainer.step += 1
-        return torch.tensor(float("nan"))
+    class Diverging(Trainer):
+        def train(self, token_BT: Tensor) -> Tensor:
+            self.step += 1
+            return torch.tensor(float("nan"))
 
-    monkeypatch.setattr(Trainer, "train", diverge)
+    class DivergingTraining(Training):
+        trainer = Diverging
+
+    training = DivergingTraining(options_of(target, data, out, steps=1), str, str)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"`learning_rate` is 0.01: must be lower: the loss is n"):
-        train(options_of(target, data, out, steps=1))
+        training.run()
 
 
 def test_the_command_line_reports_one_line_of_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults of a real GPU: is everybody answered with a reason, are the others served, does it end?
+"""Faults of a real GPU: each failed request has a reason, other requests are served, and it ends.
 
 Each case is a process of its own, since a GPU that failed is lost to its process; one that is still
 there after two minutes has failed. Injected into a step of the embedded pair's engine are an
@@ -34,7 +34,7 @@ from foretoken.models.causal_lm import CausalLM
 
 SECONDS = 120  # until a case has hung
 STEP = 6  # of the engine: the one that fails
-POISON = 777  # the token whose vector is NaN
+POISON = 777  # a token with a vector of NaN
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "max_num_seqs": 2,
@@ -66,7 +66,7 @@ def too_much_memory() -> None:
 
 
 def break_step(act: Callable[[], None]) -> None:
-    """Have the step number `STEP` that any engine serves begin with this on the device."""
+    """Run `act` on the device at the beginning of step number `STEP` of any engine."""
     serve, run, calls = Engine.step, Runner.run, 0
 
     def counted(self: Engine) -> Any:
@@ -85,7 +85,7 @@ def break_step(act: Callable[[], None]) -> None:
 
 
 def poison(model: CausalLM) -> None:
-    """Prompts are embedded by another table, beside graphs; the output layer's is not touched."""
+    """Embed prompts by another table, outside of graphs; the output layer keeps its own."""
     network: Any = model.network
     table_VC = network.stack.embedding_VC.clone()
     table_VC[POISON] = float("nan")
@@ -97,7 +97,7 @@ def texts(outputs: list[Any]) -> list[list[int]]:
 
 
 def in_llm(act: Callable[[], None], kind: type[Exception]) -> dict[str, bool]:
-    """A step fails: its batch ends with the reason; whether others go on depends on the kind."""
+    """A step fails: its batch ends with the reason; the kind decides about other requests."""
     with LLM("tiny-python", **OPTIONS) as llm:
         whole = texts(llm.generate(PROMPTS, PARAMS))
         break_step(act)
@@ -119,7 +119,7 @@ def in_llm(act: Callable[[], None], kind: type[Exception]) -> dict[str, bool]:
 
 
 def nan_in_llm() -> dict[str, bool]:
-    """One request's logits are NaN: it alone ends."""
+    """One request's logits are NaN: only that one ends."""
     with LLM("tiny-python", **OPTIONS | {"max_num_seqs": 4}) as llm:
         whole = texts(llm.generate(PROMPTS, PARAMS))
         poison(llm.engine.runner.model)
@@ -133,7 +133,7 @@ def nan_in_llm() -> dict[str, bool]:
 
 
 def in_async_engine(act: Callable[[], None] | None, kind: type[Exception]) -> dict[str, bool]:
-    """All readers end, as many as there are, and one that comes later; `act` None: a NaN."""
+    """All readers end, also one that comes later; `act` None: a NaN."""
     engine = AsyncEngine("tiny-python", **OPTIONS)
     prompts = list(PROMPTS)
     if act is None:
@@ -167,7 +167,7 @@ def in_async_engine(act: Callable[[], None] | None, kind: type[Exception]) -> di
 
 
 def in_command(said: str, *words: str, act: Callable[[], None] | None = None) -> dict[str, bool]:
-    """`foretoken generate` in this process; what it says on stderr, and its exit status."""
+    """Check stderr and the exit status of `foretoken generate`, run in this process."""
     from typer.testing import CliRunner
 
     from foretoken.cli.app import app
@@ -203,7 +203,7 @@ CASES: dict[str, Callable[[], dict[str, bool]]] = {
 
 
 def run(name: str) -> Row:
-    """A case in a process of its own; a check that is not there any more has failed."""
+    """Run a case in a process of its own; a check that is missing has failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if "no GPU" in name else {}
     command = [sys.executable, "-m", "tests.long.device_faults", "--case", name]
     started = time.perf_counter()

@@ -66,18 +66,18 @@ class Documented(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Of the command, without `< file`."""
+        """The words of the command, without `< file`."""
         words = shlex.split(self.line.replace("$'", "'"), comments=True)
         return words[: words.index("<")] if "<" in words else words
 
     @property
     def slow(self) -> bool:
-        """Whether it runs in a trial alone."""
+        """Whether it runs only in a trial."""
         return begins(self.line, SLOW) and not self.only_parsed
 
     @property
     def only_parsed(self) -> bool:
-        """Whether it runs nowhere."""
+        """Whether only its options are read."""
         return begins(self.line, PARSED)
 
 
@@ -87,7 +87,7 @@ def begins(line: str, places: dict[str, str]) -> bool:
 
 
 def documents() -> list[Path]:
-    """Those that tell users what to type."""
+    """The documents that tell users what to type."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -98,7 +98,7 @@ def blocks(document: Path) -> list[tuple[str, str]]:
 
 
 def commands() -> list[Documented]:
-    """Each once, in order."""
+    """Every documented command once, in order."""
     found: dict[str, Documented] = {}
     for document in documents():
         name = document.relative_to(ROOT).as_posix()
@@ -119,7 +119,7 @@ def commands() -> list[Documented]:
 
 
 def _joined(block: str) -> Iterator[str]:
-    """The commands of a shell block: without comments, and each whole that has several lines."""
+    """The commands of a shell block, without comments; several lines of one command are joined."""
     text = ""
     for line in block.replace("\\\n", " ").splitlines():
         text += line
@@ -134,7 +134,7 @@ def _joined(block: str) -> Iterator[str]:
 
 
 def prepare(folder: Path) -> Path:
-    """Make what the commands name in an empty folder: checkpoints, prompts, the verifier."""
+    """Make the files that commands name in an empty folder: checkpoints, prompts, a verifier."""
     from foretoken.models.locate import resolve_checkpoint
 
     for name, source in {
@@ -168,7 +168,7 @@ def prepare(folder: Path) -> Path:
 
 
 def run(command: Documented, folder: Path) -> list[str]:
-    """As a shell runs it in a prepared folder; what went wrong, if anything."""
+    """Run a command by a shell in a prepared folder; returns the failures."""
     wanted = 2 if command.shown and command.shown[0].startswith("Error:") else 0
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:
@@ -192,7 +192,7 @@ def run(command: Documented, folder: Path) -> list[str]:
 
 
 def run_all() -> tuple[int, list[str]]:
-    """Every command that is not in `PARSED`: how many, and what went wrong."""
+    """Run every command that is not in `PARSED`; returns their number and the failures."""
     todo = [command for command in commands() if not command.only_parsed]
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as name:

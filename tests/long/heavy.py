@@ -1,11 +1,11 @@
-"""The heaviest requests that a server's limits admit, and what others notice of each.
+"""The heaviest requests that a server's limits admit, and how long other clients wait for each.
 
     python -m tests.long.heavy
 
 While one such request is answered, another client asks for `/health` again and again, and a third
-reads a stream. A step of the engine holds up every stream, whoever asked for it: steps are kept
-short here (`--max-num-batched-tokens`), and a twin of each request, which computes the same and is
-told nothing of it, says what the steps alone do to that stream.
+reads a stream. A step of the engine holds up every stream. So steps are kept short here
+(`--max-num-batched-tokens`). A twin of each request, which computes the same and returns little,
+shows the effect of the steps by themselves on that stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_VALUES, MOST_CHARS, MOST_BYTES = 2**17, 64 * 2048, 8 * 2**20
 
 
 class Heavy(NamedTuple):
-    """A request, and what its twin lacks or has instead; None: the twin is nothing at all."""
+    """A request, and the fields that its twin lacks or changes; neither: it has no twin."""
 
     name: str
     path: str
@@ -49,7 +49,7 @@ class Heavy(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """Its body."""
+        """The body of the request."""
         return self.body if isinstance(self.body, bytes) else _encoded(self.body)
 
     @property
@@ -117,7 +117,7 @@ def heavy() -> Iterator[Heavy]:
 
 
 def bodies() -> Iterator[Heavy]:
-    """As many values as a body may have, or as many bytes."""
+    """Bodies with as many values, or as many bytes, as they may have."""
     third, half = MOST_VALUES // 3 - 10, MOST_VALUES // 2 - 10
     said = b'{"role":"user","content":"a"}'
     yield Heavy("a body of messages", CHATS, b'{"messages":[%b]}' % b",".join([said] * third))
@@ -138,7 +138,7 @@ def bodies() -> Iterator[Heavy]:
 
 
 class Probe:
-    """Asks again and again in a thread; `most` is the longest that it waited since it was read."""
+    """Sends requests in a thread and measures the longest wait for an answer."""
 
     def __init__(self, wait: Callable[[Served, Probe], None], server: Served) -> None:
         self._most, self._since, self.is_over = 0.0, time.perf_counter(), False
@@ -146,12 +146,12 @@ class Probe:
         self._thread.start()
 
     def came(self) -> None:
-        """What it waited for is here."""
+        """The answer is here."""
         now = time.perf_counter()
         self._most, self._since = max(self._most, now - self._since), now
 
     def begin(self) -> None:
-        """It waits from now on."""
+        """A wait begins."""
         self._since = time.perf_counter()
 
     def take(self) -> float:
@@ -160,13 +160,13 @@ class Probe:
         return most
 
     def end(self) -> None:
-        """Wait until it has."""
+        """End the thread."""
         self.is_over = True
         self._thread.join()
 
 
 def ask_health(server: Served, probe: Probe) -> None:
-    """`/health`, fifty times a second."""
+    """Request `/health` fifty times a second."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     while not probe.is_over:
         probe.begin()
@@ -177,7 +177,7 @@ def ask_health(server: Served, probe: Probe) -> None:
 
 
 def read_stream(server: Served, probe: Probe) -> None:
-    """Streams one after the other; what counts is the time between chunks of one of them."""
+    """Read streams one after another, and measure the time between chunks."""
     while not probe.is_over:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
         connection.request(
@@ -192,7 +192,7 @@ def read_stream(server: Served, probe: Probe) -> None:
 
 @contextmanager
 def probing(server: Served) -> Iterator[tuple[Probe, Probe]]:
-    """Both of them, at work."""
+    """Both probes, at work."""
     probes = Probe(ask_health, server), Probe(read_stream, server)
     try:
         time.sleep(1)
@@ -203,7 +203,7 @@ def probing(server: Served) -> Iterator[tuple[Probe, Probe]]:
 
 
 def ask(server: Served, path: str, body: bytes) -> tuple[int, int]:
-    """The status and size of an answer, which is not kept."""
+    """The status and size of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=900)
     connection.request("POST", path, body, {"Content-Type": "application/json"})
     answer, size = connection.getresponse(), 0
@@ -214,7 +214,7 @@ def ask(server: Served, path: str, body: bytes) -> tuple[int, int]:
 
 
 def measure(server: Served, what: Heavy) -> Row:
-    """What others waited for while it was answered, and while its twin was."""
+    """How long other clients waited while it was answered, and while its twin was."""
     with probing(server) as (health, stream):
         health.take(), stream.take()
         if what.of_twin is None:
@@ -242,7 +242,7 @@ def measure(server: Served, what: Heavy) -> Row:
 
 
 def main() -> int:
-    """All of them by one server, on two cores."""
+    """Send all of them to one server, on two cores."""
     parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="part of the names of those that are asked")
     options = parser.parse_args()

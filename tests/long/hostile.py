@@ -1,4 +1,4 @@
-"""Hostile requests to a server: what it answers, and what is left of them.
+"""Hostile requests to a server: its answers, and what stays of them.
 
     python -m tests.long.hostile
 
@@ -72,12 +72,12 @@ class Odd(NamedTuple):
 
     @property
     def body(self) -> bytes:
-        """All of it."""
+        """The whole body."""
         return self.before + self.value + b"}"
 
 
 class Attack(NamedTuple):
-    """Bytes for a socket, in pieces with pauses, and whether it closes its half behind them."""
+    """Bytes for a socket, in pieces with pauses, and whether it closes its half after them."""
 
     name: str
     pieces: tuple[bytes, ...]
@@ -92,7 +92,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def bodies() -> Iterator[Odd]:
-    """Every field with every odd value, beside what is needed, for each endpoint."""
+    """Every field with every odd value, next to the fields that each endpoint needs."""
     for path, needed in NEEDS.items():
         for name in FIELDS:
             given = {key: value for key, value in needed.items() if key != name}
@@ -102,7 +102,7 @@ def bodies() -> Iterator[Odd]:
 
 
 def attacks() -> list[Attack]:
-    """What no client library sends."""
+    """Requests that no client library sends."""
     path = "/v1/completions"
     whole = post(path, b'{"prompt": "a", "max_tokens": 2}')
     head, _, body = whole.partition(b"\r\n\r\n")
@@ -143,7 +143,7 @@ def keys(count: int) -> bytes:
 
 
 def attack(port: int, what: Attack, seconds: float = 20) -> bytes:
-    """What comes back until the server hangs up, or there is an answer."""
+    """The bytes received until the server hangs up, or the answer is whole."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as stream:
         try:
@@ -169,7 +169,7 @@ def is_whole(answer: bytes) -> bool:
 
 
 def status_of(answer: bytes) -> int:
-    """Of an answer; 0: the server hung up without one."""
+    """The status of an answer; 0: the server hung up without one."""
     return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
@@ -209,7 +209,7 @@ def table(port: int, count: int, draw: random.Random) -> Counter[int]:
 
 
 def note(found: Counter[int], status: int, path: str, body: str) -> None:
-    """Count a status, show what should not be, and now and then how far it is."""
+    """Count a status; print failures, and the progress now and then."""
     found[status] += 1
     if status >= 500:
         print(f"{status} for {path}: {body[:300]}", flush=True)
@@ -218,7 +218,7 @@ def note(found: Counter[int], status: int, path: str, body: str) -> None:
 
 
 def main() -> int:
-    """A server in a process of its own, and all that is above."""
+    """Start a server in a process of its own, and send all requests."""
     options = parse(__doc__, generated=210, by_hand=5000)
     draw = random.Random(7)
     with served(*SERVED) as server:

@@ -1,11 +1,11 @@
 """Mixed requests through an engine that runs ahead, for as long as asked; nothing is lost or left.
 
 Random lengths, temperatures, rules, K, edits, stop strings and samples; a pool too small for what
-runs, prefixes that are shared, aborts at random moments. Each request is one of some hundreds whose
-samples are known from an engine on the host, alone, found by several processes: outputs that differ
-are counted. Logits of one row differ by rounding with the device and with what else is in the
-batch, so that a token may part at a near-tie, and nowhere else (`near_ties.py`); in the native
-decoder they do not, and none may part.
+runs, prefixes that are shared, aborts at random moments. Each request is one of some hundreds.
+Several processes find their samples before, one request at a time, in an engine on the host, and
+outputs that differ are counted. Logits of one row differ by rounding with the device and with the
+other requests of the batch, so that a token may part at a near-tie, and nowhere else
+(`near_ties.py`); in the native decoder they do not, and none may part.
 
     python -m tests.long.soak --minutes 30                    # make soak
     python -m tests.long.soak --device cuda --minutes 8 --requests 20000 --alone 15 --limit 560
@@ -43,7 +43,7 @@ CHECK_EVERY = 50  # steps between two checks of every block and slot
 PAUSES = [0, 20, 40, 100]  # steps between two waves; in the longest many end, size after size
 ABORTED = 0.001  # of those there are, in a step
 MOST_PARTED = 100  # samples that are looked into; more would be a bug, and take long
-TO_START = 60  # seconds, at most, until a process serves requests alone
+TO_START = 60  # seconds, at most, until a process serves single requests
 LOOK_EVERY = 8  # seconds
 TO_END = 20  # seconds that are left for this and for who still runs
 LEAST_STEADY = 0.1  # of the time
@@ -65,7 +65,7 @@ RULES = [None, "standard", "block", "coupled"]
 
 
 class Known:
-    """A request and what its samples are, alone.
+    """A request, and its samples when nothing else is served.
 
     Attributes:
         served: the parameters with the K that the engine gives it.
@@ -89,7 +89,7 @@ class Known:
         self.alone: list[Ids] = []
 
     def run(self, engine: Engine) -> None:
-        """Serve it alone."""
+        """Serve only this request."""
         group = engine.add("alone", self.prompt, self.served)
         while not group.finished:
             engine.step()
@@ -111,7 +111,7 @@ class Crowd:
         self.pause = 0
 
     def step(self) -> None:
-        """Let a wave come once the pause after the last one is over, perhaps one go, and step."""
+        """Add a wave of requests after a pause, perhaps abort a request, and step."""
         found, self.pause = self.found, self.pause - 1
         if self.pause < 0 or not self.engine.has_work:
             self.pause = self.rng.choice(PAUSES)
@@ -133,7 +133,7 @@ class Crowd:
             self._take(group, self.running.pop(group))
 
     def drain(self) -> None:
-        """Serve who is left: every size of a batch; every block and slot must come back."""
+        """Serve the remaining requests; every block and slot must come back."""
         while self.engine.has_work:
             self.engine.step()
         self.engine.step()  # what runs ahead is read
@@ -181,7 +181,7 @@ class Memory:
         self.held = self._now()
 
     def look(self, seconds: float) -> None:
-        """See what there is, so many seconds from the start on."""
+        """Read the memory, `seconds` after the start."""
         made, host, gpu = self.held
         self.held = self._now()
         if self.held[0] == made and self.looked >= self.limit / 4:
@@ -203,7 +203,7 @@ class Memory:
 
 
 def learn(known: list[Known], speculation: Any, options: Any, seconds: float) -> list[Known]:
-    """Serve each alone in an engine of this process, as many as there is time for."""
+    """Serve one request at a time in an engine of this process, as many as there is time for."""
     with LLM(PAIR[0], speculation, **options, device="cpu", threads=1) as llm:
         start = time.perf_counter()
         for number, one in enumerate(known):
@@ -214,7 +214,7 @@ def learn(known: list[Known], speculation: Any, options: Any, seconds: float) ->
 
 
 def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]:
-    """Let the crowd come and go; how long it did, and what memory has grown by."""
+    """Run the crowd; returns its duration and the growth of memory."""
     pool, start, limit = crowd.engine.scheduler.pool, time.perf_counter(), 60 * args.minutes
     memory, now, told = Memory(crowd.engine, limit), start, start
     if end - TO_END - start < limit:
@@ -244,7 +244,7 @@ def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]
 
 
 def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """What did not happen as promised, or must not happen."""
+    """Promised events that did not happen, and bounds that were exceeded."""
     least = {"seconds": 60 * args.minutes, "requests": args.requests, "distinct": LEAST_DISTINCT}
     least |= dict.fromkeys(PROMISED, 1) | {"steady_seconds": 60 * args.minutes * LEAST_STEADY}
     most = {"blocks_missing": 0, "unexplained": 0, **MOST_GROWN}

@@ -71,7 +71,7 @@ class Card(NamedTuple):
 
 
 def deck() -> list[Card]:
-    """The same requests always."""
+    """The requests of a round, always the same."""
     cards, items = [], heldout()
     for i in range(40):
         prompt, reference = items[i].prompt[-200:], items[i].reference
@@ -123,7 +123,7 @@ class Player:
         self.found: Counter[str] = Counter()
 
     async def round(self, draw: random.Random) -> Counter[str]:
-        """One round: what of its drafts was accepted."""
+        """Play one round; returns counts of its drafts."""
         self.turns = asyncio.Semaphore(self.at_once)
         drafts, order = Counter[str](), draw.sample(range(len(self.cards)), len(self.cards))
         moments = [draw.choice([0.0, 0.005, 0.05, 0.2]) for _ in order]
@@ -173,7 +173,7 @@ def chunks(text: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
-    """Hold the lock file, with others, while a round runs."""
+    """Share the lock file while a round runs."""
     if lock is None:
         yield
         return
@@ -183,7 +183,7 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 
 def play(server: Served, options: Any) -> tuple[Player, dict[str, list[float]]]:
-    """Rounds until time is up: acceptance, memory and seconds to let go after each."""
+    """Rounds until time is up: acceptance, memory and seconds to free all blocks after each."""
     player, draw = Player(server.url, options.at_once), random.Random(7)
     seen: dict[str, list[float]] = {name: [] for name in ("acceptance", "memory", "free", "ends")}
     took = 0.0

@@ -1,15 +1,19 @@
 """Rough use, on every CPU backend: threads, signals, a busy machine, forks; then every command that
 the documents show. Exits with 1 if any of it goes wrong.
 
-Each case runs in processes of its own (`tests/long/trial_child.py`), so that one which crashes or
-hangs is a failure of its row and not of the run. What is timed is recorded, and judged only where
-it means that something hangs or collapses: a signal that takes more than 5 s, or default threads
-that make less than a third of the tokens of one thread.
+Each case runs in a process of its own (`--child CASE BACKEND`), so that one which crashes or hangs
+is a failure of its row and not of the run. A child writes lines on standard output: `go` when a
+signal may come, and JSON objects with counts and with its `failures`, in words. What is timed is
+recorded, and judged only where it means that something hangs or collapses: a signal that takes more
+than 5 s, or default threads that make less than a third of the tokens of one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import atexit
+import itertools
 import json
 import os
 import random
@@ -19,12 +23,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 from benchmarks.common import DRAFT, ROOT, TARGET, parse, progress, record
+from foretoken import LLM, AsyncEngine, SamplingParams
+from foretoken.engine.trace import StepTrace
+from foretoken.errors import UsageError
 from foretoken.lab.results import Row, Spread, Value
+from foretoken.lab.workloads import heldout
+from foretoken.outputs import RequestOutput
 from tests.long import documented
 
 BACKENDS = ("native", "torch")
@@ -39,17 +48,31 @@ PROMPT = 5.0  # seconds within which a signal ends what it should
 COLLAPSE = 3.0
 PATIENCE = 300.0  # seconds until a child that says nothing is ended
 
+SPECULATION = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
+PROMPTS = [item.prompt[-160:] for item in heldout(8)]
+SHORT = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=16),
+    SamplingParams(temperature=1.0, seed=2, top_p=0.9, max_tokens=24),
+    SamplingParams(temperature=0, num_speculative_tokens=0, max_tokens=12),
+]
+# Prompts and tokens of a call that is still running when its signal comes.
+LONG = {"native": (2, 600), "torch": (1, 240)}
+HANG = 60  # seconds after which something is said to wait for ever
+
 Failures = list[str]
+Report = dict[str, Any]
 
 
 class Child:
     """A case in a process of its own, which is killed when it is silent for too long."""
 
+    program = ("-m", "tests.long.trial", "--child")
+
     def __init__(self, case: str, backend: str, *numbers: float, patience: float = PATIENCE):
-        command = [sys.executable, "-m", "tests.long.trial_child", case, backend]
         self.patience = patience
         self.process = subprocess.Popen(
-            [*command, *map(str, numbers)],
+            [sys.executable, *self.program, case, backend, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # A loop that is ended by Ctrl-C leaves a traceback, as any program does.
@@ -76,7 +99,7 @@ class Child:
             timer.cancel()
 
     def report(self, failures: Failures) -> dict[str, Any]:
-        """The next line's object; its failures, or that there is none, are added to those given."""
+        """The next line's object; adds its failures, or a missing line, to `failures`."""
         line = self.line()
         if not line.startswith("{"):
             failures.append(f"the process said {line!r} and ended with {self.process.wait()}")
@@ -100,7 +123,7 @@ def threads(backend: str, seconds: float) -> tuple[Row, Failures]:
 
 
 def signals(backend: str, count: int) -> tuple[Row, Failures]:
-    """Signals at random moments of long calls, of which one process makes one after the other."""
+    """Signals at random moments of long calls, which one process makes one after the other."""
     failures: Failures = []
     took, got = [], []
     with Child("signals", backend) as child:
@@ -157,7 +180,7 @@ def loops(backend: str, count: int) -> tuple[Row, Failures]:
 
 
 def forks(backend: str, count: int) -> tuple[Row, Failures]:
-    """Forks of a process whose LLM and AsyncEngine are busy in other threads."""
+    """Forks of a process while its LLM and AsyncEngine are busy in other threads."""
     failures: Failures = []
     with Child("fork", backend, count) as child:
         values = child.report(failures)
@@ -165,7 +188,7 @@ def forks(backend: str, count: int) -> tuple[Row, Failures]:
 
 
 def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures]:
-    """Default threads and one thread, alone and beside a process that keeps one core busy."""
+    """Default threads and one thread, on a quiet machine and next to a busy process."""
     failures: Failures = []
     values: dict[str, Value] = {}
     for place in ("alone", "beside a busy process"):
@@ -179,7 +202,7 @@ def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures
 
 
 def documents() -> tuple[Row, Failures]:
-    """What README.md and docs/ tell users to type (`tests/long/documented.py`)."""
+    """The commands of README.md and docs/ (`tests/long/documented.py`)."""
     start = time.perf_counter()
     count, failures = documented.run_all()
     values: dict[str, Value] = {"commands": count, "minutes": (time.perf_counter() - start) / 60}
@@ -187,7 +210,7 @@ def documents() -> tuple[Row, Failures]:
 
 
 def collapse(default: list[float], one: list[float]) -> Failures:
-    """What is wrong with these tokens per second of default threads and of one."""
+    """Failures in these tokens per second of default threads and of one."""
     ours, least = statistics.median(default), statistics.median(one) / COLLAPSE
     if ours >= least:
         return []
@@ -196,7 +219,7 @@ def collapse(default: list[float], one: list[float]) -> Failures:
 
 @contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    """A process beside us that keeps one core busy, if wanted."""
+    """Another process keeps one core busy, if wanted."""
     if not wanted:
         yield
         return
@@ -213,7 +236,7 @@ def _row(case: str, backend: str, values: dict[str, Any], failures: Failures) ->
 
 
 def cases(backend: str, options: argparse.Namespace) -> list[Callable[[], tuple[Row, Failures]]]:
-    """Those of one backend."""
+    """The cases of one backend."""
     return [
         lambda: threads(backend, options.seconds),
         lambda: signals(backend, options.signals),
@@ -223,7 +246,259 @@ def cases(backend: str, options: argparse.Namespace) -> list[Callable[[], tuple[
     ]
 
 
+# What a child does
+
+
+def tokens(output: RequestOutput) -> list[list[int]]:
+    return [sample.token_ids for sample in output.outputs]
+
+
+def load(backend: str, **options: Any) -> LLM:
+    return LLM(TARGET, SPECULATION, backend=backend, max_num_seqs=8, **options)
+
+
+def say(report: Report | str) -> None:
+    print(report if isinstance(report, str) else json.dumps(report), flush=True)
+
+
+def check(llm: LLM, failures: list[str]) -> None:
+    """Add to the failures what is left in the engine."""
+    try:
+        llm.engine.check_integrity()
+    except Exception as error:
+        failures.append(f"integrity: {error}")
+    if llm.engine.has_work:
+        failures.append("requests were left behind")
+
+
+def share_llm(
+    llm: LLM, seconds: float, each: Sequence[SamplingParams] = SHORT, count: int = 2
+) -> Report:
+    """Threads that share one LLM for a while; every result against that of one thread."""
+    pairs = [(prompt, params) for prompt in PROMPTS[:4] for params in each]
+    expected = [tokens(llm.generate([prompt], params)[0]) for prompt, params in pairs]
+    calls, failures = [0] * count, list[str]()
+    num_steps = 0
+    end = time.monotonic() + seconds
+
+    def count_step(trace: StepTrace) -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    def work(number: int) -> None:
+        choose = random.Random(number)
+        while not calls[number] or time.monotonic() < end:
+            i = choose.randrange(len(pairs))
+            prompt, params = pairs[i]
+            try:
+                if choose.random() < 0.3:
+                    *_, output = llm.stream(prompt, params)
+                else:
+                    (output,) = llm.generate([prompt], params)
+            except BaseException as error:
+                failures.append(f"{type(error).__name__}: {error}")
+                return
+            if tokens(output) != expected[i]:
+                failures.append(f"item {i} has other tokens than alone (error: {output.error})")
+            calls[number] += 1
+
+    llm.engine.on_step = count_step
+    crew = [threading.Thread(target=work, args=[i], daemon=True) for i in range(count)]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join(max(end - time.monotonic(), 0) + HANG)
+    failures += ["a thread waits for ever" for thread in crew if thread.is_alive()]
+    if not failures:
+        check(llm, failures)
+        if [tokens(llm.generate([p], params)[0]) for p, params in pairs] != expected:
+            failures.append("afterwards, one thread gets other tokens")
+    if min(calls) * 3 < max(calls) and max(calls) > 30:
+        failures.append(f"unfair: the threads made {calls} calls")
+    return {
+        "threads": count,
+        "calls": sum(calls),
+        "calls_of_the_busiest_thread": max(calls),
+        "calls_of_the_other": min(calls),
+        "steps": num_steps,
+        "failures": failures,
+    }
+
+
+def take_signals(backend: str) -> None:
+    """Make one long call for each line of standard input, in the way that the line names."""
+    llm = load(backend)
+    count, length = LONG[backend]
+    prompts = PROMPTS[:count]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=length, ignore_eos=True)
+    whole = [tokens(output) for output in llm.generate(prompts, params)]
+    say("ready")
+    for line in sys.stdin:
+        way, failures, outputs = line.strip(), list[str](), None
+        announce(llm, lasts=True)
+        try:
+            if way == "stream":
+                for output in llm.stream(prompts[0], params):
+                    outputs = [output]
+                failures.append("the call ended before the signal came")
+            else:
+                outputs = llm.generate(prompts, params, on_interrupt=way)  # type: ignore[arg-type]
+        except KeyboardInterrupt as stop:
+            # Between steps of a stream it is the caller's, who has the last output.
+            outputs = getattr(stop, "outputs", outputs if way == "stream" else None)
+        if outputs is None:
+            failures.append("the partial outputs were lost")
+        elif way != "stream" and not any(output.interrupted_by for output in outputs):
+            failures.append("no output says that it was interrupted")
+        for output, known in zip(outputs or (), whole, strict=False):
+            cut = tokens(output)
+            if any(some != all_[: len(some)] for some, all_ in zip(cut, known, strict=False)):
+                failures.append("partial tokens are not the beginning of the whole ones")
+        check(llm, failures)
+        got = sum(len(some) for output in outputs or () for some in tokens(output))
+        say({"tokens": got, "failures": failures})
+
+
+def announce(llm: LLM, *, lasts: bool = False) -> None:
+    """Say `go` in the first step that comes; lasts: a call of many steps takes a second or more."""
+    steps = itertools.count()
+
+    def told(trace: StepTrace) -> None:
+        number = next(steps)
+        if number == 0:
+            llm.engine.on_step = told if lasts else None
+            say("go")
+        elif number > 60:  # a signal that a busy machine sends late still finds it
+            time.sleep(0.005)
+
+    llm.engine.on_step = told
+
+
+def call_in_a_loop(backend: str) -> None:
+    """Short calls, one after the other, until the process is ended."""
+    llm = load(backend)
+    llm.generate(PROMPTS, SHORT[0])
+    announce(llm)
+    for _ in range(10**6):
+        llm.generate(PROMPTS[:2], SHORT[0])
+    say("survived")
+
+
+def fork_while_busy(backend: str, count: int) -> Report:
+    """Forks while LLM and AsyncEngine are busy in other threads; neither may notice."""
+    llm, engine = load(backend), AsyncEngine(TARGET, SPECULATION, backend=backend)
+    expected = tokens(llm.generate(PROMPTS[0], SHORT[0])[0])
+    failures, stop = list[str](), threading.Event()
+
+    async def ask() -> list[list[int]]:
+        outputs = [output async for output in engine.generate(PROMPTS[0], SHORT[0])]
+        return tokens(outputs[-1])
+
+    def busy(call: Callable[[], list[list[int]]]) -> None:
+        while not stop.is_set():
+            if call() != expected:
+                failures.append("other tokens beside forks")
+
+    crew = [
+        threading.Thread(target=busy, args=[call], daemon=True)
+        for call in (
+            lambda: tokens(llm.generate(PROMPTS[0], SHORT[0])[0]),
+            lambda: asyncio.run(ask()),
+        )
+    ]
+    for thread in crew:
+        thread.start()
+    for _ in range(count):
+        time.sleep(random.uniform(0.0, 0.05))
+        child = os.fork()
+        if not child:
+            signal.alarm(HANG)
+            told = in_fork(llm, engine)
+            print(*told, sep="\n", end="", file=sys.stderr, flush=True)
+            atexit._run_exitfuncs()  # finalizers
+            os._exit(len(told))  # `exit` would crash in a thread pool of PyTorch's own
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            failures.append(f"a fork ended with {code}")
+    stop.set()
+    for thread in crew:
+        thread.join(HANG)
+    failures += ["a thread waits for ever" for thread in crew if thread.is_alive()]
+    return {"forks": count, "failures": failures}
+
+
+def in_fork(llm: LLM, engine: AsyncEngine) -> list[str]:
+    """The calls that do not raise `UsageError` at once in this forked process."""
+
+    async def one(outputs: AsyncIterator[RequestOutput]) -> None:
+        async for _ in outputs:
+            break
+
+    told = []
+    conversation = [{"role": "user", "content": "a"}]
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: llm.generate("a"),
+        "stream": lambda: next(llm.stream("a")),
+        "chat": lambda: llm.chat(conversation),
+        "metrics": lambda: llm.metrics,
+        "tokenizer": lambda: llm.tokenizer,
+        "AsyncEngine.generate": lambda: asyncio.run(one(engine.generate("a"))),
+        "AsyncEngine.chat": lambda: asyncio.run(
+            one(engine.chat(conversation, chat_template="{{ messages[0].content }}"))
+        ),
+        "AsyncEngine.abort": lambda: asyncio.run(engine.abort("1")),
+        "AsyncEngine.metrics": lambda: engine.metrics,
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            told.append(f"{name} returned")
+        except UsageError:
+            pass
+        except Exception as error:
+            told.append(f"{name}: {type(error).__name__}: {error}")
+    llm.close()
+    asyncio.run(engine.close())
+    return told
+
+
+def measure_speed(backend: str, seconds: float, repeats: int) -> Report:
+    """Tokens per second with the default threads and with one, in turn."""
+    found: dict[str, list[float]] = {"default": [], "one": []}
+    for _ in range(repeats):
+        for name, count in (("default", None), ("one", 1)):
+            with load(backend, threads=count, enable_prefix_caching=False) as llm:
+                llm.generate(PROMPTS[0], SHORT[0])
+                start, made = time.perf_counter(), 0
+                while not made or time.perf_counter() - start < seconds:
+                    (output,) = llm.generate(PROMPTS[0], SHORT[0])
+                    made += len(output.outputs[0].token_ids)
+                found[name].append(made / (time.perf_counter() - start))
+    return {"tokens_per_s": found, "failures": []}
+
+
+def be_child(case: str, backend: str, *numbers: str) -> None:
+    """Run a case in this process."""
+    # A process that a script starts in its background ignores Ctrl-C by default.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if case == "threads":
+        say(share_llm(load(backend), float(numbers[0])))
+    elif case == "signals":
+        take_signals(backend)
+    elif case == "loop":
+        call_in_a_loop(backend)
+    elif case == "fork":
+        say(fork_while_busy(backend, int(numbers[0])))
+    elif case == "speed":
+        say(measure_speed(backend, float(numbers[0]), int(numbers[1])))
+    else:
+        raise SystemExit(f"unknown case {case}")
+
+
 def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        be_child(*sys.argv[2:])
+        return 0
     options = parse(
         __doc__, seconds=60, signals=60, loops=6, forks=10, neighbour_seconds=3, repeats=3
     )

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import auto, near_ties
+from benchmarks.acceptance import ending_cycle
 from benchmarks.auto import Speeds, ratios_to_best, rows_of
 from benchmarks.curves import fit
 from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
@@ -161,7 +164,7 @@ def test_where_two_texts_part() -> None:
 
 
 def test_near_ties_are_told_from_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of weights a hundred times as far off part where those that are nudged do not."""
+    """Weights that are a hundred times as far off change texts where nudged weights do not."""
     monkeypatch.setattr(near_ties, "MODELS", 2)  # that part as `far` does at once, or hardly ever
     speculation = {"method": "draft_model", "num_speculative_tokens": 2}
     params = [SamplingParams(temperature=0.8, max_tokens=32, seed=i) for i in range(48)]
@@ -218,12 +221,16 @@ def test_an_answer_says_the_same_streamed_in_any_pieces() -> None:
         list(soak_serve.chunks('data: {"choices": []}\n\n'))
 
 
-def test_what_a_soak_captures_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_soak_captures_is_no_growth() -> None:
     """Only stretches count in which nothing was captured, from a quarter of the time on."""
     seen = [(0, 9, 1), (0, 15, 1), (4, 20, 2), (5, 30, 9), (5, 31, 9.5), (6, 40, 15), (6, 41, 16)]
     looks = iter(seen)
-    monkeypatch.setattr(Memory, "_now", lambda self: next(looks))
-    memory = Memory(None, 100.0)  # type: ignore[arg-type]
+
+    class Scripted(Memory):
+        def _now(self) -> Any:
+            return next(looks)
+
+    memory = Scripted(None, 100.0)  # type: ignore[arg-type]
     for seconds in (10, 20, 40, 45, 60, 80):
         memory.look(seconds)
     assert (memory.on_host, memory.on_gpu, memory.steady) == (1 + 1, 0.5 + 1, 5 + 20)
@@ -260,3 +267,27 @@ def test_many_turns_are_for_the_fastest_k(monkeypatch: pytest.MonkeyPatch) -> No
         [0, 3, 4, 5, "auto"], many
     )
     assert rows_of(speeds, 4, "T=0")[-1].labels["best_k"] == 4
+
+
+TOKENS = st.lists(st.integers(0, 50), max_size=30)
+
+
+def test_a_cycle_at_the_end_of_an_output_has_the_shortest_period() -> None:
+    assert ending_cycle([9, 8] + [1, 2, 3] * 6) == 3
+    assert ending_cycle([5] * 20) == 1
+
+
+def test_short_runs_are_no_cycle() -> None:
+    assert ending_cycle([1, 2, 3, 4, 4, 4, 4]) is None
+    assert ending_cycle(list(range(40))) is None
+    assert ending_cycle([]) is None
+
+
+def test_a_cycle_that_stopped_earlier_does_not_count() -> None:
+    assert ending_cycle([1, 2] * 20 + list(range(10, 30))) is None
+
+
+@given(TOKENS, st.lists(st.integers(51, 90), min_size=1, max_size=12, unique=True))
+def test_any_cycle_is_found_after_any_beginning(head: list[int], period: list[int]) -> None:
+    repeats = max(3, -(-16 // len(period)))
+    assert ending_cycle(head + period * repeats) == len(period)

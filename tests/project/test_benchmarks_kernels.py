@@ -36,8 +36,8 @@ LAYER = ("qkv", "attention", "attention merge", "o", "gate_up", "down")
 
 
 def layers(count: int, product: str) -> list[str]:
-    behind = [product, "norm_kernel", product, "silu_kernel", product]
-    return [product, "decode_kernel", "merge_kernel", *behind] * count
+    after = [product, "norm_kernel", product, "silu_kernel", product]
+    return [product, "decode_kernel", "merge_kernel", *after] * count
 
 
 def eagle_step(depth: int) -> list[str]:
@@ -74,7 +74,7 @@ def test_products_are_told_apart_by_their_place(steps: int) -> None:
     expected |= dict.fromkeys(("head", "draft features", "slots", "sampling", "copies"), 1)
     expected |= {"rows": 13, "other": 1}
     assert {kind: found.count(kind) / steps for kind in set(found)} == expected
-    found = kinds(undrafted_step(3) * steps, 3)  # no logits behind the head's pass
+    found = kinds(undrafted_step(3) * steps, 3)  # no logits after the head's pass
     assert {found.count(kind) / steps for kind in LAYER} == {3}
     assert {found.count(f"draft {kind}") / steps for kind in LAYER} == {1}
     plain = [*layers(3, "gemv_kernel"), "gemv_kernel"] * steps

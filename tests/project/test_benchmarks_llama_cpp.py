@@ -1,4 +1,4 @@
-"""llama.cpp as an opponent: its client, whose work its server's is, and the weights it gets.
+"""llama.cpp as an opponent: its client, its server's work, and the weights it gets.
 
 The server here is a program of a few lines: llama-server's options, and answers in its format.
 """
@@ -104,7 +104,7 @@ def test_a_server_that_does_not_start_says_why(binary: Path, tmp_path: Path) -> 
 def test_a_servers_work_is_not_a_disturbance(
     binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One core, on which nobody works but this process and its server."""
+    """One core, on which only this process and its server work."""
     with llama_cpp.serve(binary, llama_cpp.Model(Path("t.gguf")), 1, tmp_path) as server:
         ours, everyone = QuietTimer(limit=0.05, patience=0), QuietTimer()
         everyone.processes = [server.pid]

@@ -28,7 +28,7 @@ def test_lookup_drafts_what_came_next() -> None:
 
 
 class Counting:
-    """A model whose likeliest token is the last plus one, modulo 5."""
+    """A model: its likeliest token is the last plus one, modulo 5."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

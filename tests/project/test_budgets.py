@@ -17,9 +17,9 @@ MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
 MAX_TREE = 48 * 2**20  # bytes of what a clone checks out
 MAX_SUPPORT_LINES = 2100  # of tests/support in all
-# Functions whose parameters are a published contract: the limit they have is the limit they keep.
+# Functions with published parameters keep the limit that they have.
 WIDE_CONTRACTS = {
-    "foretoken.models.attention": 9,  # the signature that Transformers calls
+    "foretoken.models.attention": 9  # the signature that Transformers calls
 }
 SUPPORT = ROOT / "tests" / "support"
 
@@ -50,7 +50,7 @@ def test_length_of_what_tests_share() -> None:
 
 
 def test_size_of_the_tree() -> None:
-    """A clone carries it for ever: models that are stored in fewer bits, not more of them."""
+    """A clone keeps every file for ever."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
         pytest.skip("this is no clone")

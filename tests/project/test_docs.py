@@ -47,7 +47,7 @@ def sources(top: Path) -> list[Path]:
 
 
 def named_files(document: str) -> set[str]:
-    """What stands between backticks and is a path, or ends as a file does."""
+    """Paths and names of files between backticks."""
     names = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)*/?)`", document)
     return {name for name in names if "/" in name or re.search(r"\.(py|cpp|h|md|txt)$", name)}
 
@@ -88,7 +88,7 @@ def has_charter(path: Path, text: str) -> bool:
 
 
 def test_every_source_begins_with_its_charter() -> None:
-    """What the tree of ARCHITECTURE.md leaves out is told there."""
+    """The tree of ARCHITECTURE.md has only folders; files describe themselves."""
     texts = {p: p.read_text(encoding="utf-8") for p in sources(PACKAGE) if p.is_file()}
     without = [str(p.relative_to(ROOT)) for p, text in texts.items() if not has_charter(p, text)]
     assert without == []
@@ -109,7 +109,7 @@ TESTS = ROOT / "tests"
 
 
 def unlisted(document: str, files: set[str]) -> tuple[set[str], set[str]]:
-    """(files that no row names, alone or by their folder; names of rows that name no file)."""
+    """(files that no row names, by themselves or by their folder; names in rows without a file)."""
     named = set(re.findall(r"\| `([\w/.]+)` \|$", document, flags=re.MULTILINE))
     folders = tuple(name for name in named if name.endswith("/"))
     left_out = {file for file in files - named if not file.startswith(folders)}

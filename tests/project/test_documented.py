@@ -9,16 +9,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
+from foretoken.cli.actions import Actions
 from foretoken.cli.app import app
 from foretoken.config import EngineConfig
-from foretoken.lab.audit.command import AuditScope
 from foretoken.lab.laws.chain import Setting
 from tests.long import documented
 from tests.long.documented import PARSED, SLOW, Documented, blocks, commands, documents, prepare
@@ -80,52 +80,41 @@ def test_no_exception_is_stale(place: str) -> None:
 # Options ------------------------------------------------------------------------------------------
 
 
-class _Reached:
-    """Stands for what a command does once its options are read, and checks the engine's."""
+class Reached(Actions):
+    """Ends where a command has read its options, and checks those of its engine."""
 
     def __init__(self) -> None:
         self.engines: list[dict[str, Any]] = []
 
-    def llm(self, model: str, speculative_config: Any = None, **options: Any) -> None:
-        self.engine({"model": model, "speculative_config": speculative_config, **options})
-
-    def engine(self, options: dict[str, Any], *rest: Any) -> None:
-        EngineConfig(**options)
-        self.engines.append(options)
+    def reach(self, engine: dict[str, Any], *others: Any) -> NoReturn:
+        EngineConfig(**engine)
+        self.engines.append(engine)
         raise SystemExit(0)
 
-    def audit(self, plan: AuditScope) -> int:
-        if "engine" in plan.parts:
-            EngineConfig(**plan.engine)
-        self.engines.append(dict(plan.engine))
-        return 0
+    serve = serve_replicas = reach
 
+    def load(self, model: str, speculative_config: Any, **options: Any) -> NoReturn:
+        self.reach({"model": model, "speculative_config": speculative_config, **options})
 
-@pytest.fixture
-def reached(monkeypatch: pytest.MonkeyPatch) -> _Reached:
-    found = _Reached()
-    monkeypatch.setattr("foretoken.llm.LLM", found.llm)
-    monkeypatch.setattr(
-        "foretoken.lab.bench.command.run", lambda desk, asked, params, engine: found.engine(engine)
-    )
-    monkeypatch.setattr("foretoken.lab.audit.command.Command.run", found.audit)
-    monkeypatch.setattr(
-        "foretoken.lab.plan.command.Command.run", lambda self, *given: found.engine(*given)
-    )
-    monkeypatch.setattr("foretoken.serve.command.start", found.engine)
-    monkeypatch.setattr("foretoken.serve.command.start_replicas", found.engine)
-    monkeypatch.setattr(
-        "foretoken.lab.train_eagle3.command.Training.run",
-        lambda self: found.engine({"model": self.options.model}),
-    )
-    return found
+    def bench(self, desk: Any, asked: Any, params: Any, engine: dict[str, Any]) -> NoReturn:
+        self.reach(engine)
+
+    def plan(self, desk: Any, engine: dict[str, Any], *others: Any) -> NoReturn:
+        self.reach(engine)
+
+    def audit(self, desk: Any, parts: Any, asked: Any, engine: Any, params: Any) -> NoReturn:
+        self.reach(engine if "engine" in parts else {"model": engine["model"]})
+
+    def train(self, options: Any, *others: Any) -> NoReturn:
+        self.reach({"model": options.model})
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("command", OURS, ids=named)
-def test_options_are_read(command: Documented, reached: _Reached) -> None:
-    """Up to where something would be loaded, served or measured."""
-    result = CliRunner().invoke(app, command.words[1:], input=given(command))
+def test_options_are_read(command: Documented) -> None:
+    """Commands end before they load, serve or measure anything."""
+    reached = Reached()
+    result = CliRunner().invoke(app, command.words[1:], input=given(command), obj=reached)
     if command.shown and command.shown[0].startswith("Error:"):
         assert result.stderr == command.shown[0] + "\n"
         return
@@ -138,16 +127,17 @@ def test_completion_can_be_installed() -> None:
     assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout
 
 
-def test_an_option_that_is_gone_is_noticed(reached: _Reached) -> None:
+def test_an_option_that_is_gone_is_noticed() -> None:
+    reached = Reached()
     for words in (["bench", "--no-such-option"], ["audit", "--speculative-config", "{}}"]):
-        assert CliRunner().invoke(app, words).exit_code == 2
+        assert CliRunner().invoke(app, words, obj=reached).exit_code == 2
     assert reached.engines == []
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "python -m" in c.line], ids=named)
 def test_options_of_modules_are_read(command: Documented, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to where a benchmark has read them."""
+    """Benchmarks end after they have read them."""
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(self: Any, *given: Any) -> None:
@@ -187,7 +177,7 @@ def test_a_quick_command_runs(command: Documented) -> None:
         assert (result.exit_code, result.stderr) == (2, command.shown[0] + "\n")
         return
     assert result.exit_code == 0, result.stderr
-    # A conversation, whose messages would be typed, ends where standard input does.
+    # A conversation reads its messages from standard input, and ends with it.
     assert result.stdout.strip() or command.line == "foretoken chat --model path/to/checkpoint"
 
 
@@ -212,7 +202,7 @@ def test_a_script_of_the_readme(
 
 
 def names_of_readers() -> dict[str, Any]:
-    """What readers of a piece of Python are taken to have: models, prompts, tensors."""
+    """The names that a piece of Python in a document uses: models, prompts, tensors."""
     kept, drafts, vocabulary = 2, 4, 16
     random = torch.Generator().manual_seed(0)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,63 +38,42 @@ def test_equal_recordings_are_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2 requests, 2 samples, 4 tokens, 12 log-probabilities\n0 differences" in said
 
 
-def change_token(lines: Lines) -> None:
-    lines[1]["samples"][0]["token_ids"][1] = 8
-
-
-def change_last_bit(lines: Lines) -> None:
-    lines[1]["samples"][0]["logprobs"][0][0][1] = NEXT_DOUBLE.hex()
-
-
-def change_prompt_logprob(lines: Lines) -> None:
-    lines[1]["prompt_logprobs"][2] = None
-
-
-def cut_a_token(lines: Lines) -> None:
-    lines[1]["samples"][0]["token_ids"].pop()
-
-
-def drop_a_sample(lines: Lines) -> None:
-    lines[1]["samples"].clear()
-
-
-def raise_an_error(lines: Lines) -> None:
-    lines[1]["error"] = "RequestError"
-
-
-def change_a_count(lines: Lines) -> None:
-    lines[1]["counts"]["num_steps"] += 1
-
-
-def drop_a_request(lines: Lines) -> None:
-    lines.pop()
+GONE = object()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("place", "value", "said"),
     [
-        (change_token, "some/0/1: samples[0].token_ids[1]: 7 → 8"),
-        (change_last_bit, "some/0/1: samples[0].logprobs[0]: "),
-        (change_prompt_logprob, "some/0/1: prompt_logprobs[2]: "),
-        (cut_a_token, "some/0/1: samples[0].token_ids[1]: 7 → no more"),
-        (drop_a_sample, "some/0/1: samples[0]: "),
-        (raise_an_error, "some/0/1: error: None → 'RequestError'"),
-        (change_a_count, "some/0/1: counts.num_steps: 0 → 1"),
-        (drop_a_request, "some/0/1: only in "),
+        (("samples", 0, "token_ids", 1), 8, "samples[0].token_ids[1]: 7 → 8"),
+        (("samples", 0, "logprobs", 0, 0, 1), NEXT_DOUBLE.hex(), "samples[0].logprobs[0]: "),
+        (("prompt_logprobs", 2), None, "prompt_logprobs[2]: "),
+        (("samples", 0, "token_ids", 1), GONE, "samples[0].token_ids[1]: 7 → no more"),
+        (("samples", 0), GONE, "samples[0]: "),
+        (("error",), "RequestError", "error: None → 'RequestError'"),
+        (("counts", "num_steps"), 1, "counts.num_steps: 0 → 1"),
+        ((), GONE, "only in "),
     ],
 )
 def test_one_change_is_found(
-    change: Callable[[Lines], None],
+    place: tuple[Any, ...],
+    value: Any,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before, after = recording(), recording()
-    change(after)
+    inner: Any = after
+    *path, last = 1, *place
+    for key in path:
+        inner = inner[key]
+    if value is GONE:
+        del inner[last]
+    else:
+        inner[last] = value
     for one, other in ((before, after), (after, before)):
         assert compared(tmp_path, one, other) == 1
     assert compared(tmp_path, before, after) == 1
-    assert said in capsys.readouterr().out
+    assert f"some/0/1: {said}" in capsys.readouterr().out
 
 
 def test_requests_are_many_and_of_every_kind() -> None:

@@ -99,7 +99,7 @@ def test_version_is_in_the_changelog() -> None:
 
 
 def dependencies(extra: str = "") -> list[str]:
-    """Names of what is declared: of the core, or of an extra."""
+    """Names of the declared dependencies of the core, or of an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     listed = project["optional-dependencies"][extra] if extra else project["dependencies"]
     return sorted(re.split(r"[<>=!~\[; ]", d)[0] for d in listed)
@@ -107,7 +107,7 @@ def dependencies(extra: str = "") -> list[str]:
 
 @pytest.mark.parametrize("extra", ["", "serve"])
 def test_what_is_imported_is_a_declared_dependency(extra: str) -> None:
-    """But for `triton`, which a CUDA build of torch brings and the backend of its name needs."""
+    """Except `triton`: a CUDA build of torch brings it, and only the backend `triton` needs it."""
     imported = set()
     for module in modules().values():
         if module.name.startswith("foretoken.serve") != bool(extra):
@@ -123,7 +123,7 @@ def test_what_is_imported_is_a_declared_dependency(extra: str) -> None:
     brought = {"starlette", "pydantic", "pydantic_core", "httptools"} if extra else set()
     # The core asks for llguidance when a request has a grammar.
     declared = {*dependencies(), *(dependencies("serve") if extra else ["llguidance"])}
-    declared |= {"ray"} if extra else set()  # of replicas alone: the extra of its name
+    declared |= {"ray"} if extra else set()  # only for replicas: the extra `ray`
     imported_as = {"yaml": "pyyaml"}
     names = {imported_as.get(name, name).replace("_", "-") for name in foreign - brought}
     assert names <= declared

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.common import TARGET
+from foretoken import LLM
 from foretoken.engine.worker import Turns
 from foretoken.ops import unavailable
-from tests.long import documented, trial, trial_child
-from tests.long.trial import Child, collapse
-from tests.long.trial_child import SHORT
+from tests.long import documented, trial
+from tests.long.trial import SHORT, Child, collapse
 
 
 @pytest.fixture
@@ -34,19 +34,30 @@ BACKENDS = [
 
 @pytest.mark.usefixtures("_threads_come_back")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_threads(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_child, "SHORT", SHORT[:2])
-    report = trial_child.threads(backend, 0.5)
+def test_two_threads(backend: str) -> None:
+    report = trial.share_llm(trial.load(backend), 0.5, SHORT[:2])
     assert report["failures"] == []
     assert report["calls_of_the_other"] >= 1
 
 
+class NoTurns(Turns):
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+
+class WithoutTurns(LLM):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._turns = NoTurns("LLM")
+
+
 @pytest.mark.usefixtures("_threads_come_back")
-def test_two_threads_without_turns_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Turns, "__enter__", lambda self: None)
-    monkeypatch.setattr(Turns, "__exit__", lambda self, *raised: None)
-    monkeypatch.setattr(trial_child, "SHORT", SHORT[:1])
-    assert trial_child.threads("torch", 0.5)["failures"]
+def test_two_threads_without_turns_fail() -> None:
+    llm = WithoutTurns(TARGET, trial.SPECULATION, backend="torch", max_num_seqs=8)
+    assert trial.share_llm(llm, 0.5, SHORT[:1])["failures"]
 
 
 @pytest.mark.usefixtures("forked")
@@ -70,7 +81,7 @@ def test_forks() -> None:
 @pytest.mark.usefixtures("_threads_come_back")
 def test_a_busy_neighbour() -> None:
     with trial.busy(True):
-        report = trial_child.speed("torch", 0.1, 1)
+        report = trial.measure_speed("torch", 0.1, 1)
     assert report["tokens_per_s"].keys() == {"default", "one"}
     assert min(*report["tokens_per_s"].values())[0] > 0
 
@@ -84,13 +95,12 @@ def test_a_collapse_is_a_failure() -> None:
     ("code", "said"),
     [("import os; os.abort()", "ended with -6"), ('print(\'{"failures": ["x"]}\')', "x")],
 )
-def test_what_ends_badly_is_told(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda args, **options: popen([sys.executable, "-c", code], **options)
-    )
+def test_what_ends_badly_is_told(code: str, said: str) -> None:
+    class Bad(Child):
+        program = ("-c", code)
+
     failures: list[str] = []
-    with Child("threads", "torch") as child:
+    with Bad("threads", "torch") as child:
         child.report(failures)
     assert said in failures[0]
 

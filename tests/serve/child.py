@@ -1,4 +1,4 @@
-"""A server as a process of its own, with the faults that a test asks for: `python -m` with JSON."""
+"""A server in a process of its own, with faults: `python -m tests.serve.child JSON`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.serve.running import fail_later
 from tests.support.asynchronous import PATIENCE, until
 
 TIME_IS_UP, LAST_CALL = signal.SIGUSR1, signal.SIGUSR2
-"""Signals at which `drain_timeout` is over, or what follows it, too, for a server that drains."""
+"""Signals to a server that drains: `drain_timeout` is over; the grace period is over, too."""
 
 
 class Child(NamedTuple):
@@ -32,13 +32,13 @@ class Child(NamedTuple):
     http: httpx.Client
 
     def end(self, by: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
-        """The exit code that a signal brings."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(by)
         return self.process.wait(seconds)
 
     @property
     def said(self) -> str:
-        """What it printed after its address, once it has ended."""
+        """Its output after its address, once it has ended."""
         return self.process.stdout.read() if self.process.stdout else ""
 
 

@@ -1,4 +1,4 @@
-"""What a driver of Ray does, as a process of its own: `python -m` with a name and arguments."""
+"""Drivers of Ray in processes of their own: `python -m tests.serve.ray_child NAME ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def other_version() -> None:
 
 
 def deploy(args: str) -> None:
-    """An application as `serve deploy` makes it, asked through proxies; it prints the answers."""
+    """Deploy as `serve deploy` does, send requests through the proxies, and print the answers."""
     from foretoken.serve.command import prepare_own_cluster
 
     prepare_own_cluster()

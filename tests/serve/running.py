@@ -8,16 +8,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
-import pytest
 
 from foretoken import AsyncEngine
-from foretoken.serve import running as engine_runs
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.running import Lifetime
 from foretoken.serve.server import bind, make_server
 from tests.support.asynchronous import PATIENCE, until
 
@@ -31,9 +29,11 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
+def running(
+    engine: AsyncEngine, options: ServeOptions, life: Lifetime | None = None
+) -> Iterator[Running]:
     """A real server on a free port of the loopback; it and its engine have ended afterwards."""
-    server = make_server(build_app(engine, options))
+    server = make_server(build_app(engine, options, life=life))
     with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
@@ -46,33 +46,32 @@ def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
             thread.join()
 
 
-class Deadlines:
-    """Those of requests: each comes when a test says so, however fast the machine is."""
+class Deadlines(Lifetime):
+    """Deadlines of requests come when a test says so, however fast the machine is."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, options: ServeOptions) -> None:
+        super().__init__(options, lambda: None)
         self.timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
-        names = {**vars(asyncio), "get_running_loop": lambda: self}
-        monkeypatch.setattr(engine_runs, "asyncio", SimpleNamespace(**names))
 
-    def call_later(self, seconds: float, *what: Any) -> asyncio.TimerHandle:
+    def call_later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
-        handle = loop.call_later(10**6, *what)
-        self.timers.append((seconds, handle, lambda: loop.call_soon_threadsafe(*what)))
+        handle = loop.call_later(10**6, call, *args)
+        self.timers.append((seconds, handle, lambda: loop.call_soon_threadsafe(call, *args)))
         return handle
 
     def come(self, seconds: float) -> None:
-        """So many seconds have passed, for all that still wait for it."""
+        """Let all deadlines of this length come that are not cancelled."""
         for call in self.left(seconds):
             call()
 
     def left(self, seconds: float) -> list[Any]:
-        """What happens after so many seconds, unless it is cancelled."""
+        """The calls of deadlines of this length that are not cancelled."""
         return [call for length, handle, call in self.timers
                 if length == seconds and not handle.cancelled()]  # fmt: skip
 
 
 def connect(server: Running) -> socket.socket:
-    """A connection that says what it is given, and no more."""
+    """A connection that sends nothing by itself."""
     address = httpx.URL(server.url)
     return socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
 
@@ -85,7 +84,7 @@ def request(body: dict[str, Any]) -> bytes:
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
-    """The answer to a body, or the `error` of one."""
+    """The answer to a body, which may be an `error`."""
     answer: dict[str, Any] = http.post(path, json=body).json()
     return answer
 
@@ -99,7 +98,7 @@ def chunks(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def choices(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    """Of a stream's chunks, what they say of one choice."""
+    """The parts of one choice in the chunks of a stream."""
     return [c for chunk in found for c in chunk["choices"] if c["index"] == index]
 
 

@@ -31,7 +31,7 @@ def say(client: socket.socket, pieces: tuple[bytes, ...]) -> None:
 
 
 def heard(client: socket.socket) -> list[int]:
-    """The statuses of what comes until the server hangs up."""
+    """The statuses of all answers until the server hangs up."""
     found = b""
     with suppress(ConnectionResetError):
         while piece := client.recv(65536):
@@ -40,14 +40,14 @@ def heard(client: socket.socket) -> list[int]:
 
 
 def sent(*pieces: bytes, to: Running) -> list[int]:
-    """The statuses of all that comes back for these segments."""
+    """The statuses of all answers to these segments."""
     with closing(connect(to)) as client:
         say(client, pieces)
         return heard(client)
 
 
 def answers(*pieces: bytes, to: Running) -> tuple[int, bytes, list[int]]:
-    """Status and body of one answer, and what comes for `NEXT` after it."""
+    """Status and body of one answer, and the statuses of answers to `NEXT` after it."""
     with closing(connect(to)) as client:
         say(client, pieces)
         answer = HTTPResponse(client)
@@ -119,7 +119,7 @@ def test_a_request_without_a_certain_end_is_refused_and_nothing_follows_it(
 
 
 def test_trailers_are_no_headers(server: Running) -> None:
-    """One of them would make the body JSON, the others offer to leave HTTP/1.1."""
+    """As headers, the first trailer would make the body JSON, and the rest would leave HTTP/1.1."""
     head, wire = post(b'{"prompt": "a", "max_tokens": 3}', "", chunked=True)
     head = head.replace(b"Content-Type: application/json\r\n", b"")
     trailers = b"Content-Type: application/json\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"

@@ -29,7 +29,7 @@ SHORT: Any = {"model": "tiny-python", "max_tokens": 60, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """As `make serve` serves it."""
+    """The server of `make serve`."""
     engine = AsyncEngine("tiny-python", {"method": "draft_model"}, threads=1, num_blocks=512)
     with running(engine, ServeOptions()) as server:
         yield server.url
@@ -54,7 +54,7 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def prompt(http: httpx.Client, *messages: Any) -> str:
-    """What the template makes of a conversation."""
+    """The prompt that the template makes of a conversation."""
     answer = post(http, "/tokenize", messages=[USER, *messages])
     assert "tokens" in answer, answer
     return str(post(http, "/detokenize", tokens=answer["tokens"])["prompt"])

@@ -122,7 +122,7 @@ def test_the_user_of_the_image_owns_the_folder_of_its_models() -> None:
 
 @contextmanager
 def nginx(folder: Path, upstream: str) -> Iterator[str]:
-    """It, with the file of the documents: only the two ports are others."""
+    """nginx with the file of docs/deploy; only its two ports differ."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -81,8 +81,8 @@ HONOURED: dict[str, Any] = {
 # What turns something off that is off: a value that is allowed, and one that is not.
 OFF = {"include": (["reasoning.encrypted_content"], ["message.output_text.logprobs"]),
        "prompt_cache_options": ({"mode": "explicit"}, {"prewarm": True})}  # fmt: skip
-# What a name has to have beside it, or it is refused.
-BESIDE: dict[str, dict[str, Any]] = {
+# Fields without which a field is refused.
+NEEDED: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
 }
@@ -158,13 +158,13 @@ def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], na
     elif name in STRUCTURED:
         assert read(kind, **{name: STRUCTURED[name]}).params != read(kind).params
     else:
-        beside = BESIDE.get(name, {})
+        needed = NEEDED.get(name, {})
         if name in ("tool_choice", "parallel_tool_calls"):
-            beside = {"tools": TOOLS[kind]}
+            needed = {"tools": TOOLS[kind]}
         value = HONOURED[name] if name != "tools" else TOOLS[kind]
         value = True if (kind, name) == (ChatBody, "logprobs") else value
         value = {"type": "any"} if (kind, name) == (MessagesBody, "tool_choice") else value
-        assert read(kind, **{**beside, name: value}) != read(kind, **beside)
+        assert read(kind, **{**needed, name: value}) != read(kind, **needed)
 
 
 @pytest.mark.parametrize(("kind", "name"), FOREIGN)
@@ -252,7 +252,7 @@ def test_the_documented_lists_are_those_of_the_code() -> None:
 
 
 def taken(foreign: Foreign) -> str:
-    """The values at which a field is taken, as JSON has them."""
+    """The values that a field may have, as JSON."""
     values = dict.fromkeys(json.dumps(value) for value in foreign.harmless if value is not None)
     return ", ".join(f"`{value}`" for value in values) or "null alone"
 
@@ -401,8 +401,8 @@ def test_only_what_is_too_long_for_the_context_is_said_to_be(
 
 
 @pytest.mark.parametrize("name", ["response_format", "guided_json"])
-def test_white_space_is_asked_for_beside_a_schema(name: str) -> None:
-    """As vLLM merges them; other keys say what the text must be once more."""
+def test_white_space_is_requested_next_to_a_schema(name: str) -> None:
+    """As in vLLM, keys about white space join the schema; a second schema is refused."""
     for given, told in (
         ({"disable_any_whitespace": False}, '"whitespace_flexible": true'),
         ({"whitespace_pattern": " ?"}, '"whitespace_pattern": " ?"'),
@@ -420,14 +420,14 @@ def test_white_space_is_asked_for_beside_a_schema(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["guided_regex", "guided_choice", "structured_outputs"])
-def test_a_structure_beside_tools_is_refused_by_the_name_it_has(name: str) -> None:
+def test_a_structure_next_to_tools_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(RequestError, match="a JSON schema: next to `tools`") as caught:
         read(ChatBody, tools=TOOLS[ChatBody], **{name: STRUCTURED[name]})
     assert caught.value.field == name
 
 
 @pytest.mark.parametrize("name", ["response_format", "guided_json"])
-def test_json_beside_tools_is_one_of_two_ways_to_answer(name: str) -> None:
+def test_json_next_to_tools_is_one_of_two_ways_to_answer(name: str) -> None:
     asked = read(ChatBody, tools=TOOLS[ChatBody], **{name: STRUCTURED[name]})
     grammar = dict(asked.params.structured_outputs or {})["grammar"]  # type: ignore[arg-type]
     assert grammar.startswith('start: call ("\\n" call)* | answer')
@@ -435,9 +435,7 @@ def test_json_beside_tools_is_one_of_two_ways_to_answer(name: str) -> None:
     assert (asked.parsing.is_either, asked.parsing.is_forced) == (True, False)
 
 
-def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(
-    http: httpx.Client,
-) -> None:
+def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(http: httpx.Client) -> None:
     conversation = [{"role": "user", "content": "def area(width, height):"}]
     limit = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     asked: dict[str, dict[str, Any]] = {

@@ -28,18 +28,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from foretoken import __version__
 from foretoken.config import EngineConfig
 from foretoken.errors import StepError
-from foretoken.serve import running as engine_runs
 from foretoken.serve.errors import UnavailableError
-from foretoken.serve.fleet import front as fronts
 from foretoken.serve.fleet.call import Call, Done, Head, Taken
 from foretoken.serve.fleet.config import Fleet, ReplicaOptions, fleet_model
-from foretoken.serve.fleet.front import Front, ReplicaDiedError
+from foretoken.serve.fleet.front import TAKEN_SECONDS, Front, ReplicaDiedError
 from foretoken.serve.fleet.replica import Replica, State
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
 from foretoken.serve.server import Process, bind
 from tests.serve.conftest import SPECULATION, TEMPLATE
-from tests.serve.running import PROMPT, Running, connect, request
+from tests.serve.running import PROMPT, Running, connect, fail_later, request
 from tests.support.asynchronous import PATIENCE, Gate, until
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = PATHS = (
@@ -91,7 +89,7 @@ class Local:
 
 
 class Scripted:
-    """Says these pieces, raises these errors, or hangs; `said` is what its replicas are asked."""
+    """Yields pieces, raises errors, or hangs; `said` has the results of `ask` by method."""
 
     def __init__(self, *script: Any, names: Sequence[str] = ("fake",), **said: list[Any]) -> None:
         self.names, self.script, self.said = names, script, said
@@ -122,12 +120,17 @@ class Fronted(NamedTuple):
 
 
 @contextmanager
-def fronted(*models: Any, options: ServeOptions = SMALL) -> Iterator[Fronted]:
+def fronted(
+    *models: Any,
+    options: ServeOptions = SMALL,
+    taken_seconds: float = TAKEN_SECONDS,
+    grace: float = 5.0,
+) -> Iterator[Fronted]:
     """A front on a real socket; it has ended afterwards, and its replicas have not."""
     one = {"model": "tiny-python"}
     each = tuple(fleet_model(one, model.names, ReplicaOptions(replicas=1)) for model in models)
-    life = Lifetime(options, lambda: None)
-    front = Front(Fleet(each, options), models, life)
+    life = Lifetime(options, lambda: None, grace)
+    front = Front(Fleet(each, options), models, life, taken_seconds)
     process = Process(front.app, life, lambda line: None, is_front=True)
     with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=process.run, kwargs={"sockets": [bound]})
@@ -144,7 +147,7 @@ def fronted(*models: Any, options: ServeOptions = SMALL) -> Iterator[Fronted]:
 
 @contextmanager
 def replica(model: Path | str, name: str, options: ServeOptions, **engine: Any) -> Iterator[Any]:
-    """A replica; this process is not its alone: its garbage and its logs stay as they are."""
+    """A replica in this process, which keeps its own settings of garbage collection and logs."""
     config = EngineConfig.parse(model=str(model), threads=1, max_num_batched_tokens=64, **engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.serve.fleet.replica.collect_when_idle", lambda: None)
@@ -158,7 +161,7 @@ def replica(model: Path | str, name: str, options: ServeOptions, **engine: Any) 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Fronted]:
-    """The embedded model with the options of `server`, which is not behind a front."""
+    """The embedded model with the options of `server`, which has no front."""
     options = ServeOptions(served_model_name=("tiny", "other"), chat_template=TEMPLATE)
     speculation = {"speculative_config": SPECULATION, "max_num_seqs": 8}
     with (
@@ -175,7 +178,7 @@ def pair(target: Path) -> Iterator[Pair]:
 
 
 def scrubbed(value: Any) -> Any:
-    """Without what two servers say differently: names, times, what was cached."""
+    """The value without names, times and counts of cached tokens, which differ between servers."""
     if isinstance(value, dict):
         told = {"id", "item_id", "created", "created_at", "completed_at", "metrics"}
         told |= {"cached_tokens", "cache_read_input_tokens"}
@@ -184,7 +187,7 @@ def scrubbed(value: Any) -> Any:
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events, which are whole."""
+    """The data of a stream's events; all events must be whole."""
     *found, end = text.split("\n\n")
     assert end == ""
     data = [re.fullmatch(r"(?:event: (\S+)\n)?data: (.*)", event) for event in found]
@@ -195,7 +198,7 @@ def events(text: str) -> list[Any]:
 
 
 def text_of(event: Any) -> str:
-    """What an event of any of the APIs adds to the text."""
+    """The text that an event of any of the APIs adds."""
     if event == "[DONE]":
         return ""
     delta = event.get("delta", {})
@@ -206,7 +209,7 @@ def text_of(event: Any) -> str:
 
 
 def gist(read: list[Any]) -> list[Any]:
-    """Of a stream what does not depend on where steps end, which is a matter of time."""
+    """The content of a stream that does not depend on timing, as the ends of steps do."""
     text = "".join(map(text_of, read))
     assert text
     kinds = [event.get("type", "chunk") if event != "[DONE]" else event for event in read]
@@ -365,14 +368,11 @@ def test_metrics_are_those_of_all_replicas(pair: Pair) -> None:
 
 
 def test_health_while_one_replica_serves(pair: Pair) -> None:
-    def fail() -> None:
-        raise RuntimeError("the step is broken")
-
     local = Local(["small"], *pair)
     with fronted(local) as found:
         for local.choose, status in ((0, 200), (1, 503)):
             failing = pair[local.choose]
-            failing._engine.engine.step = fail  # type: ignore[method-assign, assignment]
+            fail_later(failing._engine.engine, "step", "the step is broken", steps=0)
             for _ in range(2):
                 answer = found.http.post(COMPLETIONS, json=LONG)
                 assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
@@ -386,7 +386,7 @@ def test_health_while_one_replica_serves(pair: Pair) -> None:
         assert found.http.post("/ping").status_code == 503
 
 
-def test_without_replicas_nobody_is_up() -> None:
+def test_without_replicas_no_model_is_up() -> None:
     with fronted(Scripted(UnavailableError("none"))) as found:
         answer = found.http.get("/health")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -416,12 +416,9 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, when: str) -> None:
 
 
 @pytest.mark.parametrize("script", [[HANG], [TAKEN, HANG], [TAKEN, STREAM, b"data: 1\n\n", HANG]])
-def test_a_client_that_leaves_closes_the_answer(
-    monkeypatch: pytest.MonkeyPatch, script: list[Any]
-) -> None:
-    monkeypatch.setattr(fronts, "TAKEN_SECONDS", PATIENCE)
+def test_a_client_that_leaves_closes_the_answer(script: list[Any]) -> None:
     fake = Scripted(*script)
-    with fronted(fake) as found:
+    with fronted(fake, taken_seconds=PATIENCE) as found:
         with closing(connect(Running(found.url, Any))) as leaving:
             leaving.sendall(request(LONG))
             until(lambda: fake.calls)
@@ -454,7 +451,7 @@ def test_what_ends_without_an_answer_is_503_and_no_death(script: list[Any]) -> N
 
 
 def check_error(path: str, read: list[Any], num_before: int) -> None:
-    """After so many events comes the API's own, which ends the stream."""
+    """After `num_before` events comes the error event of the API, which ends the stream."""
     error, *end = read[num_before:]
     assert end == (["[DONE]"] if path in (COMPLETIONS, CHAT) else [])
     told = {"message": str(DIED), "param": None, "code": "unavailable"}
@@ -515,10 +512,9 @@ def test_clients_raise_what_a_stream_ends_by(pair: Pair) -> None:
             list(claude.messages.create(**given))
 
 
-def test_what_nobody_takes_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fronts, "TAKEN_SECONDS", 0.05)
+def test_what_no_replica_takes_is_refused_in_time() -> None:
     fake = Scripted(HANG)
-    with fronted(fake) as found:
+    with fronted(fake, taken_seconds=0.05) as found:
         answer = found.http.post(CHAT, json={**BODIES[CHAT], "stream": True})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "No replica took the request within 0.05 s" in answer.json()["error"]["message"]
@@ -579,13 +575,10 @@ def test_what_takes_too_long_then_ends_with_what_there_is(target: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [[], [STREAM, b'data: {"n":1}\n\ndata: {"n']])
-def test_what_a_replica_does_not_let_go_of_is_ended(
-    monkeypatch: pytest.MonkeyPatch, begun: list[Any]
-) -> None:
-    monkeypatch.setattr(engine_runs, "_GRACE", 0.05)
+def test_what_a_replica_does_not_let_go_of_is_ended(begun: list[Any]) -> None:
     fake = Scripted(TAKEN, *begun, HANG)
     with (
-        fronted(fake, options=ServeOptions(drain_timeout=0)) as found,
+        fronted(fake, options=ServeOptions(drain_timeout=0), grace=0.05) as found,
         ThreadPoolExecutor(1) as pool,
     ):
         asked = pool.submit(httpx.post, found.url + CHAT, json=BODIES[CHAT], timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""What no honest client sends gets an answer that is none of 5xx, or none; nothing is left."""
+"""Hostile requests get no answer, or one with a status below 500; nothing of them stays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attacked(target: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def hasty(target: Path) -> Iterator[Running]:
-    """For who is not to be waited for: what is quick elsewhere may be late here on a busy core."""
+    """A server that soon gives up on silent clients; on a busy core others might time out."""
     with served(target, io_timeout=0.5) as server:
         yield server
 

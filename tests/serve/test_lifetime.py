@@ -27,16 +27,7 @@ from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
 from tests.serve.child import LAST_CALL, TIME_IS_UP, Child, child
-from tests.serve.running import (
-    PATH,
-    PROMPT,
-    Deadlines,
-    Running,
-    connect,
-    post,
-    request,
-    running,
-)
+from tests.serve.running import PATH, PROMPT, Deadlines, Running, connect, post, request, running
 from tests.support.asynchronous import PATIENCE, Gate, idle, until
 
 LONG = {"prompt": "abc", "max_tokens": 90, "ignore_eos": True}
@@ -72,16 +63,11 @@ def test_a_queue_that_is_full_says_when_to_come_again(target: Path) -> None:
         assert [f.result().status_code for f in taken] == [200] * 3
 
 
-def test_what_takes_too_long_ends_with_what_there_is(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_too_long_ends_with_what_there_is(target: Path) -> None:
     """The tenth step takes until both requests, a stream and a whole answer, have been aborted."""
-    engine, deadlines = AsyncEngine(str(target)), Deadlines(monkeypatch)
-    gate = Gate(engine)
-    with (
-        running(engine, ServeOptions(queue_timeout=1, request_timeout=2)) as server,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    engine, options = AsyncEngine(str(target)), ServeOptions(queue_timeout=1, request_timeout=2)
+    gate, deadlines = Gate(engine), Deadlines(options)
+    with running(engine, options, deadlines) as server, ThreadPoolExecutor(2) as pool:
         both = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
         until(lambda: engine.status.num_open == 2)
         gate.open(9)
@@ -102,10 +88,10 @@ def test_what_takes_too_long_ends_with_what_there_is(
         until(lambda: nothing_is_held(server))
 
 
-def test_what_waits_too_long_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, deadlines = AsyncEngine(str(target), max_num_seqs=1), Deadlines(monkeypatch)
-    gate = Gate(engine)
-    with running(engine, ServeOptions(queue_timeout=1)) as server, ThreadPoolExecutor(2) as pool:
+def test_what_waits_too_long_is_refused(target: Path) -> None:
+    engine, options = AsyncEngine(str(target), max_num_seqs=1), ServeOptions(queue_timeout=1)
+    gate, deadlines = Gate(engine), Deadlines(options)
+    with running(engine, options, deadlines) as server, ThreadPoolExecutor(2) as pool:
         waiting = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
         until(lambda: engine.status.num_open == 2)
         deadlines.come(1)
@@ -241,7 +227,7 @@ def test_a_long_prompt_does_not_stop_those_that_decode(target: Path) -> None:
 
 
 def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], list[Any]]:
-    """Threads that read streams, and the text of each; all have begun."""
+    """Threads that read streams, and the status and text of each; all streams have begun."""
     found: list[Any] = [None] * count
     begun = threading.Semaphore(0)
 
@@ -270,7 +256,7 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
 
 @pytest.mark.usefixtures("forked")
 def test_sigterm_under_load_answers_everybody() -> None:
-    """Three that stream, one that waits for a slot and one whose stream does; who comes later."""
+    """Three streams run, a whole answer and a stream wait for a slot, and a request comes late."""
     engine = {"threads": 1, "num_blocks": 512, "max_num_seqs": 3}
     with (
         child("tiny-python", engine=engine, step_seconds=0.01, drain_timeout=3600) as server,
@@ -318,10 +304,8 @@ def test_a_server_that_ends_lets_answers_be_completed(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_server_is_gone_when_its_time_is_over_whoever_still_wants_something(
-    target: Path,
-) -> None:
-    """One has a stream of 12 s, which is cut; another has not sent all of its request."""
+def test_a_server_ends_when_its_time_is_over_though_clients_wait(target: Path) -> None:
+    """One client reads a stream of 12 s, which is cut; another has sent half of a request."""
     with child(target, step_seconds=0.05, drain_timeout=1) as server:
         threads, found = long_streams(server, 1, 240)
         with closing(connect(Running(str(server.http.base_url), None))) as slow:
@@ -380,7 +364,7 @@ def test_a_server_that_is_idle_is_gone_at_once() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_second_signal_ends_at_once() -> None:
-    """By the signal: at the end of its time, an hour, it would end with 0."""
+    """The exit code is that of the signal; after `drain_timeout`, an hour, it would be 0."""
     engine = {"threads": 1, "num_blocks": 256}
     with child("tiny-python", engine=engine, step_seconds=0.01, drain_timeout=3600) as server:
         threads, _ = long_streams(server, 1, 2000)

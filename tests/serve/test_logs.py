@@ -1,4 +1,4 @@
-"""Logs: a line for each request, with its name, and nothing that it says."""
+"""Logs: a line for each request, with its name and without its text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PATH = "/v1/completions"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """What was logged of requests."""
+    """The logged lines of requests."""
     found = [r for r in caplog.records if r.name == "foretoken.serve.logs"]
     return [{**json.loads(JsonLines().format(record))} for record in found]
 
 
 def is_logged(caplog: pytest.LogCaptureFixture, number: int) -> bool:
-    """Whether there are so many lines: one is written behind its answer."""
+    """Whether there are so many lines: each is written after its answer."""
     return len(lines(caplog)) == number
 
 

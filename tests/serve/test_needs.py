@@ -1,4 +1,4 @@
-"""Memory that a replica of a quantised model is given: the bytes of its file, as they are kept."""
+"""Memory for a replica of a quantised model: the bytes of its file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory(path: Path, **engine: Any) -> int:
 
 @pytest.mark.parametrize("mix", ["F32", "F16", "Q8_0", "K mix"])
 def test_a_gguf_file_is_counted_as_it_is(tmp_path: Path, mix: str) -> None:
-    """Whatever `dtype` says: less than the numbers take, but its header and tokenizer."""
+    """For any `dtype`: the size of the file, without its header and tokenizer."""
     written = Written(tmp_path, "llama", mix)
     size, numbers = written.file.stat().st_size, written.module.num_parameters()
     found = memory(written.file) - REST
@@ -42,7 +42,7 @@ def test_compressed_tensors_are_counted_as_they_are(tmp_path: Path, bits: int) -
     assert size < 1.3 * bits / 8 * written.module.num_parameters()
 
 
-def test_a_draft_in_a_file_is_counted_beside_its_target(tmp_path: Path) -> None:
+def test_a_draft_in_a_file_is_counted_with_its_target(tmp_path: Path) -> None:
     target, draft = (Written(tmp_path / mix, "llama", mix).file for mix in ("F16", "Q8_0"))
     both = memory(target, speculative_config={"method": "draft_model", "model": str(draft)})
     assert both == memory(target) + memory(draft) - REST

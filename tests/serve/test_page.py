@@ -13,7 +13,7 @@ from foretoken import AsyncEngine
 from foretoken.serve.access import OPEN, PAGE
 from foretoken.serve.options import ServeOptions
 from tests.project.source import PACKAGE
-from tests.serve.running import PROMPT, Running, post, running, until
+from tests.serve.running import PROMPT, Running, fail_later, post, running, until
 
 FOLDER = PACKAGE / "serve" / "page"
 HTML = (FOLDER / "index.html").read_text(encoding="utf-8")
@@ -141,10 +141,6 @@ def test_an_engine_without_drafts_a_key_and_a_failure(target: Path) -> None:
         assert (found["num_drafts"], found["drafter"], found["drafters"]) == (0, "", [])
         assert found["has_chat"] is False
         assert found["now"]["failure"] is None
-
-        def fail() -> None:
-            raise RuntimeError("the step is broken")
-
-        engine.engine.step = fail  # type: ignore[method-assign, assignment]
+        fail_later(engine.engine, "step", "the step is broken", steps=0)
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc"}, headers=headers)
         assert "The engine failed" in state()["now"]["failure"]

@@ -40,7 +40,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, server: Running) -> Iterator[Open]:
-    """Opens the page; at the end nothing was wrong in it, and nothing was asked of others."""
+    """Opens the page; at the end there was no error in it, and no request to another server."""
     contexts, wrong = [], []
 
     def watch(page: Any, url: str, expected: str) -> None:
@@ -84,7 +84,7 @@ def run(page: Any, **fields: str) -> None:
 
 
 def numbers(element: Any) -> list[float]:
-    """All numbers that the shown detail has, with all their digits."""
+    """All numbers in the detail, with all their digits."""
     return [float(one.get_attribute("value")) for one in element.locator("data").all()]
 
 
@@ -170,7 +170,7 @@ RECORD = """selector => {
 
 
 def boxes(page: Any, selector: str) -> dict[str, dict[str, float]]:
-    """Of what is shown, by its id or its text."""
+    """The boxes of visible elements, by id or text."""
     found: dict[str, dict[str, float]] = page.evaluate(
         """selector => Object.fromEntries(
           [...document.querySelectorAll(selector)].filter(e => e.checkVisibility())
@@ -206,7 +206,7 @@ def test_it_stands_on_one_edge_and_fingers_hit_it(opened: Open) -> None:
     assert len({round(box["x"]) for box in boxes(page, "header h1, section").values()}) == 1
 
 
-def test_the_form_stays_beside_long_results_and_steps_have_axes(opened: Open) -> None:
+def test_the_form_stays_next_to_long_results_and_steps_have_axes(opened: Open) -> None:
     page = opened(height=700)
     run(page, max_tokens="150", seed="3", pairs="0")
     for end in ("0", "document.documentElement.scrollHeight"):

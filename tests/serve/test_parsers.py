@@ -41,7 +41,7 @@ def parsing(name: str, *, reasons: bool = True, parallel: bool = True) -> Parsin
 
 
 def read(how: Parsing, pieces: Sequence[str], prompt: str = "", reason: str = "stop") -> list[Part]:
-    """What is said of pieces, without the ids of calls, which are drawn at random."""
+    """The parts that a parser makes of pieces, without the random ids of calls."""
     parser, last = how.new(prompt), len(pieces) - 1
     parts = [
         part
@@ -69,7 +69,7 @@ def test_every_way_to_split_gives_the_same_events(
     name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool, reason: str,
     bound: str,
 ) -> None:  # fmt: skip
-    """Whole, by characters and by chance; a delta without text may stand anywhere."""
+    """In one piece, by characters and by random pieces, some of them without text."""
     text, prompt = "".join(pieces), "<think>\n" if is_open else ""
     how = replace(parsing(name, parallel=parallel), **({bound: True} if bound else {}))
     whole = read(how, [text], prompt, reason)
@@ -132,7 +132,7 @@ def test_what_models_write(name: str, text: str, parts: list[Part]) -> None:
     ],
 )
 def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
-    """However the tokens were split: whole calls, then one up to there, and never a text."""
+    """For any split into tokens: whole calls, then the beginning of one, and never a text."""
     free = parsing(name, reasons=False)
     how, done = replace(free, is_forced=True), 0
     for size in range(len(text)):
@@ -146,7 +146,7 @@ def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
         assert ARGUMENTS.startswith(last.arguments)
         assert len(whole) + last.is_whole >= done
         done = len(whole) + last.is_whole
-    assert done == (1 if name == "llama3_json" else 2)  # whose last brace is cut
+    assert done == (1 if name == "llama3_json" else 2)  # the last brace is cut
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
         ("llama3_json", '{"name": "Ada", "age"', [Content('{"name": "Ada", "age"')]),
     ],
 )  # fmt: skip
-def test_calls_that_nobody_forced_may_be_cut(name: str, text: str, parts: list[Part]) -> None:
+def test_calls_that_are_not_forced_may_be_cut(name: str, text: str, parts: list[Part]) -> None:
     assert read(parsing(name), [text], reason="length") == parts
 
 

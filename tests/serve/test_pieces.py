@@ -1,4 +1,4 @@
-"""What takes long is done in pieces, or aside: nobody else waits for the whole of it."""
+"""Long work is done in pieces, or in another thread: other requests need not wait for its end."""
 
 from __future__ import annotations
 

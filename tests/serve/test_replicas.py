@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, through the command and behind its proxies: the extra `ray`.
+"""Replicas on Ray Serve, through the command and through its proxies: the extra `ray`.
 
 One fleet of two serves all tests of a fleet that is well; the last of them kills it.
 """
@@ -43,7 +43,7 @@ def ask(server: Served, **body: Any) -> httpx.Response:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """What a command says and its exit code, which it must reach by itself."""
+    """Output and exit code of a command, which must end by itself."""
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
@@ -183,7 +183,7 @@ def test_two_versions_in_a_cluster_are_named() -> None:
     assert "Install one version" in last
 
 
-def test_several_models_behind_the_proxies_of_ray_serve() -> None:
+def test_several_models_through_the_proxies_of_ray_serve() -> None:
     small = {"engine": {"model": "tiny-python-draft"}, "served_model_name": "small"}
     models = [{"engine": {"model": "tiny-python"}}, small]
     models = [each | {"replica_cpus": 0.5} for each in models]

@@ -130,14 +130,8 @@ def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], par
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_numbers_that_json_does_not_have_are_refused(http: httpx.Client) -> None:
-    body = '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]}'
-    answer = http.post(PATH, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400
-
-
 def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
-    """What has begun does not show what came later."""
+    """Events of the beginning do not contain later parts."""
     body = ResponsesBody(input="a", chat_template_kwargs={})
     writer = ResponsesWriter(GenerationRequest(SamplingParams(), messages=()), body, "m")
     usage = Usage(GenerationRequest(SamplingParams()))
@@ -160,7 +154,7 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
 
 
 def test_an_answer_that_the_server_cut_says_so() -> None:
-    """Here and in Messages: by its end, of a request that had not begun, and by a deadline."""
+    """In Responses and Messages: at the server's end, before a first token, and by a deadline."""
     asked, body = GenerationRequest(SamplingParams()), ResponsesBody(input="a")
     for text, why in (("", "shutdown"), ("so", "timeout")):
         parts = (Content(text),) if text else ()

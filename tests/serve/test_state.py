@@ -1,4 +1,4 @@
-"""Health, models, tokens, metrics, keys; requests whose client or engine is gone."""
+"""Health, models, tokens, metrics, keys; requests that have lost their client or engine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretoken import AsyncEngine, __version__
+from foretoken.cli.actions import Actions
 from foretoken.cli.app import app
 from foretoken.engine.worker import EngineStatus
 from foretoken.errors import (
@@ -33,15 +34,7 @@ from foretoken.serve.metrics import Counts, EngineCollector, Histogram, Record, 
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import PromptDelta
 from tests.project.source import ROOT
-from tests.serve.running import (
-    PROMPT,
-    Running,
-    connect,
-    fail_later,
-    post,
-    request,
-    running,
-)
+from tests.serve.running import PROMPT, Running, connect, fail_later, post, request, running
 from tests.support.asynchronous import PATIENCE, Gate, idle, until
 
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
@@ -233,10 +226,7 @@ def test_the_metrics_documented_are_those_there_are(server: Running) -> None:
         controlled_seconds=2, estimated_plain_seconds=3, realised_plain_seconds=4))  # fmt: skip
     more = [*EngineCollector(adapting, Counts(), "x").collect()]
     speedups = {family.name: family.samples[0].value for family in more[-2:]}
-    assert speedups == {
-        "foretoken:estimated_speedup": 1.5,
-        "foretoken:realised_speedup": 2.0,
-    }
+    assert speedups == {"foretoken:estimated_speedup": 1.5, "foretoken:realised_speedup": 2.0}
     assert not speedups.keys() & names, "K is fixed there"
     names |= speedups.keys()
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -265,12 +255,8 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
 
 
 def test_gauges_while_requests_run_and_after_their_clients_left(server: Running) -> None:
-    """Streamed or not, waiting or running: nothing is left of what nobody reads."""
-    with (
-        ExitStack() as stack,
-        ThreadPoolExecutor(1) as pool,
-        closing(Gate(server.engine)) as gate,
-    ):
+    """Streamed or not, waiting or running: nothing is left of requests without a reader."""
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool, closing(Gate(server.engine)) as gate:
         readers = []  # one that is collected closes its stream
         for number in (1, 2, 3):
             http = stack.enter_context(httpx.Client(base_url=server.url, timeout=PATIENCE))
@@ -308,11 +294,7 @@ def test_a_key_is_asked_for_and_probes_need_none(target: Path) -> None:
 def test_an_engine_that_fails_answers_everybody(target: Path, caplog: Any) -> None:
     engine = AsyncEngine(str(target))
     with running(engine, ServeOptions()) as server:
-
-        def fail() -> None:
-            raise RuntimeError("the step is broken")
-
-        engine.engine.step = fail  # type: ignore[method-assign, assignment]
+        fail_later(engine.engine, "step", "the step is broken", steps=0)
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
             for path in ("/v1/completions", "/v1/completions", "/tokenize"):
                 answer = http.post(path, json={"prompt": "abc"})
@@ -397,11 +379,13 @@ def test_an_address_is_tried_before_a_model_is_loaded(server: Running) -> None:
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, ...]] = []
-    monkeypatch.setattr(
-        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.keys)
-    )
+
+    class Keys(Actions):
+        def serve(self, engine: Any, options: ServeOptions, say: Any) -> None:
+            found.append(options.keys)
+
     for name, words in (("key", []), ("key", ["--api-key", "other"]), ("", [])):
         monkeypatch.setenv("FORETOKEN_API_KEY", name)
-        done = CliRunner().invoke(app, ["serve", *words])
+        done = CliRunner().invoke(app, ["serve", *words], obj=Keys())
         assert done.exit_code == (0 if name else 2)
     assert found == [("key",), ("other",)]

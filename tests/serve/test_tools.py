@@ -1,4 +1,4 @@
-"""Calls of tools through the server: forced ones are valid, streamed or not, by the real client."""
+"""Calls of tools: forced calls are valid, streamed or not, also by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
 def test_an_answer_is_a_call_or_the_format(
     http: httpx.Client, speculative: Any, parallel: bool
 ) -> None:
-    """Never both, nor a part of either but by its length; streamed as whole."""
+    """Never both; only `length` cuts either of them; a stream says the same."""
     seen = set()
     asked = {**ASKED, "tools": TOOLS[:1], "response_format": FORMAT, "seed": 1, "n": 10,
              "speculative": speculative, "parallel_tool_calls": parallel}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Values that change nothing change nothing, and those that are honoured are seen in the answer."""
+"""Harmless values change no answer, and values that are honoured show in the answer."""
 
 from __future__ import annotations
 

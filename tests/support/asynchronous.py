@@ -49,7 +49,7 @@ def num_requests(engine: AsyncEngine) -> int:
 
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the thread has nothing to do; then nothing may be left. The thread itself looks,
-    between two steps: what it is doing just now shows to nobody."""
+    between two steps: what it is doing just now is not visible."""
     while await asyncio.wrap_future(engine._worker.call(lambda engine: engine.has_work)):
         await asyncio.sleep(0.001)
     await asyncio.wrap_future(engine._worker.call(lambda engine: engine.check_integrity()))

@@ -45,7 +45,7 @@ def save_checkpoint(
     max_len: int = 256,
     spread: float = 0.3,
 ) -> Path:
-    """A random Llama whose greedy text does not repeat at once; deterministic in its arguments."""
+    """A random Llama, deterministic in its arguments; its greedy text does not repeat at once."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ _FORKS.set_forkserver_preload(
 
 
 class Forked(subprocess.Popen[Any]):
-    """`subprocess.Popen`, whose child the fork server has."""
+    """`subprocess.Popen` of a child that the fork server has."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         if args[0] != sys.executable:

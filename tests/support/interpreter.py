@@ -103,7 +103,7 @@ def quicken() -> None:
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_type
     core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
-    builder = interpreter.interpreter_builder  # it finds overflow, and then tells nobody
+    builder = interpreter.interpreter_builder  # it finds overflow, and does not report it
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 

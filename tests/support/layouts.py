@@ -28,7 +28,7 @@ def kind_of(argument: object) -> str:
 
 
 def elsewhere(value: T, apart: bool) -> T:
-    """Copies of every tensor in it, one element behind an aligned address, NaN or 1 around them.
+    """Copies of every tensor in it, one element after an aligned address, NaN or 1 around them.
 
     apart: whether elements, or rows of two dimensions, are not adjacent; a cache's always are.
     """

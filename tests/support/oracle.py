@@ -282,7 +282,7 @@ def outcome(
 
 
 def evidence_of(backend: Backend, batch: VerifyBatch, verdict: Verdict) -> Tensor:
-    """The evidence of every request, in reverse order; 0 behind a request's last draft."""
+    """The evidence of every request, in reverse order; 0 after a request's last draft."""
     request_R = torch.arange(len(batch.slot_B), device=batch.slot_B.device).flip(0)
     found = backend.evidence(batch, verdict, request_R)
     most = found.token_RK.shape[1]
@@ -298,7 +298,7 @@ def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, D
     slots, most, width = on.raw_SKV.shape
     cache = DraftCache.empty(slots, most, width, on.raw_SKV.dtype, device)
     for tensor in (cache.logits_SKV, cache.threshold_SK, cache.lse_SK):
-        tensor.fill_(torch.nan)  # what nobody wrote must not be read
+        tensor.fill_(torch.nan)  # rows that are never written must not be read
     token_BK = torch.empty(len(on.slot_B), most, dtype=torch.int64, device=device)
     for i in range(most):
         token_BK[:, i] = backend.draft(

@@ -1,4 +1,4 @@
-"""A `CausalLM` stand-in whose logits come from a table of the last two tokens.
+"""A stand-in for `CausalLM`: its logits come from a table of the last two tokens.
 
 It remembers tokens where a real model keeps K/V, at the flat cache indices of the batch, and reads
 its context back through the block tables: a drafter that feeds it wrongly gets wrong logits.

@@ -1,4 +1,4 @@
-"""Requests under a rule that the kernels do not state: they get no token, and the others theirs.
+"""Requests under a rule that the kernels do not state get no token; other requests get theirs.
 
 On the host such rules are refused before any work. What slots on a device hold is never looked at,
 so the checks are left out here.

@@ -1,4 +1,4 @@
-"""Rows whose survivors do not fit a short list, of every shape that their search tells apart.
+"""Rows with more survivors than a short list holds, of every shape that their search tells apart.
 
 What is kept and the tokens are held against the oracle; a row that keeps otherwise by less than
 `BOUND` of its mass is a near-tie, whose token may differ.

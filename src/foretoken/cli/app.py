@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken import __version__
+from foretoken.cli.actions import Actions
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
 from foretoken.cli.foreign import ServeCommand, foreign_options
 from foretoken.cli.options import SPECULATION, fields_given, with_fields
@@ -40,7 +41,6 @@ from foretoken.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from foretoken.lab.desk import Desk
-    from foretoken.llm import LLM
 
 _EMBEDDED = "tiny-python"
 _OWN_DRAFTS: dict[str, dict[str, Any]] = {
@@ -104,6 +104,7 @@ def root(
 @app.command()
 @with_fields(model=_EMBEDDED, max_tokens=128, temperature=0.8)
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The text to complete; - reads standard input.")],
     as_json: AsJson = False,
     debug: Debug = False,
@@ -114,13 +115,14 @@ def generate(
         params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
-        llm = _load(**_engine_options(options))
+        llm = ctx.ensure_object(Actions).load(**_engine_options(options))
         raise SystemExit(exit_code(complete(llm, text, params, as_json, note)))
 
 
 @app.command()
 @with_fields(model=_EMBEDDED, max_tokens=512, temperature=0.8)
 def chat(
+    ctx: typer.Context,
     message: Annotated[
         str | None,
         typer.Argument(
@@ -154,7 +156,7 @@ def chat(
         messages = read_messages(message, system)
         template_source = read_template(chat_template)
         conversation = Conversation(messages, params, as_json) if message is None else None
-        llm = _load(**_engine_options(options))
+        llm = ctx.ensure_object(Actions).load(**_engine_options(options))
         template = find_template(llm, template_source)
         if conversation:
             conversation.run(llm, template, note)
@@ -167,6 +169,7 @@ def chat(
 
 @app.command()
 def demo(
+    ctx: typer.Context,
     prompts: Annotated[int, typer.Option(help="Held-out prompts to complete.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 80,
     samples: Annotated[int, typer.Option(help="Tokens that the sampled check examines.")] = 4096,
@@ -186,18 +189,18 @@ def demo(
     with reporting(debug) as note:
         for name, value in (("prompts", prompts), ("max-tokens", max_tokens), ("samples", samples)):
             check_int(name, value, 1)
-        from foretoken.lab.demo import Demo
-
+        actions = ctx.ensure_object(Actions)
         drafter = speculative_config or _OWN_DRAFTS.get(model, _ANY_DRAFT)
         # Timed prompts are repeated, and each run must compute its prompt again.
-        llm = _load(model, drafter, enable_prefix_caching=False)
+        llm = actions.load(model, drafter, enable_prefix_caching=False)
         with exit_on_sigterm():
-            Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
+            actions.demo(llm, note).run(prompts, max_tokens, samples)
 
 
 @app.command()
 @with_fields(BenchOptions, without=SET_BY_BENCH, model=_EMBEDDED, temperature=0.0, **BENCH_DEFAULTS)
 def bench(
+    ctx: typer.Context,
     debug: Debug = False,
     **options: Any,
 ) -> None:
@@ -220,15 +223,13 @@ def bench(
                     raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
         with _desk(note, secret=bench_options.api_key) as desk:
-            with desk.status("Starting"):
-                from foretoken.lab.bench.command import run
-
-            run(desk, bench_options, params, engine)
+            ctx.ensure_object(Actions).bench(desk, bench_options, params, engine)
 
 
 @app.command()
 @with_fields(AuditOptions, without={*SET_BY_AUDIT, "no_speculation"}, model=None, backend=None)
 def audit(
+    ctx: typer.Context,
     as_json: AsJson = False,
     debug: Debug = False,
     **options: Any,
@@ -250,10 +251,8 @@ def audit(
         engine = _engine_options({"model": _EMBEDDED, **given_options})
         note("nothing was audited.")
         with _desk(note, as_json, audit_options.api_key) as desk:
-            with desk.status("Starting"):
-                from foretoken.lab.audit.command import AuditScope, Command
-
-            raise SystemExit(Command(desk).run(AuditScope(parts, audit_options, engine, params)))
+            actions = ctx.ensure_object(Actions)
+            raise SystemExit(actions.audit(desk, parts, audit_options, engine, params))
 
 
 @app.command()
@@ -265,6 +264,7 @@ def audit(
     max_num_seqs=None,
 )
 def plan(
+    ctx: typer.Context,
     model_name: Model = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -291,10 +291,7 @@ def plan(
             engine["speculative_config"] = next(speculation, None)
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
-            with desk.status("Starting"):
-                from foretoken.lab.plan.command import Command
-
-            Command(desk).run(engine, plan_options, params)
+            ctx.ensure_object(Actions).plan(desk, engine, plan_options, params)
 
 
 @app.command(cls=ServeCommand)
@@ -330,17 +327,16 @@ def serve(
         note("nothing was served.")
         if inert:
             say(f"Without effect here: {', '.join(inert)}.")
-        from foretoken.serve.command import start, start_replicas
-
+        actions = ctx.ensure_object(Actions)
         if scale.replicas is None:
-            start(engine, server_options, say)
+            actions.serve(engine, server_options, say)
         else:
-            start_replicas(engine, scale, server_options, ray_address, say)
+            actions.serve_replicas(engine, scale, server_options, ray_address, say)
 
 
 @app.command("train-eagle3")
 @with_fields(TrainOptions, engine=False)
-def train_eagle3(debug: Debug = False, **options: Any) -> None:
+def train_eagle3(ctx: typer.Context, debug: Debug = False, **options: Any) -> None:
     """Train an EAGLE-3 head for a model, on texts that the model writes itself.
 
     Ctrl-C keeps the head as trained so far, and a checkpoint from which --resume continues.
@@ -348,10 +344,9 @@ def train_eagle3(debug: Debug = False, **options: Any) -> None:
     with reporting(debug) as note:
         train_options = TrainOptions(**fields_given(TrainOptions, options))
         note("nothing was trained.")
-        from foretoken.lab.train_eagle3.command import Training
-
         error_console = console(stderr=True, highlight=False, soft_wrap=True)
-        Training(train_options, lambda line: error_console.print(line, markup=False), note).run()
+        actions = ctx.ensure_object(Actions)
+        actions.train(train_options, lambda line: error_console.print(line, markup=False), note)
 
 
 @contextmanager
@@ -417,11 +412,3 @@ def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> di
     elif config is None and not is_off:
         config = _OWN_DRAFTS.get(engine["model"])
     return {**engine, "speculative_config": config}
-
-
-def _load(model: str, speculative_config: Any, **options: Any) -> LLM:
-    """Import the engine and load the models, with a status line on a terminal."""
-    with console(stderr=True).status(f"Loading {model}"):
-        from foretoken.llm import LLM
-
-        return LLM(model, speculative_config, **options)

@@ -43,10 +43,16 @@ def check_shown(params: SamplingParams, json_output: bool) -> None:
 
 
 def complete(
-    llm: LLM, prompt: str | ChatPrompt, params: SamplingParams, json_output: bool, note: Note
+    llm: LLM,
+    prompt: str | ChatPrompt,
+    params: SamplingParams,
+    json_output: bool,
+    note: Note,
+    patience: float = _PATIENCE,
 ) -> RequestOutput:
     """Complete one prompt and print its samples, one after another.
 
+    A status line appears after `patience` seconds if nothing else is printed meanwhile.
     Returns the last output, maybe `interrupted_by` a signal. Raises the error of a request that
     was refused, or that failed after its text so far was printed.
     """
@@ -56,7 +62,7 @@ def complete(
     limit = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
     progress = "no token was generated."
     note(progress)
-    with _status_line(json_output) as show:
+    with _status_line(json_output, patience) as show:
         for output in llm.stream(prompt, params, on_interrupt="return"):
             if not json_output:
                 printer.show(output)
@@ -125,8 +131,8 @@ def _write(text: str) -> None:
 
 
 @contextmanager
-def _status_line(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Show a status line after `_PATIENCE` seconds, if `enabled` and on a terminal.
+def _status_line(enabled: bool, patience: float) -> Iterator[Callable[[str], None]]:
+    """Show a status line after `patience` seconds, if `enabled` and on a terminal.
 
     Yields a function that sets the line's text.
     """
@@ -135,7 +141,7 @@ def _status_line(enabled: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     status = terminal.status("Generating")
-    timer = threading.Timer(_PATIENCE, status.start)
+    timer = threading.Timer(patience, status.start)
     timer.daemon = True
     timer.start()
     try:

@@ -81,7 +81,14 @@ class Demo:
         llm: an engine with a drafter.
         console: for the output; it decides on colour and width.
         note: gets a line about the work done so far, which Ctrl-C reports.
+
+    Attributes, which a subclass may set:
+        rounds: timed rounds of each kind of decoding.
+        audit: the class that checks the losslessness.
     """
+
+    rounds: int = ROUNDS
+    audit: type[EngineAudit] = EngineAudit
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
         self.llm, self.console, self.note = llm, console, note
@@ -175,8 +182,8 @@ class Demo:
             )
             plain = replace(speculative, num_speculative_tokens=0)
             plain_speeds, speculative_speeds = list[float](), list[float]()
-            with self._progress("measuring", ROUNDS) as advance:
-                for done in range(ROUNDS):
+            with self._progress("measuring", self.rounds) as advance:
+                for done in range(self.rounds):
                     advance(done)
                     plain_speeds.append(self._speed(chosen, plain))
                     speculative_speeds.append(self._speed(chosen, speculative))
@@ -186,7 +193,7 @@ class Demo:
                 f"  temperature {temperature:<4g} plain {_median_and_range(plain_speeds)}"
                 f"   speculative {_median_and_range(speculative_speeds)}   {ratios[-1]:.2f}x"
             )
-        self._say(f"Tokens per second: median of {ROUNDS} rounds (least to most).")
+        self._say(f"Tokens per second: median of {self.rounds} rounds (least to most).")
         if min(ratios) < 1.0:
             self._say(
                 "Speculation is slower than plain decoding here: at this acceptance, drafting "
@@ -203,7 +210,7 @@ class Demo:
         """Audit tokens at T=0, and the tokens' ranks at T=1."""
         self._title("Is it lossless?")
         reference = reference_of(self.llm)
-        engine = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
+        engine = self.audit(self.llm, SamplingParams(temperature=1.0), reference)
         self._say(engine.greedy()[1])
         subject = engine.subject(self.llm.config.model)._replace(exact=None)
         with self._progress("drawing", draws) as advance:

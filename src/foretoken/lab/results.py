@@ -269,19 +269,19 @@ def _cpu_name() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def commit() -> tuple[str, bool]:
+def commit(source: Path = Path(__file__)) -> tuple[str, bool]:
     """The commit of this code, and whether the code differs from the commit.
 
     ("unknown", False) if the code is not in its git repository, for example if it was installed.
     """
 
-    def git(*args: str, folder: Path = Path(__file__).parent) -> str:
+    def git(*args: str, folder: Path = source.parent) -> str:
         command = ["git", "-C", str(folder), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         # Fails if this file is only a copy inside another repository.
-        git("ls-files", "--error-unmatch", Path(__file__).name)
+        git("ls-files", "--error-unmatch", source.name)
         code = ("src", "benchmarks/*.py", "pyproject.toml")
         changed = git(
             "status", "--porcelain", "--", *code, folder=Path(git("rev-parse", "--show-toplevel"))

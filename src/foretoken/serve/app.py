@@ -23,12 +23,19 @@ from foretoken.serve.routes import Context, generate, page, state
 from foretoken.serve.running import Lifetime
 
 
-def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = True) -> FastAPI:
+def build_app(
+    engine: AsyncEngine,
+    options: ServeOptions,
+    *,
+    guarded: bool = True,
+    life: Lifetime | None = None,
+) -> FastAPI:
     """OpenAI's API over an engine. When the application ends, it closes the engine.
 
     Args:
         guarded: whether the application checks access and logs requests. That of a replica does
             not, since the front of the replicas does both.
+        life: has the open requests; None: a new one.
 
     Raises:
         ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
@@ -39,7 +46,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions, *, guarded: bool = Tru
         yield
         await engine.close()
 
-    life = Lifetime(options, lambda: engine.status.failure)
+    life = life or Lifetime(options, lambda: engine.status.failure)
     context = Context(engine, Served.from_engine(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.config import EngineConfig
 from foretoken.config.checks import set_in_environment
 from foretoken.errors import ConfigError
 from foretoken.serve.fleet.config import ReplicaOptions
 from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions, describe_model
+
+if TYPE_CHECKING:
+    from foretoken.async_engine import AsyncEngine
 
 _OWN_CLUSTER = {
     # Ray's ports are open to the network. By default Ray runs all code that is sent there; with a
@@ -27,14 +30,27 @@ _OWN_CLUSTER = {
 """Environment variables that Ray reads when it is imported, for a cluster of this command only."""
 
 
-def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
+def with_defaults(engine: Mapping[str, Any], device_type: str) -> dict[str, Any]:
+    """Options of a server's engine: a bounded queue and, on a CPU, short steps by default."""
+    short = {"max_step_seconds": MAX_STEP_SECONDS} if device_type == "cpu" else {}
+    return {"max_num_waiting": MAX_NUM_WAITING, **short, **engine}
+
+
+def start(
+    engine: Mapping[str, Any],
+    options: ServeOptions,
+    say: Callable[[str], None],
+    load: Callable[..., AsyncEngine] | None = None,
+) -> None:
     """Load the model and serve it until a signal; then end the process.
+
+    Args:
+        load: makes the engine from its options; None: `AsyncEngine`.
 
     Raises:
         ConfigError: an option is wrong, the address is taken, or a package of the extra `serve` is
             missing.
     """
-    engine = {"max_num_waiting": MAX_NUM_WAITING, **engine}
     config = EngineConfig.parse(**engine)
     options.check_engine(config)
     try:
@@ -48,12 +64,11 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     from foretoken.async_engine import AsyncEngine
     from foretoken.engine.devices import choose_device
 
-    if choose_device(config.device).type == "cpu":
-        engine = {"max_step_seconds": MAX_STEP_SECONDS, **engine}
+    engine = with_defaults(engine, choose_device(config.device).type)
     set_up(options.log_level)
     with bind(options) as bound_socket:  # before the model, which may take minutes to load
         say(f"Loading {engine['model']}")
-        app = build_app(AsyncEngine(**engine), options)
+        app = build_app((load or AsyncEngine)(**engine), options)
         collect_when_idle()
         context = app.state.context
         lines = [describe_model(context.served.names, config), context.served.format.summary]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import TimerHandle
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -27,7 +28,6 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import GenerationRequest
 
 _GRACE = 5.0
-"""Seconds for a client to receive and read an answer that was cut off."""
 NO_MORE = "The server ends and takes no more requests."
 CUT_MESSAGES = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
@@ -49,13 +49,19 @@ class Lifetime:
 
     Args:
         failed: returns the error that made serving impossible, or None.
+        grace: seconds for a client to receive and read an answer that was cut off.
 
     Attributes:
         num_cut: requests that the server's end cut off.
     """
 
-    def __init__(self, options: ServeOptions, failed: Callable[[], ForetokenError | None]) -> None:
-        self.options, self.failed = options, failed
+    def __init__(
+        self,
+        options: ServeOptions,
+        failed: Callable[[], ForetokenError | None],
+        grace: float = _GRACE,
+    ) -> None:
+        self.options, self.failed, self._grace = options, failed, grace
         self.flights: set[OpenRequest] = set()
         self._end: float | None = None
         self.num_cut = 0
@@ -71,8 +77,9 @@ class Lifetime:
 
     def seconds_left(self) -> float:
         """How many more seconds a client gets to read the end of its answer."""
-        seconds = _GRACE if self._end is None else self._end + _GRACE - time.monotonic()
-        return min(max(seconds, 1.0), _GRACE)
+        grace = self._grace
+        seconds = grace if self._end is None else self._end + grace - time.monotonic()
+        return min(max(seconds, 1.0), grace)
 
     def is_over(self) -> bool:
         """Whether the drain is over. Ends requests that are late, so call it repeatedly."""
@@ -82,8 +89,12 @@ class Lifetime:
         if seconds_late >= 0:
             self.num_cut = max(self.num_cut, len(self.flights))
             for flight in [*self.flights]:
-                flight.cut("shutdown", refuses=seconds_late >= _GRACE)
-        return not self.flights or seconds_late >= _GRACE
+                flight.cut("shutdown", refuses=seconds_late >= self._grace)
+        return not self.flights or seconds_late >= self._grace
+
+    def call_later(self, seconds: float, call: Callable[..., Any], *args: Any) -> TimerHandle:
+        """As `call_later` of the running event loop."""
+        return asyncio.get_running_loop().call_later(seconds, call, *args)
 
 
 class Flight:
@@ -106,17 +117,17 @@ class Flight:
         self._lifetime, self._engine, self._name = lifetime, engine, name
         self._reason, self._has_begun, self._is_refused, self._num_requests = "", False, False, 0
         self._task: asyncio.Task[Any] | None = None
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: list[TimerHandle] = []
         self._aborts: set[asyncio.Task[bool]] = set()
 
     def __enter__(self) -> Self:
         if self._lifetime.is_draining:
             raise UnavailableError(NO_MORE)
         self._task = asyncio.current_task()
-        options, loop = self._lifetime.options, asyncio.get_running_loop()
+        options, call_later = self._lifetime.options, self._lifetime.call_later
         self._timers = [
-            loop.call_later(options.queue_timeout, self.cut, "queue"),
-            loop.call_later(options.request_timeout, self.cut, "timeout"),
+            call_later(options.queue_timeout, self.cut, "queue"),
+            call_later(options.request_timeout, self.cut, "timeout"),
         ]
         self._lifetime.flights.add(self)
         return self

@@ -101,7 +101,14 @@ class EngineAudit:
             known.
         alpha: upper bound of the probability that a lossless engine is refuted, by draws or
             parameters.
+
+    Attributes, which a subclass may set:
+        batch: number of requests at a time.
+        parameters: the sampling parameters to check, each with the change that it makes.
+        waves: most batches of half the size for each of these parameters.
     """
+
+    batch, parameters, waves = BATCH, PARAMETERS, MOST_WAVES
 
     def __init__(
         self,
@@ -123,10 +130,10 @@ class EngineAudit:
         tokenizer: Any = llm.tokenizer
         if tokenizer is None:
             generator = torch.Generator().manual_seed(1)
-            size = (BATCH, PROMPT_TOKENS)
+            size = (self.batch, PROMPT_TOKENS)
             ids = torch.randint(reference.vocabulary, size, generator=generator).tolist()
         else:
-            ids = [tokenizer.encode(item.prompt)[:PROMPT_TOKENS] for item in heldout(BATCH)]
+            ids = [tokenizer.encode(item.prompt)[:PROMPT_TOKENS] for item in heldout(self.batch)]
         self.prompts: list[list[int]] = ids
         self._ranks = torch.empty(0, 0)
         self._texts: list[Text] = []
@@ -180,13 +187,13 @@ class EngineAudit:
         ]
         models = [model._replace(shown=SHOWN[model.name]) for model in models]
         return Subject(
-            name, models if samples else [], self._draw, self.checks, BATCH, DRAWS, drawn=DRAWN
+            name, models if samples else [], self._draw, self.checks, self.batch, DRAWS, drawn=DRAWN
         )
 
     def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
         """Outcomes of model `number`; all except the last are of the texts that model 0 draws."""
         if number == 0:
-            self._texts, self._ranks = self.ranked(self.params, BATCH)
+            self._texts, self._ranks = self.ranked(self.params, self.batch)
             return (cells(self._ranks), *self._acceptance())
         if number == 1:
             return (pairs(self._ranks[:, ::2], self._ranks[:, 1::2]),)
@@ -194,7 +201,7 @@ class EngineAudit:
             return (pairs(self._ranks[::2], self._ranks[1::2]),)
         if number in (3, 4):
             return (self._uniforms()[number - 3],)
-        return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
+        return (cells(self.ranked(replace(self.params, **FEW), self.batch)[1]),)
 
     def _drafts_of_an_outcome(self) -> tuple[int, str]:
         """The largest number of accepted drafts in one outcome of `_acceptance`, and the rule."""
@@ -302,7 +309,7 @@ class EngineAudit:
 
     def greedy(self) -> tuple[str | None, str]:
         params = replace(self.params, temperature=0.0)
-        texts = self.texts(params, BATCH)
+        texts = self.texts(params, self.batch)
         return classify(texts, self.reference.logits(texts), params, self._ulp())
 
     def _ulp(self) -> float:
@@ -316,11 +323,12 @@ class EngineAudit:
         params = replace(self.params, rejection_sample_method="coupled", trace=False)
         if params.temperature == 0:
             params = replace(params, temperature=1.0)
-        drafted = self.texts(params, BATCH, first=0)
-        plain = self.texts(replace(params, num_speculative_tokens=0), BATCH, first=0)
+        drafted = self.texts(params, self.batch, first=0)
+        plain = self.texts(replace(params, num_speculative_tokens=0), self.batch, first=0)
         differ = sum(a.output != b.output for a, b in zip(drafted, plain, strict=True))
-        line = f"`coupled` again without drafts: {BATCH - differ} of {BATCH} texts are equal."
-        return ("replay_differs" if differ > BATCH // 8 else None), line
+        equal = f"{self.batch - differ} of {self.batch} texts are equal"
+        line = f"`coupled` again without drafts: {equal}."
+        return ("replay_differs" if differ > self.batch // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
         """Check that each sampling parameter, added to the audited parameters, has an effect.
@@ -329,13 +337,13 @@ class EngineAudit:
         exp(-gain) is a supermartingale that starts at 1: with n parameters it *ever* exceeds
         n/alpha with probability at most alpha/n.
         """
-        limit = math.log(len(PARAMETERS) / ((1 - DRAWN) * self.alpha))
+        limit = math.log(len(self.parameters) / ((1 - DRAWN) * self.alpha))
         names_of: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
-        for name, change in PARAMETERS.items():
+        for name, change in self.parameters.items():
             other, gain = replace(params, **self._value(name, change)), 0.0
-            for _ in range(MOST_WAVES):
-                gain += self._gain(self.texts(other, BATCH // 2), other, params)
+            for _ in range(self.waves):
+                gain += self._gain(self.texts(other, self.batch // 2), other, params)
                 if abs(gain) > limit:
                     break
             acts, ignored, unclear = names_of.values()

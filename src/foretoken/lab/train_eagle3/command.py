@@ -276,7 +276,12 @@ class Training:
     Args:
         say: called with lines of progress.
         note: called with a line about the work done so far, which Ctrl-C reports.
+
+    Attributes:
+        trainer: the class that does the steps; a subclass may set it.
     """
+
+    trainer: type[Trainer] = Trainer
 
     def __init__(
         self, options: TrainOptions, say: Callable[[str], None], note: Callable[[str], None]
@@ -395,7 +400,7 @@ class Training:
             target_ids = commonest.sort().values
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
         sample_BT = own_NL[: options.batch_size].long()
-        return Trainer(
+        return self.trainer(
             config, target, recipe, sample_BT, target_ids=target_ids, tied=options.tied_head
         )
 

@@ -40,7 +40,6 @@ from foretoken.serve.running import CUT_MESSAGES, NO_MORE, Lifetime
 from foretoken.serve.sse import DONE, aside, dumps, while_connected
 
 TAKEN_SECONDS = 8.0
-"""Seconds for a replica to begin with a request; after that the client gets 503."""
 _LATE_SECONDS = 10.0
 """Seconds from `request_timeout`, when a replica should end its answer, until the front ends it."""
 _MAX_CONTEXT = 2**19
@@ -76,11 +75,21 @@ class Replicas(Protocol):
 class Front:
     """Several models with several replicas each, as one application.
 
+    Args:
+        taken_seconds: for a replica to begin with a request; after that the client gets 503.
+
     Attributes:
         num_died: answers that ended because their replica died.
     """
 
-    def __init__(self, fleet: Fleet, models: Sequence[Replicas], life: Lifetime) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        models: Sequence[Replicas],
+        life: Lifetime,
+        taken_seconds: float = TAKEN_SECONDS,
+    ) -> None:
+        self._taken_seconds = taken_seconds
         self.models, self.life, self.num_died = models, life, 0
         self._by_name = {name: replicas for replicas in models for name in replicas.names}
         routes = [*state_routes(self), Route("/{path:path}", _Endpoint(self._forward))]
@@ -122,7 +131,8 @@ class Front:
         """
         while not self.life.is_draining:
             await asyncio.sleep(_POLL_S)
-        await asyncio.gather(*(replicas.ask("drain", TAKEN_SECONDS) for replicas in self.models))
+        seconds = self._taken_seconds
+        await asyncio.gather(*(replicas.ask("drain", seconds) for replicas in self.models))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have a replica answer a request, and pass its answer on to the client."""
@@ -132,7 +142,7 @@ class Front:
         replicas = self.replicas_of(wanted.model or _model_in_path(own_path(scope)))
         call = Call.from_scope(scope, body, wanted.prompt, request_id.get())
         with suppress(ClientDisconnect), ForwardedRequest(self.life) as under_way:
-            relay = Relay(scope, send)
+            relay = Relay(scope, send, self._taken_seconds)
             try:
                 async with asyncio.timeout(self.life.options.request_timeout + _LATE_SECONDS):
                     await while_connected(receive, relay.run(replicas.answer(call), under_way))
@@ -195,8 +205,8 @@ class Relay:
     is kept until it is complete, so that a failure can still set the status.
     """
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
+    def __init__(self, scope: Scope, send: Send, taken_seconds: float) -> None:
+        self._scope, self._send, self._taken_seconds = scope, send, taken_seconds
         self._head: Head | None = None
         self._replica = ""
         self._unsent, self._num_events = list[bytes](), 0
@@ -239,11 +249,12 @@ class Relay:
     async def _await_replica(self, pieces: AsyncGenerator[Piece, None]) -> None:
         """Wait until a replica has taken the request; `UnavailableError` if none does in time."""
         try:
-            async with asyncio.timeout(TAKEN_SECONDS):
+            async with asyncio.timeout(self._taken_seconds):
                 taken = await anext(pieces, None)
         except TimeoutError:
-            message = f"No replica took the request within {TAKEN_SECONDS:g} s: none is up, or all"
-            raise UnavailableError(f"{message} are too busy.") from None
+            within = f"within {self._taken_seconds:g} s"
+            message = f"No replica took the request {within}: none is up, or all are too busy."
+            raise UnavailableError(message) from None
         if isinstance(taken, Taken):
             self._replica = taken.replica
             self._add_log_fields({"replica": taken.replica})

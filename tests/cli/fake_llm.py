@@ -1,17 +1,18 @@
-"""An `LLM` of texts written beforehand, for commands that are tested without a model."""
+"""An `LLM` with given texts, and actions of the commands that use an `LLM` of the test's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from foretoken.cli.actions import Actions
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 PIECES = ["a", " +", " b", "\n"]
 
 
 class FakeLLM:
-    """Streams `pieces`; fails where it is told to."""
+    """Streams `pieces`; raises `error` after `fail_after` of them."""
 
     def __init__(
         self,
@@ -43,3 +44,14 @@ class FakeLLM:
             metrics = RequestMetrics()
             metrics.observe(2, 1, synthetic=self.synthetic)
             yield RequestOutput("1", prompt, [5, 6], [sample], metrics)
+
+
+class WithLLM(Actions):
+    """Commands load nothing; `loaded` has the options of the last load."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm, self.loaded = llm, dict[str, Any]()
+
+    def load(self, model: str, speculative_config: Any, **options: Any) -> Any:
+        self.loaded = {"model": model, "speculative_config": speculative_config, **options}
+        return self.llm

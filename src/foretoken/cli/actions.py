@@ -1,0 +1,97 @@
+"""What the commands do once their options are read: one method each, which loads what it needs.
+
+Charter: no options, no output. A program around the commands may do something else at these
+points: it calls `app` with a subclass of `Actions` as `obj`, the object of Click's context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.terminal import Note, console
+
+if TYPE_CHECKING:
+    from foretoken.lab.audit.options import AuditOptions
+    from foretoken.lab.bench.options import BenchOptions
+    from foretoken.lab.demo import Demo
+    from foretoken.lab.desk import Desk
+    from foretoken.lab.plan.options import PlanOptions
+    from foretoken.lab.train_eagle3.options import TrainOptions
+    from foretoken.llm import LLM
+    from foretoken.sampling.params import SamplingParams
+    from foretoken.serve.fleet.config import ReplicaOptions
+    from foretoken.serve.options import ServeOptions
+
+Say = Callable[[str], None]
+
+
+class Actions:
+    """The defaults."""
+
+    def load(self, model: str, speculative_config: Any, **options: Any) -> LLM:
+        """Import the engine and load the models, with a status line on a terminal."""
+        with console(stderr=True).status(f"Loading {model}"):
+            from foretoken.llm import LLM
+
+            return LLM(model, speculative_config, **options)
+
+    def demo(self, llm: LLM, note: Note) -> Demo:
+        """The demo of a model, which is still to be run."""
+        from foretoken.lab.demo import Demo
+
+        return Demo(llm, console(highlight=False), note)
+
+    def bench(
+        self, desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+    ) -> None:
+        """Measure an engine, or a server."""
+        with desk.status("Starting"):
+            from foretoken.lab.bench.command import run
+        run(desk, options, params, engine)
+
+    def audit(
+        self,
+        desk: Desk,
+        parts: tuple[str, ...],
+        options: AuditOptions,
+        engine: Mapping[str, Any],
+        params: SamplingParams,
+    ) -> int:
+        """Audit these parts; returns the exit code."""
+        with desk.status("Starting"):
+            from foretoken.lab.audit.command import AuditScope, Command
+        return Command(desk).run(AuditScope(parts, options, engine, params))
+
+    def plan(
+        self, desk: Desk, engine: dict[str, Any], options: PlanOptions, params: SamplingParams
+    ) -> None:
+        """Predict what drafts would buy."""
+        with desk.status("Starting"):
+            from foretoken.lab.plan.command import Command
+        Command(desk).run(engine, options, params)
+
+    def serve(self, engine: Mapping[str, Any], options: ServeOptions, say: Say) -> None:
+        """Serve one engine in this process."""
+        from foretoken.serve.command import start
+
+        start(engine, options, say)
+
+    def serve_replicas(
+        self,
+        engine: Mapping[str, Any],
+        scale: ReplicaOptions,
+        options: ServeOptions,
+        ray_address: str | None,
+        say: Say,
+    ) -> None:
+        """Serve replicas on a Ray cluster."""
+        from foretoken.serve.command import start_replicas
+
+        start_replicas(engine, scale, options, ray_address, say)
+
+    def train(self, options: TrainOptions, say: Say, note: Note) -> None:
+        """Train an EAGLE-3 head."""
+        from foretoken.lab.train_eagle3.command import Training
+
+        Training(options, say, note).run()

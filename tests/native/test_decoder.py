@@ -402,13 +402,6 @@ def test_a_module_whose_output_layer_has_a_bias_is_no_stack() -> None:
         read_stack(module)
 
 
-def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack, backend = read_stack(loose_module()), get_backend("native")
-    monkeypatch.setattr(library, "missing", lambda: "of a test")
-    with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
-        backend.load_stack(stack, 64, 0)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrices_are_kept_once(tmp_path: Path, tied: bool) -> None:
     model = load(save(tmp_path, "llama", {**HEADS, "tie_word_embeddings": tied}))

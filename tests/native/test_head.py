@@ -30,6 +30,7 @@ from foretoken.ops.backends.native.stack import NativeStack
 from foretoken.ops.stack import Dense, Linear, map_linears
 from foretoken.ops.steps import ForwardBatch
 from tests.models import families
+from tests.native.libraries import native_backend
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
@@ -187,8 +188,7 @@ def test_one_that_differs_is_not_used(
     def load_stack(stack: Stack, *sizes: int, deterministic: bool) -> NativeStack:
         return NativeStack(wrong(stack), *sizes, deterministic=deterministic)
 
-    kernels = replace(get_backend("native")._kernels, load_stack=load_stack)
-    head = load(tmp_path, backend=Backend("native", kernels), drafted=23)
+    head = load(tmp_path, backend=native_backend(load_stack), drafted=23)
     assert not isinstance(head, RoundStack)
     assert "slower: that of backend `native` differs by" in caplog.text
 

@@ -6,7 +6,6 @@ the right texts is shown in `models/test_gguf_models.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from foretoken.ops.stack import (
 )
 from foretoken.ops.types import AttentionOptions
 from tests.models.batches import Span, build_batch
+from tests.native.libraries import VARIANTS, built_variants, use_library
 from tests.ops.weights import (
     FORMATS,
     GROUPS,
@@ -54,12 +54,6 @@ pytestmark = needs_kernels
 
 CPU, BLOCK, VOCABULARY, HEAD_SIZE = torch.device("cpu"), 16, 101, 16
 QUANTISED = (*BLOCKS, *GROUPS)
-VARIANTS = [
-    variant
-    for variant in build.VARIANTS.get(build.platform.machine(), {"none": []})
-    if library._NEEDS.get(variant, set()) <= library._cpu_features()
-]
-LOAD: Callable[[], Any] = library.load.__wrapped__
 
 
 class Sizes(NamedTuple):
@@ -75,25 +69,13 @@ SIZES = {32: Sizes(96, 4, 352), 64: Sizes(192, 4, 320), 128: Sizes(128, 8, 384),
          256: Sizes(256, 16, 512)}  # fmt: skip
 
 
-@functools.cache
-def library_of(variant: str) -> Any:
-    """A library beside that which this process has loaded."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_variant", lambda: (variant, ""))
-        return LOAD()
-
-
 @pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """The library that the test runs in."""
-    name: str = request.param
-    if not build.library_path(name).exists():
-        pytest.skip(f"`{name}` was not built")  # `FORETOKEN_NATIVE_VARIANT` says what is tested
-    kernels = library_of(name)
-    assert kernels._name.endswith(f"-{name}.so")
-    monkeypatch.setattr(library, "load", lambda: kernels)
-    yield name
-    library.set_num_threads(1)
+    if not build.library_path(request.param).exists():
+        pytest.skip(f"`{request.param}` was not built")
+    with use_library(request.param):
+        yield request.param
 
 
 def made_stack(name: str, num_layers: int = 2, *, biases: bool = True) -> Stack:
@@ -238,14 +220,19 @@ def signed_gains(size: int) -> Tensor:
     return gain_C
 
 
-def product_error(name: str, outputs: int = 150) -> float:
+def product_error(
+    name: str,
+    rounded: Callable[[Tensor], Tensor] = round_rows,
+    read: Callable[..., Any] = numbers_of,
+) -> float:
+    """The error of a product, as seen by a comparison that rounds rows and reads weights so."""
     random, size = torch.Generator().manual_seed(8), SIZES[multiple_of(name)].hidden
-    weight, gain_C = random_weight(name, outputs, size, random), signed_gains(size)
+    weight, gain_C = random_weight(name, 150, size, random), signed_gains(size)
     made = one_product(weight, gain_C)
     tokens = list(range(VOCABULARY))
     x = made.embedding.values * gain_C
-    rows = round_rows(x) if name in QUANTISED else x
-    wanted = rows.double() @ torch.from_numpy(numbers_of(weight)).T
+    rows = rounded(x) if name in QUANTISED else x
+    wanted = rows.double() @ torch.from_numpy(read(weight)).T
     return error_of(run_alone(native(made), tokens), wanted)
 
 
@@ -255,24 +242,21 @@ def test_one_product_is_that_of_float64(variant: str, name: str) -> None:
     assert product_error(name) <= 1e-6
 
 
-def test_the_comparison_sees_rows_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is wrong in one code: see `ops/test_formats.py` for the readings of blocks."""
-    monkeypatch.setattr(f"{__name__}.round_rows", lambda x: x)
-    assert product_error("Q8_0") > 1e-4
+def test_the_comparison_sees_rows_that_are_not_rounded() -> None:
+    """Wrong readings of blocks are in `ops/test_formats.py`."""
+    assert product_error("Q8_0", rounded=lambda x: x) > 1e-4
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_comparison_sees_one_wrong_code(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_comparison_sees_one_wrong_code(name: str) -> None:
     """The last number of a row is read as its neighbour."""
-    right = numbers_of
 
     def wrong(weight: Any) -> Any:
-        numbers = right(weight)
+        numbers = numbers_of(weight)
         numbers[..., -1] = numbers[..., -2]
         return numbers
 
-    monkeypatch.setattr(f"{__name__}.numbers_of", wrong)
-    assert product_error(name) > 1e-4
+    assert product_error(name, read=wrong) > 1e-4
 
 
 def extreme(name: str, code: int, size: int) -> Weight:
@@ -325,20 +309,19 @@ def test_a_row_is_the_same_bits_in_any_batch(variant: str, name: str) -> None:
 
 
 def test_every_library_gives_the_same_bits() -> None:
-    """Of one product whose rows are exact: sums of codes are integers, and are added up in an order
-    that no width of vectors changes."""
-    built = [name for name in VARIANTS if build.library_path(name).exists()]
-    if len(built) < 2:
-        pytest.skip(f"this machine runs {built} only")
-    for name in FORMATS:
-        size = SIZES[multiple_of(name)].hidden
-        weight = random_weight(name, 150, size, torch.Generator().manual_seed(8))
-        made, found = one_product(weight, signed_gains(size)), []
-        for one in built:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(library, "load", functools.partial(library_of, one))
-                found.append(run_alone(native(made), [*range(VOCABULARY)]))
-        assert all(torch.equal(found[0], other) for other in found[1:]), name
+    """Of one product whose rows are exact: sums of codes are integers, and they are added in an
+    order that does not depend on the width of vectors."""
+    found = []
+    for variant in built_variants():
+        with use_library(variant):
+            found.append([])
+            for name in FORMATS:
+                size = SIZES[multiple_of(name)].hidden
+                weight = random_weight(name, 150, size, torch.Generator().manual_seed(8))
+                made = one_product(weight, signed_gains(size))
+                found[-1].append(run_alone(native(made), [*range(VOCABULARY)]))
+    for name, first, *others in zip(FORMATS, *found, strict=True):
+        assert all(torch.equal(first, other) for other in others), name
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -462,12 +462,12 @@ SERVER_OPTIONS = {
 
 
 def without_foreign(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     table: Mapping[str, Foreign],
     error: type[ConfigError] | type[RequestError],
     where: str = "",
 ) -> dict[str, Any]:
-    """The options in `given` that are not in `table`.
+    """The options that are not in `table`.
 
     Args:
         where: prefix of names in errors.
@@ -475,15 +475,15 @@ def without_foreign(
     Raises:
         error: an option that is in `table` has a value that is not harmless.
     """
-    for name in [name for name in given if name in table]:
+    for name in [name for name in options if name in table]:
         harmless, instead, note = table[name]
-        if given[name] is not None and not any(_is_same(given[name], v) for v in harmless):
+        if options[name] is not None and not any(_is_same(options[name], v) for v in harmless):
             shown = " or ".join(repr(value) for value in harmless if value is not None)
             bound = f"left out, or {shown}" if shown else "left out"
-            raise error(where + name, given[name], bound, instead)
-        if note and given[name]:
+            raise error(where + name, options[name], bound, instead)
+        if note and options[name]:
             _log.warning(note)
-    return {name: value for name, value in given.items() if name not in table}
+    return {name: value for name, value in options.items() if name not in table}
 
 
 def names_checked(

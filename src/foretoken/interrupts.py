@@ -71,9 +71,9 @@ class Interrupt:
         """Raise a caught signal again, for its usual handler, unless the outputs report it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. It is no subclass:
-                a program that does not catch a subclass would exit with 1, and a shell's loop over
-                programs would continue.
+            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. No subclass is
+                used: with an uncaught subclass the process would exit with 1, and a shell's loop
+                over programs would continue.
         """
         if self.name is None:
             return

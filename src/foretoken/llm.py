@@ -343,12 +343,12 @@ def _attempt(
     *,
     raises: bool = False,
 ) -> _Accepted | RequestOutput:
-    """The result of `work` on a prompt. If there is none, an output that says why.
+    """The result of `work` on a prompt; or, if the prompt is not accepted, an output that says why.
 
-    There is none if a signal came before, or if `work` raises a `ForetokenError`.
+    It is not accepted if a signal came before, or if `work` raises a `ForetokenError`.
 
     Args:
-        raises: raise that error again, unless a signal came meanwhile.
+        raises: whether that error is raised again, if no signal came during `work`.
     """
     error, samples = None, []
     if interrupt.name:

@@ -34,9 +34,9 @@ class TokenTrace:
 
     Attributes:
         token_id: the id of the token or draft.
-        decoded_token: its text, as in `Logprob`.
+        decoded_token: the text of `token_id`, as in `Logprob`.
         position: its index in prompt and output together, from 0.
-        round: the pass of the target that decided it, counted from 0 within the sample.
+        round: number of the pass of the target that decided the token, from 0 in each sample.
         rule: the verification rule of the sample.
         origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
             `unread` (after a rejected one), or `accepted` (after the token that ended the sample).

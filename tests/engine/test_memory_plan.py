@@ -30,7 +30,7 @@ from foretoken.engine.memory_plan import (
 from foretoken.errors import ConfigError, EngineMemoryError
 
 GIB = 2**30
-STEPS = StepBytes.of(
+STEPS = StepBytes.through(
     StepPeak(5, 5, 20 << 20), StepPeak(320, 320, 400 << 20), StepPeak(2048, 320, 1600 << 20)
 )
 # Llama-3.1-8B in bfloat16 with a head that drafts, blocks of 64 tokens.
@@ -61,7 +61,7 @@ def demands(draw: st.DrawFn) -> Demand:
     least = size(1 << 28)
     decode = least + (size(1 << 32) if seqs > 1 else 0)
     largest = decode + (size(1 << 33) if tokens > rows else 0)
-    steps = StepBytes.of(
+    steps = StepBytes.through(
         StepPeak(1 + drafts, 1 + drafts, least),
         StepPeak(rows, rows, decode),
         StepPeak(tokens, rows, largest),
@@ -239,7 +239,7 @@ def test_steps_between_those_that_were_measured() -> None:
     assert STEPS.at(320, 320) == pytest.approx(400 << 20)
     assert STEPS.at(320 + 864, 320) == pytest.approx(1000 << 20, rel=1e-6), "halfway"
     # Measured where memory sufficed, and extended from there.
-    half = StepBytes.of(
+    half = StepBytes.through(
         StepPeak(5, 5, 20 << 20), StepPeak(160, 160, 208 << 20), StepPeak(1024, 160, 808 << 20)
     )
     per_row, per_token = (188 << 20) / 155, (600 << 20) / 864

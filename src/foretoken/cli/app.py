@@ -83,8 +83,8 @@ AsJson = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"foretoken {__version__}")
         raise typer.Exit
 
@@ -378,10 +378,10 @@ def _refuse_unused(options: dict[str, Any], used: Set[str], bound: str) -> None:
         used: the options that the command reads.
         bound: what the error says of the option.
     """
-    known = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
-    for name, default in (known | {"suffix_corpus": None}).items():
+    defaults = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
+    for name, default_value in (defaults | {"suffix_corpus": None}).items():
         value = options.get(name)
-        if name not in used and value not in (None, default, [], ()):
+        if name not in used and value not in (None, default_value, [], ()):
             raise ConfigError(name, value, bound)
 
 

@@ -155,28 +155,28 @@ class _Line:
         elif not (name in _SIZES and value in ("auto", "-1")):  # both mean the engine's default
             self._groups.append([f"{name}={_digits(value) if name in _SIZES else value}"])
 
-    def _add_foreign(self, name: str, joined: str | None) -> bool:
+    def _add_foreign(self, name: str, joined_value: str | None) -> bool:
         """Take an option in vLLM's tables; False if they do not have it.
 
         Args:
-            joined: the value joined to the option by `=`.
+            joined_value: the value joined to the option by `=`; None if there is none.
         """
         key = name.removeprefix("--").replace("-", "_")
         table_key = key.partition(".")[0]  # `--option.field VALUE` sets one field of an option
         option = "--" + table_key.replace("_", "-")
         if table_key != key and (table_key in _TABLE or option in self._our_options):
-            self.foreign[key] = _parse_value(self._value(joined))
-        elif key.startswith("no_") and joined is None:
+            self.foreign[key] = _parse_value(self._value(joined_value))
+        elif key.startswith("no_") and joined_value is None:
             return self._turn_off(key.removeprefix("no_"))
         elif _is_flag(key):
-            if joined is None and self._words and self._words[0].lower() in ("true", "false"):
-                joined = self._words.pop(0)
-            self.foreign[key] = joined is None or _parse_value(joined)
+            if joined_value is None and self._words and self._words[0].lower() in ("true", "false"):
+                joined_value = self._words.pop(0)
+            self.foreign[key] = joined_value is None or _parse_value(joined_value)
         elif key in _TABLE:
-            value = _parse_value(self._value(joined))
+            value = _parse_value(self._value(joined_value))
             if [] in _TABLE[key].harmless and value is not None:
                 value = value if isinstance(value, list) else [value]
-                self._open_option = value if joined is None else None
+                self._open_option = value if joined_value is None else None
             self.foreign[key] = value
         else:
             return False
@@ -193,11 +193,11 @@ class _Line:
             return False
         return True
 
-    def _value(self, joined: str | None) -> str:
+    def _value(self, joined_value: str | None) -> str:
         """The value joined to an option, else the next word; "" if that is an option."""
-        if joined is None and self._words and not self._words[0].startswith("--"):
+        if joined_value is None and self._words and not self._words[0].startswith("--"):
             return self._words.pop(0)
-        return joined or ""
+        return joined_value or ""
 
 
 def _is_flag(name: str) -> bool:

@@ -55,8 +55,8 @@ class SpeculativeConfig:
             None: 2 and 4.
         suffix_corpus: a file of UTF-8 text, in which `suffix` looks up the tokens that follow.
         suffix_decoding_max_tree_depth: most tokens of a match that are compared.
-        suffix_decoding_max_cached_requests: of how many finished requests the outputs are looked
-            up, too; a new output replaces the oldest. 0: no request sees outputs of others.
+        suffix_decoding_max_cached_requests: number of finished requests with outputs that are
+            looked up, too; a new output replaces the oldest. 0: no request sees outputs of others.
         suffix_decoding_max_cached_tokens: most tokens of these outputs together, 28 bytes each.
         suffix_decoding_max_spec_factor: most drafts per token of the match.
         suffix_decoding_min_token_prob: drafting stops before the product of the drafts' frequencies

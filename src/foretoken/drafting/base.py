@@ -72,8 +72,8 @@ class Drafter(ABC):
         may use it; () for a single drafter.
     kv_bytes_per_block: memory for the drafter's K/V of one cache block. Drafters use the engine's
         block ids, so their K/V roll back with the target's.
-    bytes_per_slot: memory for one request besides K/V. It is assumed to grow with K, since most of
-        it is the q of the drafts.
+    bytes_per_slot: memory for one request in addition to K/V. It is assumed to grow with K, since
+        most of it is the q of the drafts.
     bytes_shared: host memory for the texts that all requests look up.
     reads_next_token: what the drafter keeps for a position also depends on the token after it. A
         block is then shared only among requests that have the same token after the block.
@@ -100,7 +100,10 @@ class Drafter(ABC):
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """What the drafter reads of the target besides tokens. Called before the target loads."""
+        """What the drafter reads of the target in addition to tokens.
+
+        The engine calls it before it loads the target.
+        """
         return TargetView()
 
     @abstractmethod

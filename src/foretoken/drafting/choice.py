@@ -101,7 +101,7 @@ class Chooser:
         expected: float,
         model: tuple[int, int],
     ) -> bool:
-        """Whether a request gets these looked-up drafts instead of a model's.
+        """Whether a request gets these looked-up drafts instead of a model's drafts.
 
         Args:
             drafter: number of the drafter that looked up the drafts.
@@ -111,7 +111,7 @@ class Chooser:
         model_number, num_drafts = model
         kind = Kind(drafter, request.params.temperature > 0, round(expected))
         costs = (self._seconds.get(drafter), self._seconds.get(model_number), self.pass_seconds)
-        if _is_fixed(request) or None in costs:
+        if _is_reproducible(request) or None in costs:
             is_taken = expected >= FIXED_PART * num_drafts
         else:
             look_up_s, model_s, pass_s = (cost or 0.0 for cost in costs)
@@ -174,9 +174,9 @@ def follow(usual: float | None, seconds: float) -> float:
     return usual + (seconds - usual) / (2 if seconds < usual else 32)
 
 
-def _is_fixed(request: Admission) -> bool:
-    """Whether the choice must depend on the request's own tokens only.
+def _is_reproducible(request: Admission) -> bool:
+    """Whether the request's text must be reproducible and depends on its drafts.
 
-    That is so if the request has its own seed and its text depends on the drafts.
+    Then the choice may depend only on the request's own tokens.
     """
     return request.shows_drafts and request.params.seed is not None

@@ -205,10 +205,11 @@ class StepCosts:
         )  # fmt: skip
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:
-        """Compare the measured seconds of a step with the expected ones, which leave out `off`.
+        """Update `off` and the deviations from the measured seconds of a step.
 
         Args:
             per_request: drafts per request in this step, on average.
+            expected: seconds by `curve`, which leaves out `off`.
         """
         deviation_K1 = self._deviation(batch)
         gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.off

@@ -71,7 +71,8 @@ class Alignment:
         further unexpected tokens nothing is predicted.
         """
         if self._since >= _MAX_EDIT + 3 and output[-3:].tobytes() not in self._bytes:
-            # A shortcut: the edit costs the most by now, so only 3 equal tokens could be followed.
+            # A shortcut: by now every edit costs `_MAX_EDIT`, so a candidate needs a run of 3 equal
+            # tokens, and the prediction has no such run.
             self._next = len(self.text)
             return
         end_N = np.flatnonzero(self.text == output[-1]) + 1

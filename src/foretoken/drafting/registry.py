@@ -41,7 +41,8 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
     """The drafter class for these options: of `method`, or `Several` if there are `drafters`.
 
     Raises:
-        ConfigError: `method` is unknown or cannot run there, or an option does not belong to it.
+        ConfigError: `method` is unknown, or it needs a host (`on_host` is False), or an option does
+            not belong to it.
     """
     if speculation.drafters is not None:
         for i, member in enumerate(speculation.members.values()):

@@ -291,6 +291,7 @@ class DraftModel(_ModelDrafter):
         return DraftBlock(token_BK, num_B, cache if any(real) else None, real_q_B)
 
     def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+        """Draw the drafts [B, K] of a round; `masked`: the requests have grammars."""
         slot_B, length_B = requests.slot_B, requests.position_B
         missing_B = length_B - torch.from_numpy(self._num_computed_S[slot_B.numpy()])
         first = self._pack(slot_B, missing_B, requests.most - 1)
@@ -353,17 +354,18 @@ class DraftModel(_ModelDrafter):
         """Let a request that is new to its slot start after its leading complete blocks."""
         if self._num_computed_S[slot]:
             return
-        size, last = self.block_size, self.slots.length_S[slot] - 1
-        for block in self.slots.block_SL[slot, : last // size].tolist():
+        # Without the last known token: drafts start from its row, so it is computed again.
+        size, num_tokens = self.block_size, self.slots.length_S[slot] - 1
+        for block in self.slots.block_SL[slot, : num_tokens // size].tolist():
             if not self.complete[block]:
                 break
             self._num_computed_S[slot] += size
 
     def _advance(self, slot: int, num_computed: int) -> None:
         """Set how many leading tokens of a slot are computed. Mark the blocks that they fill."""
-        size, first = self.block_size, self._num_computed_S[slot]
+        size, num_before = self.block_size, self._num_computed_S[slot]
         self._num_computed_S[slot] = num_computed
-        for block in self.slots.block_SL[slot, first // size : num_computed // size]:
+        for block in self.slots.block_SL[slot, num_before // size : num_computed // size]:
             self.complete[block] = True
 
     def _pack(self, slot_B: Tensor, count_B: Tensor, ahead: int = 0) -> ForwardBatch:
@@ -427,8 +429,8 @@ class LockstepDraftModel(_ModelDrafter):
                 batch = self._last_two(requests)
             elif 1 in requests.step.num_tokens_B:
                 batch = self._with_prompts(requests)
-        last = self.model.max_model_len - 1
-        self._fill(batch._replace(position_T=batch.position_T.clamp(max=last)))
+        max_position = self.model.max_model_len - 1
+        self._fill(batch._replace(position_T=batch.position_T.clamp(max=max_position)))
 
     def _last_two(self, requests: StepRequests) -> ForwardBatch:
         """The batch for a step that only decodes: the last two tokens that the target computed."""
@@ -536,6 +538,7 @@ class Eagle3(Autoregressive):
         return self._block(token_BK, requests.num_B, cache)
 
     def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+        """Draw the drafts [B, K] of a round; `masked`: the requests have grammars."""
         slot_B, block_SL = requests.slot_B, self.slots.state.block_SL
         if self._rounds is not None and not masked:
             # The block table of all slots: gathering the requests' rows would take 45 us.

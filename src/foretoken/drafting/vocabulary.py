@@ -61,12 +61,16 @@ class DraftNetwork(NamedTuple):
     ids: IdMap | None
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
-        """Run the packed tokens and write their K/V."""
+        """Run the packed tokens, which have the target's ids, and write their K/V.
+
+        The logits have a column for each of the target's ids: -inf for tokens that the draft model
+        lacks.
+        """
         if self.ids is None:
             return self.model.forward(batch, kv)
-        own = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
-        logits = self.model.forward(own, kv).logits_NV[:, self.ids.draft_id_V]
-        return ForwardOutput(logits.masked_fill_(self.ids.missing_V, -torch.inf))
+        draft_batch = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
+        logits_NV = self.model.forward(draft_batch, kv).logits_NV[:, self.ids.draft_id_V]
+        return ForwardOutput(logits_NV.masked_fill_(self.ids.missing_V, -torch.inf))
 
 
 def load_draft(setup: DrafterSetup) -> DraftNetwork:
@@ -205,7 +209,8 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
         # A partial character has no text of its own. Tokenizers of one kind give it the same name.
         return (True, name) if PARTIAL in text else (False, text.removeprefix(letter))
 
-    # `<0x41>` and `A` have the same text. `A` comes first here, because the text is encoded as it.
+    # `<0x41>` and `A` have the same text. The first one gets it: `A`, since a tokenizer encodes the
+    # text as `A`.
     names = sorted(tokenizer.get_vocab().items(), key=lambda e: (e[0].startswith("<0x"), e[1]))
     ids: dict[tuple[bool, str], int] = {}
     for name, i in names:

@@ -254,8 +254,8 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     except ForetokenError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__} while its prompt was encoded: {error}"
-        raise ProcessingError(f"request {request_id}: {said}") from error
+        reason = f"{type(error).__name__} while its prompt was encoded: {error}"
+        raise ProcessingError(f"request {request_id}: {reason}") from error
     grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
     unchanged = prediction is params.prediction and grammar is params.structured_outputs
     if not unchanged or salt is not params.cache_salt:

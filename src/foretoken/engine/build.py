@@ -36,9 +36,9 @@ from foretoken.engine.memory_plan import (
     blocks_within,
     check_fits,
     fitting_plan,
+    format_bytes,
     graph_sizes,
     reserving,
-    shown,
 )
 from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.runner import Runner, Sampler
@@ -78,8 +78,9 @@ def build_engine(config: EngineConfig) -> Engine:
             raise broken_engine(error) from error
         raise
     if not engine.runner.on_host:
-        # A full collection visits everything that PyTorch and Transformers have loaded: a device
-        # that decoded 512 requests waited 190 ms. Objects that exist now are left out of it.
+        # A full garbage collection visits everything that PyTorch and Transformers have loaded: a
+        # device that decoded 512 requests waited 190 ms. Later collections skip the objects that
+        # exist now.
         gc.unfreeze()  # to collect engines that are gone
         gc.collect()
         gc.freeze()
@@ -87,6 +88,7 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def _build(config: EngineConfig) -> Engine:
+    """Build an engine: device and backend, target, drafter, memory plan, then all parts."""
     _check_token_budget(config)
     device = choose_device(config.device)
     config, on_host = _completed(config, device), is_on_host(device)
@@ -108,8 +110,8 @@ def _build(config: EngineConfig) -> Engine:
         )  # fmt: skip
     weights = gauge.taken() if gauge else 0
     native_target = isinstance(model.network, RoundStack)
-    asked_threads = config.threads if device.type == "cpu" else 1
-    threads = StepThreads(asked_threads, backend, native_target=native_target)
+    thread_count = config.threads if device.type == "cpu" else 1
+    threads = StepThreads(thread_count, backend, native_target=native_target)
     num_threads = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.", num_threads, torch.get_num_threads()
@@ -160,9 +162,9 @@ def _weights_remedy(folder: Path, free: int | None) -> str:
     remedy = "Take a smaller checkpoint or `dtype`."
     with suppress(CheckpointError, OSError):  # random weights have no files
         stored = sum(file.stat().st_size for file in check_weights(folder, plain=False))
-        remedy = f"The checkpoint's files hold {shown(stored)}. {remedy}"
+        remedy = f"The checkpoint's files hold {format_bytes(stored)}. {remedy}"
     if free is not None:
-        remedy += f" {shown(free)} of the GPU were free at the start."
+        remedy += f" {format_bytes(free)} of the GPU were free at the start."
     return remedy
 
 
@@ -229,7 +231,12 @@ def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
 
 
 class Assembly:
-    """Makes the parts of an engine from its loaded models; `on_host`: as in `SlotTable`."""
+    """Makes the parts of an engine from its loaded models; `on_host`: as in `SlotTable`.
+
+    Attributes:
+        captures: whether decode steps are captured as CUDA graphs.
+        adapts: whether K is `auto`.
+    """
 
     def __init__(
         self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, *, on_host: bool

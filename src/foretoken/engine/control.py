@@ -107,7 +107,7 @@ class DraftControl:
         for request, num_drafts in zip(decoding, self._choice.asked_B.tolist(), strict=True):
             request.num_speculative_tokens = num_drafts
         self._probe(curve, load, decoding)
-        # Choices may take the share `_CHOOSING` of the time, so the next one is due after:
+        # Choices may take the share `_CHOOSING` of the time: the next one comes after this pause.
         pause = (self._clock() - self._start) / _CHOOSING
         self._wait = min(max(_STEPS, int(pause / self._choice.seconds)), _MOST_STEPS)
 

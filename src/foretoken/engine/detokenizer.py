@@ -45,7 +45,7 @@ class Detokenizer:
         self._includes_stop = include_stop
         self._unread: list[int] = []
         self._text = ""
-        self._num_before = 0  # characters before the last token's
+        self._num_before = 0  # characters before the text of the last token
 
     @property
     def text(self) -> str:
@@ -107,7 +107,7 @@ class Detokenizer:
 
     @property
     def stable_text(self) -> str:
-        """The text that no later token can change: without an end that may begin a stop string."""
+        """The text without an end that may begin a stop string: no later token can change it."""
         num_held, text = 0, self.text
         for stop in self._stop:
             sizes = range(min(len(stop) - 1, len(text)), num_held, -1)

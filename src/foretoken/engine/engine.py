@@ -67,7 +67,13 @@ class Launched:
 
 
 class Engine:
-    """Continuous batching of plain and speculative requests over one target."""
+    """Continuous batching of plain and speculative requests over one target.
+
+    Attributes:
+        on_step: called with the trace of each committed step; None: no step is timed.
+        runs_ahead: whether a step is launched before the last one is committed.
+        limits: bounds on requests.
+    """
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class Engine:
         times.append(time.perf_counter())
         launched = to_commit = self.launch(schedule)
         times.append(time.perf_counter())
-        if self.runs_ahead:
+        if self.runs_ahead:  # commit the last step, and leave this one to the next call
             to_commit, self._unread = self._unread, launched
         changed = self.commit(to_commit)
         times.append(time.perf_counter())
@@ -159,24 +165,27 @@ class Engine:
         launched = Launched(groups, StepTrace() if self.on_step else None)
         with self._ending_batch_on_error():
             use_device(self.runner.device)
-            message, shares = self._message(schedule)
+            plan, shares = self._plan_step(schedule)
             with self.threads.during(shares):
-                step = self.runner.begin(message)
-                del self._released[: len(message.released)]
+                step = self.runner.begin(plan)
+                del self._released[: len(plan.released)]  # the runner has released these
                 if step is not None:
                     edits, launched.faults = self._edits(shares, step)
                     launched.result = self.runner.finish(step, edits)
                     launched.shares = shares
         return launched
 
-    def _message(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
-        """The plan for the runner, and the shares of the requests in its step."""
+    def _plan_step(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
+        """The plan of a step for the runner, and the shares of the requests in the step.
+
+        Requests that ended after the schedule are left out.
+        """
         for slot in schedule.left_slots:
             self._release_slot(slot)
         released = self._released[:]
         admissions = []
         for request in schedule.admitted:
-            if request.status is Status.RUNNING:  # it was not aborted after the schedule
+            if request.status is Status.RUNNING:
                 try:
                     admissions.append(self._admit(request))
                 except Exception as error:
@@ -185,11 +194,11 @@ class Engine:
         for share in shares:
             share.request.launched_share = share
         step = StepInput(*zip(*map(_input_row, shares), strict=True)) if shares else StepInput()
-        message = StepPlan(
+        plan = StepPlan(
             released, admissions, schedule.new_blocks, schedule.fresh_blocks, step,
             timed=self.on_step is not None,
         )  # fmt: skip
-        return message, shares
+        return plan, shares
 
     def _edits(
         self, shares: Sequence[Share], step: OpenStep
@@ -284,11 +293,11 @@ class Engine:
 
     def encode_bad_words(self, params: SamplingParams) -> BadWords:
         """`bad_words` as token ids. Any thread may call this."""
-        words, known = tuple(params.bad_words or ()), self._bad_words
-        if words not in known:  # the last words are kept: prompts of one call often share them
+        words, cached = tuple(params.bad_words or ()), self._bad_words
+        if words not in cached:  # keeps the last words: prompts of one call often share them
             ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
-            self._bad_words = known = {(): (), words: ids}
-        return known[words]
+            self._bad_words = cached = {(): (), words: ids}
+        return cached[words]
 
     def check_works(self) -> None:
         """Raise `EngineBrokenError` once the device has failed."""

@@ -13,7 +13,14 @@ from functools import partial
 
 import torch
 
-from foretoken.engine.memory_plan import Budget, Sizes, StepBytes, StepPeak, is_out_of_memory, shown
+from foretoken.engine.memory_plan import (
+    Budget,
+    Sizes,
+    StepBytes,
+    StepPeak,
+    format_bytes,
+    is_out_of_memory,
+)
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
 from foretoken.ops import Rule
@@ -71,7 +78,7 @@ def gauge_of(device: torch.device) -> Gauge | None:
 
 
 def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
-    """Measure the three steps of `StepBytes.of`; if memory runs out, smaller ones.
+    """Measure the three steps of `StepBytes.through`; if memory runs out, smaller ones.
 
     Args:
         runner: a runner on a GPU that serves no request yet, with a cache of any size.
@@ -83,7 +90,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
     drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
     longest = sizes.max_model_len - drafts - 1
     requests, width = sizes.max_num_seqs, 1 + drafts
-    prompt_tokens = sizes.tokens - requests * width  # that fit into a step of decoding requests
+    prompt_tokens = sizes.tokens - requests * width  # that fit into a step in which all decode
 
     def run(chunks: Sequence[int]) -> None:
         """Run a step in which request b computes `chunks[b]` known tokens, and all decide.
@@ -119,8 +126,8 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
     least = peak(1, 0)
     if least is None:
         raise EngineMemoryError(
-            f"Out of memory in a step of one request: {shown(gauge.taken())} are taken by weights "
-            "and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
+            f"Out of memory in a step of one request: {format_bytes(gauge.taken())} are taken by "
+            "weights and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
         )
     while (decode := peak(requests, 0)) is None:
         requests = max(requests // 2, 1)
@@ -128,7 +135,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
     while largest is None and prompt_tokens > 0:
         largest = peak(requests, prompt_tokens)
         prompt_tokens //= 2
-    return StepBytes.of(least, decode, largest or decode)
+    return StepBytes.through(least, decode, largest or decode)
 
 
 def _admit(runner: Runner, sizes: Sizes, params: SamplingParams) -> None:

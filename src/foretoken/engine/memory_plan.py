@@ -100,7 +100,7 @@ class StepBytes:
     per_token: float = 0.0
 
     @classmethod
-    def of(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepBytes:
+    def through(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepBytes:
         """The linear function through three measured steps.
 
         Args:
@@ -123,7 +123,7 @@ class StepBytes:
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of requests to which captured decode steps are padded."""
+    """Numbers of requests to which captured decode steps are padded, rising to `max_num_seqs`."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
@@ -141,7 +141,7 @@ class MemoryCosts:
     weights, draft_weights: memory taken by loading target and drafter
     libraries:   memory of kernels and libraries outside PyTorch's allocator
     steps:       memory of steps while they run
-    graph:       of a captured step, without its tensors; 0: no step is captured
+    graph:       memory of a captured step, without its tensors; 0: no step is captured
     """
 
     block_size: int
@@ -167,7 +167,7 @@ class MemoryCosts:
         return sizes.max_num_seqs * self.columns(sizes)
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """Bytes by name, with a cache of `num_blocks`."""
+        """Bytes of each part, by the part's name, with a cache of `num_blocks`."""
         copied = (num_blocks + self.spare) * self.copied
         parts = {
             "weights": self.weights,
@@ -181,7 +181,7 @@ class MemoryCosts:
         return {name: size for name, size in parts.items() if size}
 
     def cache(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """The parts that `kv_cache_gib` bounds."""
+        """Bytes of the parts that `kv_cache_gib` bounds."""
         slots, blocks = sizes.max_num_seqs + self.spare, num_blocks + self.spare
         return {
             "slots": slots * min(self.columns(sizes), num_blocks) * self.slot_block,
@@ -326,10 +326,10 @@ class Remedy(NamedTuple):
         """The text for a message; `before`: the demand without the changes."""
         changes = (f"`{name}` {old} -> {new}" for name, (old, new) in self.changes.items())
         freed = before.least - self.result.least
-        return " with ".join(changes) + (f" (frees {shown(freed)})" if freed > 0 else "")
+        return " with ".join(changes) + (f" (frees {format_bytes(freed)})" if freed > 0 else "")
 
 
-def shown(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A number of bytes as a text, in GiB or MiB."""
     gib = num_bytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:.3g} MiB"
@@ -361,20 +361,20 @@ def shortage(demand: Demand) -> str:
     """The message of the error that memory does not suffice: how much is missing, the remedies, and
     the bytes of all parts."""
     budget, num_blocks, usable = demand.budget, demand.sizes.num_blocks, demand.usable
-    source = f"{shown(budget.free)} of {shown(budget.total)} are free"
+    source = f"{format_bytes(budget.free)} of {format_bytes(budget.total)} are free"
     if num_blocks is None and usable == int(budget.fraction * budget.total):
-        source = f"`memory_fraction` is {budget.fraction:g} of {shown(budget.total)}"
+        source = f"`memory_fraction` is {budget.fraction:g} of {format_bytes(budget.total)}"
     parts = demand.costs.parts(demand.sizes, demand.least_blocks)
-    listed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     held = f"{num_blocks} blocks" if num_blocks else "one request of `max_model_len`"
     changes = [remedy.described(demand) for remedy in remedies(demand)]
     advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
     if changes:
         advice = f"Enough would be: {'; or '.join(changes)}."
     return (
-        f"The GPU's memory does not suffice: {shown(demand.least)} are needed and {shown(usable)} "
-        f"may be used ({source}), so {shown(demand.missing)} are missing. {advice} Needed are "
-        f"{listed}, with a cache for {held}."
+        f"The GPU's memory does not suffice: {format_bytes(demand.least)} are needed and "
+        f"{format_bytes(usable)} may be used ({source}), so {format_bytes(demand.missing)} are "
+        f"missing. {advice} Needed are {listed}, with a cache for {held}."
     )
 
 

@@ -64,9 +64,9 @@ class PromptCosts:
             tokens: prompt tokens.
             pairs: pairs of a prompt token and an earlier token of the same prompt.
         """
-        alone = self.of_tokens(rows + tokens)
-        whole = np.maximum(decoding + alone - self.of_tokens(rows), alone)
-        return np.where(tokens > 0, whole + self.pair * pairs, decoding)
+        prompt_step = self.of_tokens(rows + tokens)
+        seconds = np.maximum(decoding + prompt_step - self.of_tokens(rows), prompt_step)
+        return np.where(tokens > 0, seconds + self.pair * pairs, decoding)
 
 
 @dataclass(slots=True)
@@ -93,8 +93,8 @@ class Room:
     def of_step(cls, costs: PromptCosts, max_seconds: float, decoding: Any, rows: Any) -> Room:
         """The room in a step that may take `max_seconds`.
 
-        If twice the time of this step with one prompt token is longer, that is the limit: prompts
-        get at least half of a step.
+        If twice the time of the step with one prompt token is longer, then that is the limit. So
+        prompts get at least half of a step.
         """
         least = costs.mixed_step(decoding, rows, 1, 0.0)
         return cls(costs, decoding, rows, np.maximum(max_seconds, 2 * least))
@@ -105,7 +105,7 @@ class Room:
         Args:
             start: tokens before the chunk in its prompt.
             wanted: the most tokens of the chunk.
-            part: the part of the room, 0..1, that may be used in all.
+            part: the part of the room, 0..1, that prompts may take, this chunk included.
         """
         most = self.decoding + part * (self.most - self.decoding)
         low, high = np.zeros_like(wanted), np.asarray(wanted)
@@ -125,7 +125,7 @@ class Room:
 
 
 class DecodeCosts:
-    """The time of decode steps by measured times; later steps do not change it."""
+    """Predicts the seconds of decode steps from measured times; later steps change nothing."""
 
     def __init__(self, table: StepTable, *, lockstep: bool) -> None:
         """lockstep: every request costs as many drafts as the request with the most drafts."""
@@ -133,20 +133,20 @@ class DecodeCosts:
         self._curves: dict[int, Curve] = {}
         self._index_K = np.arange(table.rest_JK1.shape[1] - 1)
 
-    def seconds(self, asked: Sequence[int], context: int) -> float:
+    def seconds(self, drafts: Sequence[int], context: int) -> float:
         """Seconds of a step.
 
         Args:
-            asked: number of drafts of each request.
+            drafts: number of drafts of each request.
             context: tokens of all requests together.
         """
-        batch, most = len(asked), max(asked, default=0)
+        batch, most = len(drafts), max(drafts, default=0)
         if not batch:
             return 0.0
         if batch not in self._curves:
             self._curves[batch] = self._costs.curve(batch)
         curve = self._curves[batch]
-        counts = [most] * batch if self._lockstep else asked
+        counts = [most] * batch if self._lockstep else drafts
         live_K = (np.array(counts)[:, None] > self._index_K).sum(axis=0)
         return float(curve.seconds(sum(counts) / batch, curve.drafting(live_K), context))
 
@@ -160,7 +160,7 @@ class Pace:
         self.prompts, self.max_seconds = prompts, max_seconds
         self._decode = DecodeCosts(table, lockstep=lockstep)
 
-    def room(self, asked: Sequence[int], context: int) -> Room:
-        """The room for prompts in a step; `asked` and `context` as in `DecodeCosts.seconds`."""
-        decoding, rows = self._decode.seconds(asked, context), len(asked) + sum(asked)
+    def room(self, drafts: Sequence[int], context: int) -> Room:
+        """The room for prompts in a step; `drafts` and `context` as in `DecodeCosts.seconds`."""
+        decoding, rows = self._decode.seconds(drafts, context), len(drafts) + sum(drafts)
         return Room.of_step(self.prompts, self.max_seconds, decoding, rows)

@@ -155,8 +155,8 @@ class Request:
         """
         if self.launched_share is not None and self.launched_share.decides:
             return 0
-        known = len(self.token_ids)
-        return known - self.num_scheduled - (known > self.num_prompt)
+        num_known = len(self.token_ids)
+        return num_known - self.num_scheduled - (num_known > self.num_prompt)
 
     @property
     def num_scheduled(self) -> int:

@@ -74,9 +74,8 @@ def trace_round(
     q_K, mass_K = q_K1[:num_drafts], mass_K[:num_drafts]
     threshold_K = _thresholds(rule, p_K1[:num_drafts], q_K, mass_K, rates)
     # The block rule tests all drafts before the first that counts as no draft (its q is not > 0).
-    num_tested = 0
-    if rule == "block":
-        num_tested = next((i for i, q in enumerate(q_K) if not q > 0), num_drafts)
+    first_void = next((i for i, q in enumerate(q_K) if not q > 0), num_drafts)
+    num_tested = first_void if rule == "block" else 0
 
     def record(
         i: int, token: int, origin: str, p: float, q: float | None, **draft_fields: Any
@@ -94,12 +93,11 @@ def trace_round(
             kind = rule if q_K[i] > 0 else "placeholder" if q_K[i] == 0 else "not finite"
             origin, reason = "rejected", REASONS[kind]
         threshold, mass = threshold_K[i], mass_K[i]
-        draft = record(
+        drafts.append(record(
             i, token_K[i], origin, p_K1[i], q_K[i] if q_K[i] > 0 else None, draft_index=i,
             u=None if threshold is None else u_K[i], threshold=threshold,
             residual_mass=None if math.isnan(mass) else mass, reason=reason,
-        )  # fmt: skip
-        drafts.append(draft)
+        ))  # fmt: skip
     records = drafts[:num_accepted]
     if len(outcome.token_ids) > num_accepted:  # the token after the accepted drafts
         replaces_draft = num_accepted < num_drafts and q_K[num_accepted] > 0

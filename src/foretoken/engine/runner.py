@@ -117,7 +117,7 @@ class Runner:
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forget the content of blocks that get a new owner.
 
-        Only if the model multiplies masked keys, the target's K/V are zeroed: a NaN in them would
+        If the model multiplies masked keys, the target's K/V are set to zero: a NaN in them would
         spread to the new owner.
         """
         if self.model.multiplies_masked_keys:
@@ -275,6 +275,7 @@ class Sampler:
         return self.backend.verify(batch._replace(values_fit=step.drafts.token_BK.shape[1] == 0))
 
     def _verify_batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
+        """The arguments of verification as one record."""
         requests = step.draft_requests
         return VerifyBatch(
             step.logits_NV, requests.params, requests.slot_B, requests.position_B, step.drafts,
@@ -290,7 +291,8 @@ class Sampler:
             request_R = to_device(np.array(step_input.traced_D, dtype=np.int64), self.slots.device)
             evidence = self.backend.evidence(self._verify_batch(step, edits), verdict, request_R)
             result.evidence = ToHost(evidence)
-        # Raw rows matter only if some verdict is not finite, which on a host is known here.
+        # Whether raw rows were finite matters only if some verdict is not finite. On a host the
+        # verdicts are known here.
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
             result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
         if step_input.most_logprobs != NONE:

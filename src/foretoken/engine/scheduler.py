@@ -103,7 +103,7 @@ class Scheduler:
         """Admit waiting requests that fit, and return the next step.
 
         A decoding request always gets its token and all its drafts. If drafts were dropped to make
-        room for other requests, sampled tokens would depend on those. Prompts get the rest of
+        room for other requests, its sampled tokens would depend on them. Prompts get the rest of
         `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:
@@ -186,8 +186,8 @@ class Scheduler:
         if self.enable_prefix_caching and not request.needs_prompt_logits:
             # At least one token is left to prefill: the last token of a prompt is always computed,
             # because its logits draw the next token.
-            known = len(request.token_ids) - (request.num_output > 0)
-            most_cached = (known - 1) // self.pool.block_size
+            num_known = len(request.token_ids) - (request.num_output > 0)
+            most_cached = (num_known - 1) // self.pool.block_size
             cached = self.pool.match(request.token_ids, most_cached, _root(request))
         missing = self.pool.blocks_for(len(request.token_ids)) - len(cached)
         num_unheld = self.pool.num_unheld(block for block, _ in cached)
@@ -212,8 +212,8 @@ class Scheduler:
             return
         pool, serials = self.pool, request.block_serials
         # `num_computed` may count accepted drafts after a stop, which are no tokens of the request.
-        known = len(request.token_ids) - pool.lookahead
-        num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
+        num_known = len(request.token_ids) - pool.lookahead
+        num_full = min(request.num_computed - self.num_behind, num_known) // pool.block_size
         for i in range(len(serials), num_full):
             parent = serials[-1] if serials else _root(request)
             tokens = pool.key(request.token_ids, i)
@@ -308,10 +308,10 @@ def _root(request: Request) -> Parent:
 
 def _check_request(request: Request, status: Status) -> None:
     """Raise `IntegrityError` for a request that contradicts the queue that it is in."""
-    name, known = request.group.request_id, len(request.token_ids)
+    name, num_known = request.group.request_id, len(request.token_ids)
     if request.status is not status:
         raise IntegrityError(f"{name} is queued as {status} but is {request.status}")
-    if not 0 <= request.num_computed < known:
-        raise IntegrityError(f"{name}: {request.num_computed} tokens computed of {known} known")
+    if not 0 <= request.num_computed < num_known:
+        raise IntegrityError(f"{name}: {request.num_computed} tokens computed of {num_known} known")
     if status is Status.WAITING and (request.num_computed or request.block_ids):
         raise IntegrityError(f"{name} waits but holds blocks")

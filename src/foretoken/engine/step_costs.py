@@ -115,9 +115,10 @@ def measure_prompts(runner: Runner, rule: Rule, max_seconds: float, max_tokens: 
         for _ in range(_CHUNK_REPEATS - 1)
     ]
     steps.clear()
-    *quickest, later = np.min(repeats, axis=0).tolist()
+    *quickest, in_long_prompt = np.min(repeats, axis=0).tolist()
     quickest = np.minimum.accumulate(quickest[::-1])[::-1]  # larger chunks are no quicker
-    pair = max(later - quickest[sizes.index(count)], 0.0) / (count * start) if start else 0.0
+    more = max(in_long_prompt - quickest[sizes.index(count)], 0.0)
+    pair = more / (count * start) if start else 0.0
     without_pairs = np.maximum.accumulate(quickest - pair * np.square(sizes) / 2)
     if len(sizes) == 1:  # no longer prompt fits; `PromptCosts` needs two sizes
         sizes, without_pairs = [*sizes, 2 * sizes[0]], np.append(without_pairs, 2 * without_pairs)
@@ -143,6 +144,7 @@ class _Steps:
         self._runner, self._num_drafts = runner, num_drafts
         self._rule, self._on_device = rule, not runner.on_host
         state = runner.slots.state
+        # The most tokens of a request.
         self._most = min(state.token_SL.shape[1] - num_drafts - 1, runner.model.max_model_len)
         self._columns, self._num_blocks = state.block_SL.shape[1], runner.kv.num_blocks
         self._batch = 0  # present requests, in slots 0, 1, ..
@@ -158,11 +160,12 @@ class _Steps:
     def table(self, batch: int, drafts: Sequence[int], limit: float) -> tuple[Array, float]:
         """Time steps of `batch` requests with each of the N numbers of drafts in `drafts`.
 
-        A step with fewer drafts never counts as slower than one with more: it was disturbed.
+        If a step with fewer drafts took longer than a step with more, it was disturbed, and the
+        shorter time counts for both.
 
         Returns:
-            Seconds [2, N]: in the first row without drafting, in the second of drafting only. Then
-            the seconds in which the drafter catches up with one token that it has not seen.
+            Seconds [2, N]: row 0 without drafting, row 1 of drafting only. Second, the seconds that
+            the drafter takes to catch up with one token that it has not seen.
         """
         repeats, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
         self._admit(batch, _SHORT)

@@ -52,7 +52,7 @@ class StepThreads:
     Every step overwrites a number that was set by `torch.set_num_threads`.
 
     Args:
-        asked: the number of threads. None chooses for steps of each size the faster of one thread
+        count: the number of threads. None chooses for steps of each size the faster of one thread
             and all usable cores (at most `openmp_threads`), by timing.
         backend: the threads of its kernels are set, too.
         native_target: the native decoder runs the target, so PyTorch gets one thread. If a draft
@@ -63,14 +63,14 @@ class StepThreads:
 
     def __init__(
         self,
-        asked: int | None,
+        count: int | None,
         backend: Backend,
         native_target: bool,
         clock: Callable[[], float] = time.perf_counter,
         openmp_threads: int = _OPENMP_THREADS,
     ) -> None:
-        self.most = min(usable_cores(), openmp_threads) if asked is None else asked
-        self.chooses = asked is None and self.most > 1
+        self.most = min(usable_cores(), openmp_threads) if count is None else count
+        self.chooses = count is None and self.most > 1
         self._backend = backend
         self._native_target = native_target
         self._clock = clock
@@ -106,6 +106,7 @@ class StepThreads:
         start = self._clock()
         yield
         faster.observe(count, (self._clock() - start) / tokens)
+        # `_for_prompts` goes once all threads suit decode steps again.
         if decodes and not faster.crowded:
             self._for_prompts = None
         elif self._for_prompts is None:
@@ -114,7 +115,7 @@ class StepThreads:
     def _use(self, count: int) -> None:
         self._backend.set_num_threads(count)
         openmp = 1 if self._native_target else count
-        if torch.get_num_threads() != openmp:  # each thread has a number of its own
+        if torch.get_num_threads() != openmp:  # PyTorch keeps a number for each calling thread
             torch.set_num_threads(openmp)
 
 

@@ -45,8 +45,8 @@ class StepTrace:
 
     def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
         """Add up shares and outcomes, except of requests that had ended before the commit."""
-        asked = Counter(share.max_drafts for share in shares if share.decides)
-        self.asked_drafts = [asked[k] for k in range(max(asked, default=-1) + 1)]
+        counts = Counter(share.max_drafts for share in shares if share.decides)
+        self.asked_drafts = [counts[k] for k in range(max(counts, default=-1) + 1)]
         for share in shares:
             if share.request.status is Status.FINISHED:
                 continue

@@ -550,6 +550,7 @@ def _closed_error() -> UsageError:
 
 
 def _died_error(cause: BaseException) -> StepError:
+    """The error of readers and callers when the engine's thread has died of `cause`."""
     error = StepError(
         f"the engine's thread ended by {type(cause).__name__}: {cause}. This is a bug in Foretoken."
     )

@@ -1,4 +1,4 @@
-"""Models: Hugging Face checkpoints, loaded and checked, behind one forward function."""
+"""Models: Hugging Face checkpoints, loaded and checked, with one forward function for all."""
 
 from foretoken.models.causal_lm import CausalLM, TargetView
 from foretoken.models.loader import load_model

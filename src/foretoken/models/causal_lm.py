@@ -1,8 +1,8 @@
 """A loaded model: packed tokens in, raw logits out.
 
-Belongs here: running it, by a backend's stack or by Transformers' own module over our attention.
-Does not: reading checkpoints (`checkpoint.py`, `families.py`, `loader.py`), deciding whether a
-model is supported (`guards.py`).
+Belongs here: running a model, as a backend's stack or as Transformers' own module with our
+attention. Does not: reading checkpoints (`checkpoint.py`, `families.py`, `loader.py`), deciding
+whether a model is supported (`guards.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from foretoken.ops.steps import ForwardBatch
 
 
 class TargetView(NamedTuple):
-    """What a drafter reads of its target besides tokens.
+    """What a drafter reads of its target in addition to tokens.
 
     aux_layers: hidden states that every pass must return, numbered as in `ForwardOutput.aux`
-    head:       whether `CausalLM.head` is wanted; a target with weights in a layout of its own
-                then holds the head twice
-    module:     whether `CausalLM.module` is wanted, for running it other than in steps
+    head:       whether `CausalLM.head` is needed; if the target changes the layout of its weights,
+                it then holds the head twice
+    module:     whether `CausalLM.module` is needed, to run it outside of the engine's steps
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class TargetView(NamedTuple):
 
 
 class ModuleNetwork:
-    """Transformers' own module over paged attention: families that no backend runs itself."""
+    """Transformers' own module with paged attention, for families that no backend runs itself."""
 
     multiplies_masked_keys: ClassVar[bool] = True
 
@@ -56,22 +56,28 @@ class ModuleNetwork:
     def run(self, batch: ForwardBatch, kv: KV, aux_layers: Sequence[int] = ()) -> ForwardOutput:
         """See `LoadedStack.run`."""
         pass_begins()
-        rows, tokens = batch.logit_row_N, len(batch.token_T)
-        run = AttentionPass(batch, kv, self._backend)
-        with torch.inference_mode(), attention_context(run):
+        row_N, num_tokens = batch.logit_row_N, len(batch.token_T)
+        with torch.inference_mode(), attention_context(AttentionPass(batch, kv, self._backend)):
             output = self.module(
                 input_ids=batch.token_T.unsqueeze(0),
                 position_ids=batch.position_T.unsqueeze(0),
                 use_cache=False,
                 # 0 keeps all rows without a gather (decode and verify steps).
-                logits_to_keep=0 if len(rows) == tokens else rows,
+                logits_to_keep=0 if len(row_N) == num_tokens else row_N,
                 **({"output_hidden_states": True} if aux_layers else {}),
             )
-        aux = self._aux(output, tokens, aux_layers) if aux_layers else ()
+        aux = self._hidden_states(output, num_tokens, aux_layers) if aux_layers else ()
         return ForwardOutput(output.logits.squeeze(0), aux)
 
-    def _aux(self, output: Any, tokens: int, aux_layers: Sequence[int]) -> tuple[Tensor, ...]:
-        """The hidden states asked for, each [tokens, hidden]; the self-check meets the errors."""
+    def _hidden_states(
+        self, output: Any, num_tokens: int, aux_layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """The hidden states of these layers, each [num_tokens, hidden].
+
+        Raises:
+            UnsupportedModelError: the module has no such states. As all modules run in the
+                self-check, this happens only there.
+        """
         config, states = self.module.config, getattr(output, "hidden_states", None) or ()
         layers = config.get_text_config().num_hidden_layers
         if len(states) != layers + 1:
@@ -81,12 +87,12 @@ class ModuleNetwork:
             )
         width = self.module.get_input_embeddings().weight.shape[1]
         for i in aux_layers:
-            if states[i].shape != (1, tokens, width):
+            if states[i].shape != (1, num_tokens, width):
                 raise UnsupportedModelError(
                     f"`{config.model_type}` gives hidden states of shape "
-                    f"{[*states[i].shape]} for {tokens} tokens. A drafter that reads one vector "
-                    f"of {width} numbers, as in its embedding, for each token cannot draft for it: "
-                    "take another `method`."
+                    f"{[*states[i].shape]} for {num_tokens} tokens. A drafter that reads one "
+                    f"vector of {width} numbers, as in its embedding, for each token cannot draft "
+                    "for it: take another `method`."
                 )
         return tuple(states[i].squeeze(0) for i in aux_layers)
 
@@ -94,15 +100,16 @@ class ModuleNetwork:
 class CausalLM:
     """A causal language model.
 
-    config, generation_config: Hugging Face's; the second may be None
+    config, generation_config: Transformers' objects; `generation_config` may be None
     network:       runs the model
     vocab_size:    columns of the logits, padding of the vocabulary included
     max_model_len: most positions of a request
     layer_shapes:  (H_kv, D, D_v) per layer, for a `KVPool`
     aux_layers:    hidden states that every pass returns
-    embedding:     [V, hidden], the model's own vectors of tokens
+    embedding:     [V, hidden], the model's vectors of tokens
     dtype:         of keys, values, hidden states and logits
-    module:        Transformers' module, if it runs the model or was asked for
+    module:        Transformers' module, if it runs the model or `TargetView.module` asks for it;
+                   else None
     """
 
     def __init__(
@@ -120,11 +127,11 @@ class CausalLM:
         Args:
             module: the module of `network`, or the twin of its stack. If it has no weights,
                 `view.module` must be False.
-            stack: the stack before `network` changed its layout; None: take the embedding and the
-                head from `module`.
+            stack: the stack before `network` changed the layout of its weights; None: take the
+                embedding and the head from `module`.
         """
-        is_kept = isinstance(network, ModuleNetwork) or view.module
-        self.module: Any = module if is_kept else None
+        keeps_module = isinstance(network, ModuleNetwork) or view.module
+        self.module: Any = module if keeps_module else None
         self.network, self.backend = network, backend
         self.config: Any = module.config
         self.generation_config: Any = getattr(module, "generation_config", None)
@@ -142,7 +149,7 @@ class CausalLM:
 
     @property
     def head(self) -> Weight:
-        """[V, hidden], the model's own: the output layer's weight, without its bias.
+        """The weight of the output layer, [V, hidden], without its bias.
 
         Raises:
             IntegrityError: the model was loaded without `TargetView.head`.
@@ -153,12 +160,15 @@ class CausalLM:
 
     @property
     def multiplies_masked_keys(self) -> bool:
-        """Whether a NaN in an unused part of a block would spread: such blocks must be cleared."""
+        """Whether a NaN in an unused part of a cache block would spread to results.
+
+        If so, blocks must be cleared before they are reused.
+        """
         return self.network.multiplies_masked_keys
 
     @property
     def runs_in_kernels(self) -> bool:
-        """Whether a backend's own kernels run it, rather than stock operators or its module."""
+        """Whether a backend's own kernels run the model, not stock operators or a module."""
         return not self.multiplies_masked_keys
 
     def forward(self, batch: ForwardBatch, kv: KV) -> ForwardOutput:

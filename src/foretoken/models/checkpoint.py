@@ -1,8 +1,9 @@
-"""Reading a model folder: its files, its configuration, and whether its weights are whole.
+"""Reading a model folder: its files, its configuration, and whether its weights are complete.
 
-Belongs here: JSON, safetensors headers; every failure is a `CheckpointError` that names the file.
-If a checkpoint is a GGUF file, its configuration comes from that file (`gguf/`). Does not: finding
-the folder (`locate.py`), building modules (`loader.py`), judging architectures (`guards.py`).
+Belongs here: JSON and safetensors headers. Every failure is a `CheckpointError` that names the
+file. If a checkpoint is a GGUF file, its configuration comes from that file (`gguf/`). Does not:
+finding the folder (`locate.py`), building modules (`loader.py`), judging architectures
+(`guards.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TOKENIZER_JSON = (
     "added_tokens.json",
 )
 TOKENIZER_TEXT = ("merges.txt", "vocab.txt", "chat_template.jinja")
-# Formats for which Transformers needs a package besides `tokenizers`.
+# Formats for which Transformers needs another package than `tokenizers`.
 TOKENIZER_FOREIGN = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
 TOKENIZER_FILES = (
     *TOKENIZER_JSON,
@@ -38,27 +39,29 @@ TOKENIZER_FILES = (
 )
 
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
-_MAX_CONFIG_BYTES = 2**24  # the largest known have 1 MB; the names of 10**7 layers take 180 MB
+# The largest known files have 1 MB. A list of 10**7 names of layers would take 180 MB.
+_MAX_CONFIG_BYTES = 2**24
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 
 @contextmanager
-def reading(what: str | Path) -> Iterator[None]:
-    """Turn failures of the file system and of decoding text into `CheckpointError`."""
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn errors of the file system and of decoding text in the body of the `with` into a
+    `CheckpointError` that names `path`."""
     try:
         yield
     except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Runtime: `~user` has no home
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
+        raise CheckpointError(f"`{path}` cannot be read: {reason}") from error
 
 
 def has_file(path: Path) -> bool:
-    """Whether a file exists, also through a link.
+    """Whether a file exists. Links are followed.
 
     Raises:
-        CheckpointError: not an ordinary file; or a link to nothing, which an interrupted download
-            leaves in the hub's cache and which must not be taken for a file that the checkpoint
-            never had.
+        CheckpointError: the path is not an ordinary file, or it is a broken link. An interrupted
+            download leaves broken links in the hub's cache: the checkpoint has such a file, but it
+            is missing here.
     """
     with reading(path):
         if path.is_file():
@@ -75,7 +78,7 @@ def has_file(path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence Transformers inside, and restore the user's own settings."""
+    """Silence Transformers' logs, bars and warnings in the body of the `with`."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -92,10 +95,10 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a model folder, or the same values of a GGUF file.
+    """Read `config.json` of a model folder, or make the same values from a GGUF file.
 
     Raises:
-        CheckpointError: no such file, not JSON, not an object, or without `model_type`.
+        CheckpointError: the file is missing, is not a JSON object, or has no `model_type`.
         UnsupportedModelError: the folder holds an adapter.
     """
     if is_gguf(folder):
@@ -112,7 +115,7 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
     """Transformers' configuration object (`PretrainedConfig`) of a model folder.
 
     Args:
-        values: a part of `config.json` to parse instead of the whole.
+        values: the values to parse; None: those of `config.json`, or of the GGUF file.
 
     Raises:
         CheckpointError: a value in `config.json` is not valid for its `model_type`, or is a size
@@ -135,11 +138,12 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
 
 
 def check_generation_config(folder: Path) -> None:
-    """Check `generation_config.json`, if there is one, or the same values of a GGUF file: they say
-    which tokens end a text.
+    """Check `generation_config.json`, if there is one, or the same values of a GGUF file.
+
+    These values say which tokens end a text.
 
     Raises:
-        CheckpointError: not a JSON object, or values that Transformers does not accept.
+        CheckpointError: the file is not a JSON object, or Transformers does not accept its values.
     """
     from transformers import GenerationConfig
 
@@ -150,11 +154,11 @@ def check_generation_config(folder: Path) -> None:
     if not has_file(path):
         return
     content = read_json(path)
-    ends = content.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if any(type(token) is not int for token in listed):
+    stated = content.get("eos_token_id")
+    eos_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if any(type(token) is not int for token in eos_ids):
         raise CheckpointError(
-            f"`{path}` gives `eos_token_id` as {ends!r}: it must be a token id or a list of them."
+            f"`{path}` gives `eos_token_id` as {stated!r}: it must be a token id or a list of them."
         )
     try:
         GenerationConfig.from_dict(content)
@@ -165,14 +169,20 @@ def check_generation_config(folder: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, shortened; with the next one if it ends with a colon."""
+    """The first line of a library's error, at most 200 characters; with the second line if the
+    first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
     return text[:200]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, `config.json` with at most 16 MiB; else `CheckpointError`."""
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, does not hold a JSON object, or is a `config.json`
+            of more than 16 MiB.
+    """
     if not has_file(path):
         raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
     try:
@@ -191,12 +201,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raise `UnsupportedModelError` for a LoRA adapter: Transformers might apply it silently."""
+    """Raise `UnsupportedModelError` if the folder holds a LoRA adapter, because Transformers might
+    apply it silently."""
     path = folder / "adapter_config.json"
     if not has_file(path):
         return
-    stated = read_json(path)
-    kind, base = stated.get("peft_type", "of no type"), stated.get("base_model_name_or_path")
+    adapter = read_json(path)
+    kind, base = adapter.get("peft_type", "of no type"), adapter.get("base_model_name_or_path")
     raise UnsupportedModelError(
         f"`{folder}` holds an adapter (`adapter_config.json`: {kind}, for `{base}`), which is not "
         "supported. Merge it into its model's weights once, where `peft` is installed: "
@@ -207,25 +218,25 @@ def check_no_adapter(folder: Path) -> None:
 def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, Any]]:
     """Check that the folder's safetensors files are complete and hold plain numbers.
 
-    It reads only headers (0.3 ms for the embedded model), so that a truncated download is reported
-    by name and size, instead of as some failure inside a loader.
+    It reads only headers (0.3 ms for the embedded model). Thus a truncated download is reported
+    with the file's name and size; otherwise it would be an obscure error inside a loader.
 
     Args:
         plain: False accepts weights of any type, for callers that can interpret them.
 
     Returns:
-        The header of each file.
+        The header of each file, by path.
 
     Raises:
-        CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
-        UnsupportedModelError: weights in a type that has no meaning without scales.
+        CheckpointError: there are no safetensors, or a file is missing, corrupt or truncated.
+        UnsupportedModelError: weights have a type that means nothing without scales.
     """
-    whole, index_path = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index_path = folder / "model.safetensors", folder / "model.safetensors.index.json"
     with reading(folder):
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    if whole.name in files:
-        return {whole: _read_header(whole, plain)}
-    if index_path.name not in files and not has_file(whole) and not has_file(index_path):
+    if single.name in files:
+        return {single: _read_header(single, plain)}
+    if index_path.name not in files and not has_file(single) and not has_file(index_path):
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if pickled:
             raise CheckpointError(
@@ -236,7 +247,7 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"`{index_path}` has no `weight_map`.")
-    shards: dict[str, set[str]] = {}
+    shards: dict[str, set[str]] = {}  # names of tensors by shard
     for tensor, shard in weight_map.items():
         shards.setdefault(str(shard), set()).add(tensor)
     for shard in shards:
@@ -250,8 +261,8 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
             "named in the index but is not there. Download the model again."
         )
     headers = {folder / shard: _read_header(folder / shard, plain) for shard in shards}
-    for path, wanted in zip(headers, shards.values(), strict=True):
-        absent = sorted(wanted - headers[path].keys())
+    for path, tensors in zip(headers, shards.values(), strict=True):
+        absent = sorted(tensors - headers[path].keys())
         if absent:
             raise CheckpointError(f"`{path}` lacks the tensor `{absent[0]}`.")
     return headers
@@ -260,7 +271,8 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
 def check_plain(path: Path, header: dict[str, Any]) -> None:
     """Raise `UnsupportedModelError` unless the weights in a file are floating-point numbers.
 
-    Others would be read as if their scale were 1. Integers other than weights are ignored.
+    Weights of another type would be read as if their scale were 1. Tensors that are not weights may
+    be integers.
     """
     for name, entry in header.items():
         if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
@@ -272,12 +284,19 @@ def check_plain(path: Path, header: dict[str, Any]) -> None:
 
 
 def _read_header(path: Path, plain: bool) -> dict[str, Any]:
-    """The header of a safetensors file, after checking the file's length, and `check_plain`."""
+    """Read the header of a safetensors file and check the file's length.
+
+    Args:
+        plain: whether to call `check_plain`, too.
+
+    Raises:
+        CheckpointError: the file is truncated or corrupt.
+    """
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size
-        start = file.read(8)
-        length = int.from_bytes(start, "little") if len(start) == 8 else -1
-        if start.startswith(b"version"):
+        first_bytes = file.read(8)
+        length = int.from_bytes(first_bytes, "little") if len(first_bytes) == 8 else -1
+        if first_bytes.startswith(b"version"):
             raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
         if not 0 < length <= _MAX_HEADER_BYTES:
             raise CheckpointError(f"`{path}` is not a safetensors file ({size} bytes).")
@@ -290,11 +309,11 @@ def _read_header(path: Path, plain: bool) -> dict[str, Any]:
     try:
         header: dict[str, Any] = json.loads(text)
         expected = 8 + length
-        for entry in (v for k, v in header.items() if k != "__metadata__"):
-            first, last = map(int, entry["data_offsets"])
-            if not isinstance(entry["dtype"], str) or min([first, *map(int, entry["shape"])]) < 0:
+        for entry in (value for name, value in header.items() if name != "__metadata__"):
+            start, end = map(int, entry["data_offsets"])
+            if not isinstance(entry["dtype"], str) or min([start, *map(int, entry["shape"])]) < 0:
                 raise ValueError(entry)
-            expected = max(expected, 8 + length + last)
+            expected = max(expected, 8 + length + end)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"`{path}` has a corrupt header. Download it again.") from error
     if size != expected:

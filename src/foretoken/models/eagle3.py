@@ -165,7 +165,7 @@ def read_head(
             )
         if head is not None and OUTPUT_LAYER not in stored:
             output = head
-        _check_names(folder, stored, shapes, optional, output)
+        _check_tensors(folder, stored, shapes, optional, output)
     else:
         check_room(folder, config.layer, shapes, dtype, device)
         stored = {**_random_weights(shapes, dummy_seed, dtype, device)}
@@ -348,7 +348,7 @@ def _to_device(
     return (numbers_of(weight) if isinstance(weight, Grouped) else weight).to(device, dtype)
 
 
-def _check_names(
+def _check_tensors(
     folder: Path,
     stored: Mapping[str, Tensor | Grouped],
     shapes: dict[str, tuple[int, ...]],

@@ -125,7 +125,7 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     model_type = layer_values["model_type"]
     with quiet_transformers():
         layer = parse_config(folder, model_type, {**layer_values, "num_hidden_layers": 1})
-    _size(path, {"head_dim": layer.head_dim}, "head_dim", most=_MAX_HEAD_DIM)
+    _size(path, {"head_dim": layer.head_dim}, "head_dim", high=_MAX_HEAD_DIM)
     _size(path, merged, "intermediate_size")
     frequency_R, rotary_scale = _rotary(path, layer)
     draft_vocab_size = _size(path, merged, "draft_vocab_size", layer.vocab_size)
@@ -261,17 +261,18 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def _size(
-    path: Path, data: dict[str, Any], name: str, default: int | None = None, most: int | None = None
+    path: Path, data: dict[str, Any], name: str, default: int | None = None, high: int | None = None
 ) -> int:
-    """The value of `name`, or the default; `CheckpointError` unless it is an integer in 1..most."""
+    """The value of `name`, or the default; `CheckpointError` unless it is an integer in 1..high."""
     value = default if data.get(name) is None else data[name]
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        bound = ">= 1" if most is None else f"in 1..{most}"
+    if type(value) is not int or value < 1 or (high is not None and value > high):
+        bound = ">= 1" if high is None else f"in 1..{high}"
         raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer {bound}.")
     return value
 
 
 def _flag(path: Path, data: dict[str, Any], name: str) -> bool:
+    """The value of `name`; False if it is missing. `CheckpointError` if it is not a bool."""
     if data.get(name) not in (None, False, True):
         raise CheckpointError(f"`{path}` gives `{name}` as {data[name]!r}: must be true or false.")
     return bool(data.get(name))

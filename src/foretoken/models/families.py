@@ -1,11 +1,11 @@
-"""From a checkpoint to a `Stack`: one row for each family that backends run themselves.
+"""From a checkpoint to a `Stack`: a table with one row per family that backends run themselves.
 
 Belongs here: which families these are, and where their tensors go. Does not: whether the result is
 correct (`guards.py`), all other families (`causal_lm.py`).
 
 A stack is read together with its *twin*, Transformers' module of the same configuration. The twin
-says which layers have biases and what RoPE is. Its weights become views of the stack's, so that it
-can be run for comparison without a second copy.
+shows which layers have biases, and it has the frequencies of RoPE. Its weights become views of the
+stack's weights, so that it can be run for comparison without a second copy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from foretoken.ops.types import AttentionOptions
 class Family(NamedTuple):
     """A family's differences from Llama's layers: RMSNorm, rotary attention, a gated SiLU layer.
 
-    qk_norm: each head's query and key is normed before it is rotated
-    slides:  layers use the configuration's `sliding_window`; without it they ignore that field
+    qk_norm: each query and key is normed before RoPE
+    slides:  layers use the configuration's `sliding_window`; False: they ignore that field
     """
 
     qk_norm: bool = False
@@ -49,17 +49,21 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True),
     "seed_oss": Family(slides=False),
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 
-# RoPE types with constant frequencies; those of other types depend on the longest position.
+# RoPE types with constant frequencies. Other types depend on the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
-Get = Callable[[str], Tensor]
-"""A tensor of the checkpoint by its name in Transformers' module."""
+ReadTensor = Callable[[str], Tensor]
+"""A function that reads a tensor of the checkpoint, by its name in Transformers' module."""
 
 
 def check_family(module: Any) -> Family:
-    """The family of a causal language model; `UnfitError` if no stack can run it."""
+    """The family of a causal language model.
+
+    Raises:
+        UnfitError: no stack can run this model.
+    """
     config = module.config
     if config.model_type not in FAMILIES:
         raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
@@ -74,12 +78,14 @@ def check_family(module: Any) -> Family:
 
 
 def stays_compressed(config: Any) -> bool:
-    """Whether a checkpoint's int4 or int8 weights of compressed-tensors are read as stored.
+    """Whether a checkpoint's weights are compressed-tensors that keep their stored format.
 
-    Other schemes, and other families, load through Transformers' quantiser.
+    Other schemes and other families load through Transformers' quantiser.
     """
-    given = getattr(config, "quantization_config", None)
-    if config.model_type not in FAMILIES or not is_compressed(given) or unsupported_reason(given):
+    quantization = getattr(config, "quantization_config", None)
+    if config.model_type not in FAMILIES or not is_compressed(quantization):
+        return False
+    if unsupported_reason(quantization):
         return False
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
@@ -87,7 +93,7 @@ def stays_compressed(config: Any) -> bool:
 
 
 def windows(config: Any, count: int) -> list[int | None]:
-    """For each of `count` layers how many of the last tokens it reads; None: all of them."""
+    """The sliding window of each of `count` layers, in tokens; None: no window."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
     if len(kinds) != count:
@@ -99,86 +105,90 @@ class Source(Protocol):
     """A source of a stack's weights, by the names in Transformers' module."""
 
     def tensor(self, name: str) -> Tensor:
-        """A norm's gains."""
+        """The gains of a norm, by the name of the parameter."""
 
     def embedding(self, path: str) -> Weight:
-        """The vectors of tokens."""
+        """The vectors of tokens, by the path of the embedding module."""
 
     def linear(self, *paths: str) -> Linear:
-        """Linear layers with the same input, as one.
+        """Linear layers with the same input, joined to one layer.
 
         Raises:
             UnfitError: some of them have a bias, others have none.
         """
 
 
-def read_stack(module: Any, get: Get | None = None) -> Stack:
-    """The stack of a module; afterwards the module's weights are views of the stack's.
+def read_stack(module: Any, read: ReadTensor | None = None) -> Stack:
+    """The stack of a module. Afterwards the module's weights are views of the stack's.
 
     Args:
-        get: reads the weights; None: use the module's own, without a second copy.
+        read: reads the weights; None: take the module's own weights, without a second copy if
+            possible.
 
     Raises:
-        UnfitError: see `check_family`.
+        UnfitError: no stack can run the module.
     """
     check_family(module)
-    return fill_stack(module, _Weights(module, get, module.model.rotary_emb.inv_freq.device))
+    return fill_stack(module, _Weights(module, read, module.model.rotary_emb.inv_freq.device))
 
 
 def fill_stack(module: Any, weights: Source) -> Stack:
-    """The stack of a module, with the given weights.
+    """The stack of a module, with weights from this source.
 
     Raises:
-        UnfitError: see `check_family`.
+        UnfitError: no stack can run the module.
     """
     family, config, model = check_family(module), module.config, module.model
-    windows_L = windows(config, len(model.layers)) if family.slides else [None] * len(model.layers)
-    if any(window is not None and window < 1 for window in windows_L):
+    num_layers = len(model.layers)
+    layer_windows = windows(config, num_layers) if family.slides else [None] * num_layers
+    if any(window is not None and window < 1 for window in layer_windows):
         raise UnfitError(f"`sliding_window` is {config.sliding_window}")
-    tied = module.lm_head.weight is model.embed_tokens.weight
+    is_tied = module.lm_head.weight is model.embed_tokens.weight
     rotary = model.rotary_emb
     rope = Rope(rotary.inv_freq.float(), float(rotary.attention_scaling))
     embedding = weights.embedding("model.embed_tokens")
     layers = []
-    for i, window in enumerate(windows_L):
-        at = f"model.layers.{i}."
+    for i, window in enumerate(layer_windows):
+        path = f"model.layers.{i}."
         attention = model.layers[i].self_attn
-        norms = [weights.tensor(f"{at}self_attn.{n}_norm.weight") for n in "qk" if family.qk_norm]
-        qkv = weights.linear(*(f"{at}self_attn.{name}_proj" for name in "qkv"))
+        names = [f"{path}self_attn.{name}_norm.weight" for name in "qk" if family.qk_norm]
+        qk_norms = [weights.tensor(name) for name in names]
+        qkv = weights.linear(*(f"{path}self_attn.{name}_proj" for name in "qkv"))
         size = attention.head_dim
         mixer = Attention(
-            qkv, weights.linear(f"{at}self_attn.o_proj"), qkv.split[0] // size,
-            qkv.split[1] // size, size, rope, AttentionOptions(attention.scaling, window), *norms,
+            qkv, weights.linear(f"{path}self_attn.o_proj"), qkv.split[0] // size,
+            qkv.split[1] // size, size, rope, AttentionOptions(attention.scaling, window),
+            *qk_norms,
         )  # fmt: skip
-        gate_up = weights.linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")
+        gate_up = weights.linear(f"{path}mlp.gate_proj", f"{path}mlp.up_proj")
         layers.append(
             Layer(
-                weights.tensor(f"{at}input_layernorm.weight"),
+                weights.tensor(f"{path}input_layernorm.weight"),
                 mixer,
-                weights.tensor(f"{at}post_attention_layernorm.weight"),
-                Gated(gate_up, weights.linear(f"{at}mlp.down_proj")),
+                weights.tensor(f"{path}post_attention_layernorm.weight"),
+                Gated(gate_up, weights.linear(f"{path}mlp.down_proj")),
             )
         )
     norm = weights.tensor("model.norm.weight")
-    if tied:
+    if is_tied:
         module.lm_head.weight = model.embed_tokens.weight
-    head = Linear(embedding) if tied else weights.linear("lm_head")
+    head = Linear(embedding) if is_tied else weights.linear("lm_head")
     return Stack(
         embedding, tuple(layers), norm, head, model.norm.variance_epsilon, head.weight.shape[0]
     )
 
 
-def check_biases(paths: Sequence[str], has: Sequence[bool]) -> None:
+def check_biases(paths: Sequence[str], have_bias: Sequence[bool]) -> None:
     """Raise `UnfitError` if some of the layers have a bias, others have none."""
-    if len({*has}) > 1:
+    if len({*have_bias}) > 1:
         raise UnfitError(f"some of {', '.join(paths)} have a bias, others have none")
 
 
 class _Weights:
-    """A `Source` that gives each tensor to a stack and to its twin."""
+    """A `Source` that puts each tensor into a stack and into its twin."""
 
-    def __init__(self, module: Any, get: Get | None, device: torch.device) -> None:
-        self._module, self._get, self._device = module, get, device
+    def __init__(self, module: Any, read: ReadTensor | None, device: torch.device) -> None:
+        self._module, self._read, self._device = module, read, device
         self._dtype: torch.dtype = module.lm_head.weight.dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -190,37 +200,47 @@ class _Weights:
         return Dense(self._join(f"{path}.weight"))
 
     def _join(self, *names: str) -> Tensor:
-        """Concatenate the rows of tensors, contiguous; the twin gets views."""
+        """The rows of several parameters in one contiguous tensor; the twin gets views of it."""
         tensors = [self._module.get_parameter(name).detach() for name in names]
         sizes = [len(tensor) for tensor in tensors]
-        whole: Tensor = tensors[0]
-        if self._get is not None or len(names) > 1 or not whole.is_contiguous():
+        joined: Tensor = tensors[0]
+        if self._read is not None or len(names) > 1 or not joined.is_contiguous():
             shape = (sum(sizes), *tensors[0].shape[1:])
-            whole = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for name, tensor, view in zip(names, tensors, torch.split(whole, sizes), strict=True):
-            if self._get is not None:
-                fill(view, self._get(name))
-            elif whole is not tensor:
+            joined = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for name, tensor, view in zip(names, tensors, torch.split(joined, sizes), strict=True):
+            if self._read is not None:
+                fill(view, self._read(name))
+            elif joined is not tensor:
                 view.copy_(tensor)
             path, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(view, requires_grad=False)
             setattr(self._module.get_submodule(path), leaf, parameter)
-        return whole
+        return joined
 
     def linear(self, *paths: str) -> Linear:
         """See `Source`."""
-        parts = [self._module.get_submodule(path) for path in paths]
-        check_biases(paths, [part.bias is not None for part in parts])
-        split = tuple(part.out_features for part in parts) if len(parts) > 1 else ()
+        linears = [self._module.get_submodule(path) for path in paths]
+        check_biases(paths, [linear.bias is not None for linear in linears])
+        split = tuple(linear.out_features for linear in linears) if len(linears) > 1 else ()
         weight = Dense(self._join(*(f"{path}.weight" for path in paths)))
-        if parts[0].bias is None:
+        if linears[0].bias is None:
             return Linear(weight, None, split)
         return Linear(weight, self._join(*(f"{path}.bias" for path in paths)), split)
 
 
-def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Get | None:
-    """A reader of a twin's weights; None if stacks do not run its family or the files do not hold
-    exactly its tensors, so that Transformers' loader reports what is wrong.
+def tensor_reader(
+    module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]
+) -> ReadTensor | None:
+    """A function that reads a twin's weights from safetensors files.
+
+    None if stacks do not run the twin's family, or if the files do not hold exactly its tensors.
+    Then Transformers' loader should load them, since it reports what is wrong.
+
+    Args:
+        headers: of the files, by path.
+
+    Raises:
+        CheckpointError: see `check_leftovers`.
     """
     from safetensors import safe_open
 
@@ -228,35 +248,36 @@ def files_of(module: nn.Module, headers: Mapping[Path, Mapping[str, Any]]) -> Ge
         check_family(module)
     except UnfitError:
         return None
-    wanted = {name: tuple(w.shape) for name, w in module.named_parameters()}
+    needed = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     names = [name for header in headers.values() for name in header if name != "__metadata__"]
-    found = {name: path for path, header in headers.items() for name in header}
-    stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in found.items()}
+    paths = {name: path for path, header in headers.items() for name in header}
+    stored = {name: tuple(headers[path][name].get("shape", ())) for name, path in paths.items()}
     has_duplicates = len(set(names)) < len(names)
-    differs = any(stored.get(name) != shape for name, shape in wanted.items())
-    inert: Any = module._keys_to_ignore_on_load_unexpected
-    ignored = ["rotary_emb.inv_freq", *(inert or ())]
-    others = {
-        name for name in set(names) - wanted.keys()
-        if not any(re.search(pattern, name) for pattern in ignored)
+    differs = any(stored.get(name) != shape for name, shape in needed.items())
+    class_ignores: Any = module._keys_to_ignore_on_load_unexpected
+    ignored_patterns = ["rotary_emb.inv_freq", *(class_ignores or ())]
+    leftovers = {
+        name for name in set(names) - needed.keys()
+        if not any(re.search(pattern, name) for pattern in ignored_patterns)
     }  # fmt: skip
-    if has_duplicates or differs or "lm_head.weight" in others:
+    if has_duplicates or differs or "lm_head.weight" in leftovers:
         return None
-    check_leftovers(module, others, next(iter(headers)).parent)
+    check_leftovers(module, leftovers, next(iter(headers)).parent)
 
-    def get(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         # Open the file for each tensor: its memory map is then freed with the tensor.
-        with reading(path := found[name]), safe_open(path, "pt") as file:
+        with reading(path := paths[name]), safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
-    return get
+    return read
 
 
 def twin_of(
     model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, attention: str
 ) -> Any:
-    """Transformers' module without memory for weights, but with its RoPE frequencies."""
+    """Transformers' module of a configuration. Its weights have no memory (they are on the meta
+    device); its RoPE frequencies are on `device`."""
     with torch.device("meta"):
         module = model_class._from_config(config, attn_implementation=attention, dtype=dtype)
     rotary = getattr(module.base_model, "rotary_emb", None)
@@ -265,7 +286,7 @@ def twin_of(
     return module.eval().requires_grad_(False)
 
 
-def take_generation_config(module: Any, folder: Path) -> None:
+def set_generation_config(module: Any, folder: Path) -> None:
     """Give a twin the checkpoint's `generation_config.json`, as `from_pretrained` does."""
     from transformers import GenerationConfig
 
@@ -274,21 +295,21 @@ def take_generation_config(module: Any, folder: Path) -> None:
 
 
 def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
-    """A small module with a configuration's switches, each kind of layer once, random weights.
+    """A small module with the switches of a configuration, one layer of each kind, random weights.
 
-    Windows are shorter than the self-check's sequences, and norms and biases are random, too, so
-    that errors show which a checkpoint's own weights may hide.
+    Its windows are shorter than the self-check's sequences, and its norms and biases are random,
+    too. So it shows errors that a checkpoint's own weights may hide.
     """
     small = copy.deepcopy(config)
-    grouped = config.num_attention_heads // config.num_key_value_heads > 1
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [""]))
+    shares_kv = config.num_attention_heads // config.num_key_value_heads > 1
+    layer_types = list(dict.fromkeys(getattr(config, "layer_types", None) or [""]))
     changes: dict[str, Any] = {
         "hidden_size": 48, "intermediate_size": 80, "vocab_size": 128, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4,
-        "num_hidden_layers": len(kinds), "pad_token_id": None,
+        "num_attention_heads": 4, "num_key_value_heads": 2 if shares_kv else 4,
+        "num_hidden_layers": len(layer_types), "pad_token_id": None,
     }  # fmt: skip
     if getattr(config, "layer_types", None):
-        changes["layer_types"] = kinds
+        changes["layer_types"] = layer_types
     if getattr(config, "sliding_window", None):
         changes["sliding_window"] = 5
     for name, value in changes.items():

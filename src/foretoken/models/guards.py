@@ -1,10 +1,10 @@
 """Which models we refuse, and why: silently wrong output is the one unacceptable failure.
 
-Belongs here: checks on the configuration, on how a module calls attention, and the self-check
-against the module's own eager attention. Does not: loading.
+Belongs here: checks of the configuration, checks of how a module calls attention, and the
+self-check against the module's own eager attention. Does not: loading.
 
-Some families have Transformers' support flag and still attend across packed requests; others never
-call the attention function. Only running them shows it.
+Some families have Transformers' support flag although they attend across packed requests, or never
+call the attention function. Only running such a model shows it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from foretoken.ops import AttentionBatch
 from foretoken.ops.stack import ForwardOutput, dtype_of
 from foretoken.ops.steps import ForwardBatch
 
-# Model types without Transformers' support flag that do call attention through its interface: they
-# pass the self-check, and the tests compare them with plain Transformers.
+# Model types that call attention through Transformers' interface, although they lack its support
+# flag. They pass the self-check, and the tests compare them with plain Transformers.
 _UNFLAGGED = frozenset({"stablelm"})
 
 _ALIBI = "its own code adds ALiBi biases to attention"
@@ -58,13 +58,13 @@ _LAYER_REASONS = {
     "linear_attention": _RECURRENT,
 }
 
-# Bounds on the difference to eager attention, relative to the largest logit. float32: of the worst
-# row; correct models stay below 1e-6. Half precision: of the 85th percentile of rows, because
-# rounding can send single tokens to another expert of a mixture (0.2 in one row of a correct
-# model); correct models stayed below 2e-2, a bidirectional model was at 0.5.
+# Bounds on the difference to eager attention, relative to the largest logit. In float32 the worst
+# row counts; correct models stay below 1e-6. In half precision the 85th percentile of rows counts,
+# because rounding can send single tokens to another expert of a mixture (0.2 in one row of a
+# correct model). Correct models stayed below 2e-2, a bidirectional model was at 0.5.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-MOST_POSITIONS = 64  # more than any sequence of the self-check has
+MOST_POSITIONS = 64  # an upper bound of positions in the self-check
 _LENGTH = 22  # tokens per sequence of the self-check: more than a block of 16
 BLOCK, NUM_BLOCKS = 4, 16  # tokens per cache block in the self-check, and its number of blocks
 
@@ -72,14 +72,20 @@ BLOCK, NUM_BLOCKS = 4, 16  # tokens per cache block in the self-check, and its n
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
     """The class that `config.json` names; the first of `class_names` if it names none.
 
-    Remote code and other architectures are refused. `class_names` are Transformers' classes for the
-    `model_type`: a causal language model, then a multimodal one.
+    Args:
+        raw: the content of `config.json`.
+        class_names: Transformers' classes for the `model_type`: a causal language model, then a
+            multimodal model, as far as there are any.
+
+    Raises:
+        CheckpointError: `architectures` is not a list.
+        UnsupportedModelError: the checkpoint needs code of its own, or another architecture.
     """
     names = raw.get("architectures") or []
     if not isinstance(names, list):
         raise CheckpointError(f"`architectures` in `config.json` is {names!r}: not a list.")
-    same = [name for name in class_names if name in map(str, names)]
-    if raw.get("auto_map") and not same:
+    known = [name for name in class_names if name in map(str, names)]
+    if raw.get("auto_map") and not known:
         raise UnsupportedModelError(
             f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is "
             "never run. Only architectures that Transformers itself has are supported."
@@ -89,35 +95,38 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
             f"Transformers has no causal language model of type `{raw['model_type']}`. If it is "
             "new, a newer Transformers may have it."
         )
-    if names and not same:
+    if names and not known:
         raise UnsupportedModelError(
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
             f"`{class_names[0]}`."
         )
-    return (same or class_names)[0]
+    return (known or class_names)[0]
 
 
 def check_quantisation(config: Any) -> bool:
-    """Whether the weights are quantised; if they are, check that Transformers can load them.
+    """Whether the weights are quantised. If they are, check that they can be loaded.
 
-    The configuration is changed so that weights are dequantised where possible: any backend then
-    runs them as stacks, and no kernels are downloaded.
+    If Transformers will load them, `config` is changed so that it dequantises them where possible.
+    Any backend can then run them as stacks, and no kernels are downloaded.
+
+    Raises:
+        UnsupportedModelError: Transformers cannot load these weights here.
     """
-    given: Any = getattr(config, "quantization_config", None)
-    given = given or getattr(config.get_text_config(), "quantization_config", None)
-    if not given:
+    quantization: Any = getattr(config, "quantization_config", None)
+    quantization = quantization or getattr(config.get_text_config(), "quantization_config", None)
+    if not quantization:
         return False
     if stays_compressed(config):
         return True
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        quantiser = AutoHfQuantizer.from_config(dict(given), pre_quantized=True)
+        quantiser = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
         if hasattr(quantiser.quantization_config, "dequantize"):
-            given["dequantize"] = quantiser.quantization_config.dequantize = True
+            quantization["dequantize"] = quantiser.quantization_config.dequantize = True
         quantiser.validate_environment(device_map=None)
     except Exception as error:
-        method = given.get("quant_method")
+        method = quantization.get("quant_method")
         raise UnsupportedModelError(
             f"Quantised weights (`quant_method`: {method}) cannot be loaded here: "
             f"{first_line(error).rstrip('.')}. Or use a checkpoint in bfloat16, float16 or float32."
@@ -126,7 +135,10 @@ def check_quantisation(config: Any) -> bool:
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Refuse, before reading weights, a model that paged attention cannot run."""
+    """Raise `UnsupportedModelError` for a model that paged attention cannot run.
+
+    It checks only the class and the configuration, before weights are read.
+    """
     text = config.get_text_config()
     _check_rope_types(text)
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -141,8 +153,8 @@ def check_class(model_class: Any, config: Any) -> None:
             "its request (`attn_temperature_tuning`), so that requests would change each other's "
             "text."
         )
-    flagged = getattr(model_class, "_supports_attention_backend", False)
-    if not flagged and config.model_type not in _UNFLAGGED:
+    has_flag = getattr(model_class, "_supports_attention_backend", False)
+    if not has_flag and config.model_type not in _UNFLAGGED:
         why = _REASONS.get(config.model_type, "its class does not declare that it can")
         raise UnsupportedModelError(
             f"Models of type `{config.model_type}` do not support a custom attention backend in "
@@ -151,8 +163,10 @@ def check_class(model_class: Any, config: Any) -> None:
 
 
 def check_multimodal(config: Any) -> None:
-    """Refuse a multimodal model if its text part does not run alone."""
-    if any(getattr(c, "is_encoder_decoder", False) for c in (config, config.get_text_config())):
+    """Raise `UnsupportedModelError` for a multimodal model with a text part that needs an
+    encoder."""
+    configs = (config, config.get_text_config())
+    if any(getattr(part, "is_encoder_decoder", False) for part in configs):
         raise UnsupportedModelError(
             f"`{config.model_type}` is multimodal, and its text part does not run alone: it "
             "attends to an encoder's output, too."
@@ -160,6 +174,7 @@ def check_multimodal(config: Any) -> None:
 
 
 def _check_rope_types(text: Any) -> None:
+    """Raise `UnsupportedModelError` for a type of RoPE that Transformers does not know."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {"default", getattr(text, "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS}
@@ -174,22 +189,22 @@ def _check_rope_types(text: Any) -> None:
 
 
 def rope_limit(config: Any) -> tuple[int, str] | None:
-    """The longest context at which RoPE does not depend on the batch, and its type; None: any.
+    """The longest context in which RoPE does not depend on the batch, and the type of RoPE.
 
-    `longrope` and `dynamic` choose one set of frequencies for the whole packed batch, by its
-    highest position: one request's text would change another's logits (measured: by 2.8). The
-    choice is always the same while every position is below `original_max_position_embeddings`
-    (longrope) or `max_position_embeddings` (dynamic).
+    None if RoPE never depends on it. `longrope` and `dynamic` choose one set of frequencies for the
+    whole packed batch, by its highest position. One request's text would change another's logits
+    (measured: by 2.8). The choice is always the same while every position is below
+    `original_max_position_embeddings` (longrope) or `max_position_embeddings` (dynamic).
     """
     text = config.get_text_config()
-    found: list[tuple[int, str]] = []
+    limits: list[tuple[int, str]] = []
     for parameters in _rope_parameters(text.to_dict()):
         kind = str(parameters["rope_type"])
         if kind == "longrope":
-            found.append((int(parameters["original_max_position_embeddings"]), kind))
+            limits.append((int(parameters["original_max_position_embeddings"]), kind))
         elif "dynamic" in kind:
-            found.append((int(text.max_position_embeddings), kind))
-    return min(found, default=None)
+            limits.append((int(text.max_position_embeddings), kind))
+    return min(limits, default=None)
 
 
 def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -202,14 +217,14 @@ def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tensor]:
-    """Run a few tokens without a cache; return each layer's attention call, and logits.
+    """Run a few tokens without a cache. Returns each layer's attention call, and logits.
 
     Raises:
-        UnsupportedModelError: not exactly one attention call per layer, in order; a layer with
-            another sliding window than the configuration's; a module that fails on packed input.
+        UnsupportedModelError: the layers do not each make exactly one attention call, in order; a
+            sliding window differs from the configuration's; or the module fails on packed input.
     """
     text = module.config.get_text_config()
-    batch = _packed([(0, _random_tokens(text.vocab_size, BLOCK), [0])], device)
+    batch = _pack([(0, _random_tokens(text.vocab_size, BLOCK), [0])], device)
     calls: list[AttentionCall] = []
     try:
         with torch.inference_mode(), attention_context(AttentionPass(batch, calls=calls)):
@@ -235,26 +250,26 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
     return calls, output.logits.squeeze(0)
 
 
-def _packed(
+def _pack(
     requests: Sequence[tuple[int, list[int], list[int]]], device: torch.device
 ) -> ForwardBatch:
-    """A pass over tokens of each request, with logits of every token.
+    """A batch of tokens of several requests, with logits of every token.
 
     Args:
-        requests: for each its first position, its tokens, and its blocks.
+        requests: (first position, tokens, blocks) of each request.
     """
     starts, tokens, blocks = zip(*requests, strict=True)
     counts = [len(ids) for ids in tokens]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     columns = -(-max(lengths) // BLOCK)
-    rows = [[*row[:columns], *[0] * (columns - len(row))] for row in blocks]
+    table = [[*own[:columns], *[0] * (columns - len(own))] for own in blocks]
     positions = [range(start, end) for start, end in zip(starts, lengths, strict=True)]
 
     def tensor(numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     starts_B1 = tensor([0, *accumulate(counts)])
-    attention = AttentionBatch(starts_B1, tensor(lengths), tensor(rows), BLOCK, values_fit=True)
+    attention = AttentionBatch(starts_B1, tensor(lengths), tensor(table), BLOCK, values_fit=True)
     return ForwardBatch(
         tensor([*chain(*tokens)]), tensor([*chain(*positions)]), tensor(range(sum(counts))),
         attention,
@@ -262,21 +277,28 @@ def _packed(
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
-    """Compare the windows of layers with the configuration. The self-check cannot find a missing,
-    superfluous or too long window: its sequences are shorter than real windows."""
-    reach = getattr(text, "max_position_embeddings", None) or math.inf
+    """Raise `UnsupportedModelError` if a layer's sliding window is not the configuration's.
+
+    The self-check cannot find a missing, superfluous or too long window, because its sequences are
+    shorter than real windows.
+
+    Args:
+        windows: the window of each layer's attention call.
+    """
+    max_len = getattr(text, "max_position_embeddings", None) or math.inf
 
     def effective(window: int | None) -> int | None:
-        return window if window and window < reach else None  # a longer one has no effect
+        return window if window and window < max_len else None  # a longer window has no effect
 
     stated = effective(getattr(text, "sliding_window", None))
-    asked = [effective(window) for window in windows]
+    actual = [effective(window) for window in windows]
     types = getattr(text, "layer_types", None)
     if types is None:
-        # Without a type per layer, rules of the family may say that only some layers have windows.
-        missing = stated is not None and not any(asked)
-        types = ["sliding_attention" if w or missing else "full_attention" for w in asked]
-    for layer, (kind, window) in enumerate(zip(types, asked, strict=True)):
+        # Without a type per layer, the family may have a rule by which only some layers have
+        # windows. So the calls are believed, unless no layer has the window that is stated.
+        is_missing = stated is not None and not any(actual)
+        types = ["sliding_attention" if w or is_missing else "full_attention" for w in actual]
+    for layer, (kind, window) in enumerate(zip(types, actual, strict=True)):
         expected = stated if kind == "sliding_attention" else None
         if window != expected:
             raise UnsupportedModelError(
@@ -286,12 +308,13 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
 
 
 def self_check(model: CausalLM, expected: Tensor) -> float:
-    """Compare with the module's own eager attention: prefill, decode, verify and rollback, ragged.
+    """Compare a model's logits with those of the module's own eager attention.
 
-    Three sequences of random tokens run through the paged cache as in an engine; every row of
-    logits must equal that of one plain eager forward. With `probe` and `eager_logits` this costs
-    six forwards of a few tokens (0.15 s for the embedded model on one thread of a busy CPU).
-    Sliding windows longer than 22 tokens are not exercised.
+    Three sequences of random tokens run through the paged cache as in an engine, in ragged batches:
+    prefill, decode, verify and rollback. Every row of logits must equal the row of a single plain
+    eager forward pass. With `probe` and `eager_logits` this costs six passes of a few tokens (0.15
+    s for the embedded model on one thread of a busy CPU). Sliding windows longer than 22 tokens are
+    not exercised.
 
     Args:
         expected: `eager_logits` of the module before anything in it was replaced.
@@ -313,11 +336,11 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     for step, logits in zip(_SCHEDULE, run(), strict=True):
         row = 0
         for i, start, count, drafts in step:
-            ours, eager = logits[row : row + count], expected[i, start : start + count]
-            errors.append((ours.float() - eager).abs().amax(-1))
+            logits_NV, eager_NV = logits[row : row + count], expected[i, start : start + count]
+            errors.append((logits_NV.float() - eager_NV).abs().amax(-1))
             row += count + drafts
     error_N = torch.cat(errors) / expected.abs().max()
-    dtype = dtype_of(model.embedding)  # the module's; kernels may use a wider one
+    dtype = dtype_of(model.embedding)  # of the module; kernels may compute in a wider dtype
     tolerance = TOLERANCE[dtype]
     error = error_N.quantile(1.0 if dtype is torch.float32 else 0.85).item()
     if not error <= tolerance:  # NaN too
@@ -331,23 +354,23 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
 def run_schedule(
     forward: Callable[[ForwardBatch], ForwardOutput], vocab_size: int, device: torch.device
 ) -> list[Tensor]:
-    """Run the self-check's passes in order; return the logits of all rows of each."""
-    tokens, wrong = _check_tokens(vocab_size), _random_tokens(vocab_size, 3, 4)
-    found = []
+    """Run the self-check's passes in order. Returns each pass's logits of all rows."""
+    tokens, wrong_drafts = _check_tokens(vocab_size), _random_tokens(vocab_size, 3, 4)
+    logits = []
     for step in _SCHEDULE:
         requests = [
-            (start, tokens[i][start : start + count] + wrong[:drafts], _BLOCKS[i])
+            (start, tokens[i][start : start + count] + wrong_drafts[:drafts], _BLOCKS[i])
             for i, start, count, drafts in step
         ]
-        found.append(forward(_packed(requests, device)).logits_NV.clone())
-    return found
+        logits.append(forward(_pack(requests, device)).logits_NV.clone())
+    return logits
 
 
 # Blocks of each sequence, mostly adjacent for the first, scattered for the others.
 _BLOCKS = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
 
-# Steps of (sequence, first position, true tokens, wrong drafts after them). A later step
-# overwrites the positions of wrong drafts: rollback.
+# Steps of (sequence, first position, true tokens, wrong drafts after them). A later step overwrites
+# the positions of wrong drafts, as a rollback does.
 _SCHEDULE = (
     ((0, 0, 13, 0), (1, 0, 3, 0)),  # ragged prefill
     ((0, 13, 3, 0), (1, 3, 1, 0), (2, 0, 13, 0)),  # chunked prefill, decode, prefill
@@ -361,12 +384,12 @@ _SCHEDULE = (
 def check_finite(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise `CheckpointError` for the first of a checkpoint's tensors with NaN or infinity.
 
-    The few tokens of the self-check do not reach other tokens' embeddings or most experts. Reading
-    1 GB takes 0.3 s on one CPU core.
+    The self-check would miss some of them: its few tokens do not reach other tokens' embeddings or
+    most experts. Reading 1 GB takes 0.3 s on one CPU core.
     """
     for name, tensor in tensors:
         if tensor.dtype not in TOLERANCE or not tensor.numel():
-            continue  # quantised
+            continue  # quantised, or empty
         if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
             nans, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
             remedy = "The weights are damaged: download them again."
@@ -379,7 +402,11 @@ def check_finite(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def eager_logits(module: Any, device: torch.device) -> Tensor:
-    """Logits of the self-check's sequences by the module alone, float32 [3, 22, V]."""
+    """The logits that the module itself gives for the self-check's sequences, float32 [3, 22, V].
+
+    Raises:
+        UnsupportedModelError: eager attention fails, or a logit is not finite.
+    """
     vocab_size = module.config.get_text_config().vocab_size
     input_ids = torch.tensor(_check_tokens(vocab_size), device=device)
     module.set_attn_implementation("eager")
@@ -403,10 +430,12 @@ def eager_logits(module: Any, device: torch.device) -> Tensor:
 
 
 def check_causal(module: Any, expected: Tensor) -> None:
-    """Refuse a module in which later tokens change the logits of earlier ones.
+    """Raise `UnsupportedModelError` if later tokens change the logits of earlier tokens.
+
+    The self-check's sequences are run once more, without their second halves.
 
     Args:
-        expected: its `eager_logits`; the sequences are run once more without their ends.
+        expected: `eager_logits` of this module.
     """
     half = _LENGTH // 2
     ids = torch.tensor(_check_tokens(module.config.get_text_config().vocab_size))[:, :half]

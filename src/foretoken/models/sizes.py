@@ -1,8 +1,9 @@
 """Whether `config.json` fits the weights and this machine.
 
-Belongs here: checks of sizes before a module is built, since an absurd one would otherwise be
-looped over or allocated; and whether tensors that the model has no place for are harmless or
-another model's. Tensors that Transformers itself declares ignorable for a class never get here.
+Belongs here: checks of sizes before a module is built, because building it would loop over or
+allocate an absurd size. Also checks of tensors that the model does not have: they are harmless, or
+they show that the weights are another model's. Tensors that Transformers itself ignores for a class
+never get here.
 """
 
 from __future__ import annotations
@@ -34,23 +35,29 @@ _SIZES = frozenset(
 _OPTIONAL = frozenset(
     """intermediate_size moe_intermediate_size n_inner ffn_dim num_experts num_local_experts
     n_routed_experts""".split()
-)  # 0 where a model has none
+)  # sizes that are 0 if a model has no such part
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_OF_TEXT = ("text_config", "transformer_layer_config")
-# Sizes up to these are harmless: defaults for experts or vision layers that a model does not have.
+_TEXT_PARTS = ("text_config", "transformer_layer_config")
+# Sizes up to these bounds are never refused for being larger than the weights: a configuration may
+# have default sizes of experts or vision layers that the model does not have.
 _HARMLESS = 2**20
 _HARMLESS_LAYERS = 2**12
 _MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
 _MAX_SIZE = 2**31 - 1
-_SHOWN = 3
+_SHOWN = 3  # names in a message
 # Buffers that older versions of Transformers saved; a model computes them itself.
 _BUFFERS = frozenset({"inv_freq", "original_inv_freq", "masked_bias"})
-# Parts that only layers for predicting further tokens (MTP) have.
-_FURTHER = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|(^|[._])mtp[._]")
+# Names of parts that only MTP layers have: layers that predict further tokens.
+_MTP = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|(^|[._])mtp[._]")
 
 
 class StoredSizes(NamedTuple):
-    """Sizes of a checkpoint's tensors: numbers in all, layers (by their names), shapes by name."""
+    """Sizes of a checkpoint's tensors.
+
+    numbers: how many numbers all tensors hold together
+    layers:  how many layers the names of tensors show
+    shapes:  by name
+    """
 
     numbers: int
     layers: int
@@ -58,16 +65,19 @@ class StoredSizes(NamedTuple):
 
 
 def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> StoredSizes:
-    """The sizes by safetensors headers; a quantised number is counted as at least 1 bit."""
+    """The sizes of tensors, from safetensors headers.
+
+    A quantised number may take a single bit, so each bit of quantised data counts as one.
+    """
     numbers, layers, shapes = 0, set[str](), dict[str, Shape]()
     for header in headers:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             shapes[name] = tuple(entry["shape"])
-            first, last = entry["data_offsets"]
+            start, end = entry["data_offsets"]
             is_plain = re.fullmatch("B?F(16|32|64)", entry["dtype"])
-            numbers += math.prod(shapes[name]) if is_plain else 8 * (last - first)
+            numbers += math.prod(shapes[name]) if is_plain else 8 * (end - start)
             if number := re.search(r"(?:^|\.)(\d+)\.", name):
                 layers.add(number[1])
     return StoredSizes(numbers, len(layers) or len(shapes), shapes)
@@ -79,52 +89,54 @@ def config_file(folder: Path) -> Path:
 
 
 def check_sizes(folder: Path, values: Mapping[str, Any], stored: StoredSizes | None) -> None:
-    """Check the sizes that a configuration gives, before Transformers reads it.
+    """Check the sizes in a configuration, before Transformers reads it.
 
     Args:
-        values: `config.json` of `folder`.
-        stored: sizes of its weights; None if they are random.
+        values: the content of `config.json` in `folder`.
+        stored: sizes of the weights; None if the weights are random.
 
     Raises:
         CheckpointError: a size is below 1, or more than the weights or this machine can hold.
     """
     memory = machine_bytes() or 2**40
     for name, value, is_text in _sizes(values):
-        given = f"`{config_file(folder)}` gives `{name}` as {value}"
-        least = int(name in _LAYERS or name in _SIZES)
-        if value < 0 or (value < least and is_text):
-            raise CheckpointError(f"{given}: must be at least {least}.")
-        if name in POSITIONS:  # of RoPE: no weights depend on it
-            most = 2**63 - 1
-            why = f"at most {most}"
+        statement = f"`{config_file(folder)}` gives `{name}` as {value}"
+        smallest = int(name in _LAYERS or name in _SIZES)
+        if value < 0 or (value < smallest and is_text):
+            raise CheckpointError(f"{statement}: must be at least {smallest}.")
+        if name in POSITIONS:  # no weights depend on the number of positions, since RoPE has none
+            largest = 2**63 - 1
+            bound = f"at most {largest}"
         elif name not in _LAYERS:
-            most = max(stored.numbers, _HARMLESS) if stored else _MAX_SIZE
-            why = (
-                f"the weights hold {stored.numbers} numbers in all" if stored else f"at most {most}"
-            )
+            largest = max(stored.numbers, _HARMLESS) if stored else _MAX_SIZE
+            bound = f"at most {largest}"
+            if stored:
+                bound = f"the weights hold {stored.numbers} numbers in all"
         elif stored is None:
-            most = memory // _MODULE_BYTES
-            why = f"at most {most} layers fit the {memory / 2**30:.3g} GiB of this machine's memory"
+            largest = memory // _MODULE_BYTES
+            room = f"the {memory / 2**30:.3g} GiB of this machine's memory"
+            bound = f"at most {largest} layers fit {room}"
         else:
-            most = stored.layers if is_text else max(stored.layers, _HARMLESS_LAYERS)
-            why = f"the weights have {stored.layers} layers"
-        if value > most:
-            raise CheckpointError(f"{given}: {why}.")
+            largest = stored.layers if is_text else max(stored.layers, _HARMLESS_LAYERS)
+            bound = f"the weights have {stored.layers} layers"
+        if value > largest:
+            raise CheckpointError(f"{statement}: {bound}.")
 
 
 def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[str, int, bool]]:
-    """Every size as its name, its value, and whether it belongs to the text model."""
+    """Yield (name, value, whether it belongs to the text model) for each size, also nested ones."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _sizes(value, is_text and name in _OF_TEXT)
+            yield from _sizes(value, is_text and name in _TEXT_PARTS)
         elif type(value) is int and name in {*_LAYERS, *_SIZES, *_OPTIONAL, *POSITIONS}:
             yield name, value, is_text
 
 
 def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
-    """The shapes of a model's parameters, each once, without allocating them.
+    """The shapes of a model's parameters by name, without allocating the parameters.
 
-    None if it cannot be built: the loader then fails in the same way and reports it.
+    A shared parameter is listed once. None if the model cannot be built: the loader then fails in
+    the same way and reports the error.
     """
     try:
         with torch.device("meta"):
@@ -139,16 +151,21 @@ def check_numbers(
 ) -> None:
     """Raise `CheckpointError` for a model of far more numbers than the weights hold.
 
-    It prevents huge allocations. Smaller misfits are found by name when weights are loaded.
+    The check prevents huge allocations. If the weights differ less from the model, loading them
+    reports the tensors by name.
+
+    Args:
+        shapes: of the model's parameters; None if they are not known.
     """
     needed = sum(map(math.prod, shapes.values())) if shapes else 0
-    if shapes and needed > max(2 * stored.numbers, _HARMLESS):  # twice: an untied output layer
+    # Twice as many numbers are allowed, because the weights may lack a tied output layer.
+    if shapes and needed > max(2 * stored.numbers, _HARMLESS):
         name = max(shapes, key=lambda name: math.prod(shapes[name]))
-        found = f", and is {[*stored.shapes[name]]} there" if name in stored.shapes else ""
+        stored_shape = f", and is {[*stored.shapes[name]]} there" if name in stored.shapes else ""
         raise CheckpointError(
             f"`{config_file(folder)}` {_cause(config, shapes[name], stored)}makes a model of "
             f"{needed} numbers, and the weights hold {stored.numbers}: `{name}` would be "
-            f"{[*shapes[name]]}{found}."
+            f"{[*shapes[name]]}{stored_shape}."
         )
 
 
@@ -174,40 +191,51 @@ def check_room(
 
 
 def _cause(config: Any, shape: Shape, stored: StoredSizes | None) -> str:
-    """The field that makes a tensor so large: the largest one that divides a size not stored."""
-    known = {size for shape in stored.shapes.values() for size in shape} if stored else set[int]()
-    sizes = [size for size in shape if size not in known]
+    """The part of a message that names the field that makes a tensor of this shape so large.
+
+    It is the largest field that divides one of the shape's sizes. Sizes that stored tensors have
+    cannot be the cause. The text is empty if there is no such field.
+    """
+    usual = {size for shape in stored.shapes.values() for size in shape} if stored else set[int]()
+    suspects = [size for size in shape if size not in usual]
     fields = [
         (value, name)
         for name, value in config.to_dict().items()
-        if type(value) is int and value > 1 and value not in known
-        if any(size and size % value == 0 for size in sizes)
+        if type(value) is int and value > 1 and value not in usual
+        if any(size and size % value == 0 for size in suspects)
     ]
     return "gives `{1}` as {0}, which ".format(*max(fields)) if fields else ""
 
 
 def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> None:
-    """Warn of harmless tensors that the model does not use; refuse others.
+    """Warn of harmless tensors that the model does not have; refuse others.
 
-    Harmless are saved masks and frequencies, layers after the last that predict further tokens, and
+    Harmless are saved masks and RoPE frequencies, MTP layers after the model's last layer, and
     whole modules next to the model (a value head). A tensor inside one of the model's own modules,
     such as a bias or a norm that its layers lack, means that another model was trained.
 
+    Args:
+        names: of the tensors that the model does not have.
+
     Raises:
-        CheckpointError: some are not harmless; it gives their number and some names.
+        CheckpointError: some tensors are not harmless; it says how many and names some.
     """
     names = sorted(names)
-    further = {_layer(name) for name in names if _FURTHER.search(name)} - {""}
-    harmless = [name for name in names if _is_harmless(module, name, further)]
-    wrong = sorted(set(names) - set(harmless))
-    check_fit(folder, {"unexpected": wrong})
+    mtp_layers = {_layer(name) for name in names if _MTP.search(name)} - {""}
+    harmless = [name for name in names if _is_harmless(module, name, mtp_layers)]
+    unexpected = sorted(set(names) - set(harmless))
+    check_fit(folder, {"unexpected": unexpected})
     if harmless:
         message = "`%s` holds %d tensors that the model does not use, for example %s."
         _log.warning(message, folder, len(harmless), _some_names(harmless))
 
 
 def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
-    """Raise `CheckpointError` for the first problem that has tensors, with some of their names."""
+    """Raise `CheckpointError` for the first problem with tensors; it names some of them.
+
+    Args:
+        problems: names of tensors, by a word such as "missing".
+    """
     for problem, names in problems.items():
         if names:
             raise CheckpointError(
@@ -221,21 +249,26 @@ def _some_names(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:_SHOWN])
 
 
-def _is_harmless(module: nn.Module, name: str, further: set[str]) -> bool:
-    parent, rest = _nearest(module, name)
+def _is_harmless(module: nn.Module, name: str, mtp_layers: set[str]) -> bool:
+    """Whether a tensor that the model does not have is harmless; see `check_leftovers`.
+
+    Args:
+        mtp_layers: paths of the layers that have MTP's parts.
+    """
+    parent, rest = _innermost_module(module, name)
     if name.rpartition(".")[2] in _BUFFERS:
         return True
     if rest == "bias":  # a causal mask, if the module has no weight to which a bias could belong
         return parent is not module and not [*parent.parameters(recurse=False)]
     if isinstance(parent, nn.ModuleList):
-        return _layer(name) in further
+        return _layer(name) in mtp_layers
     if parent is module:
-        return "." in rest
-    return parent is getattr(module, "base_model", None) and bool(_FURTHER.search(rest))
+        return "." in rest  # a whole module next to the model
+    return parent is getattr(module, "base_model", None) and bool(_MTP.search(rest))
 
 
-def _nearest(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The innermost of the model's modules on a tensor's path, and the rest of the name.
+def _innermost_module(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The innermost existing module on a tensor's path, and the rest of the tensor's name.
 
     The base model's prefix may be missing: `layers.0…` means `model.layers.0…`.
     """
@@ -254,6 +287,7 @@ def _nearest(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _layer(name: str) -> str:
-    """`model.layers.7` for `model.layers.7.mlp.weight`; "" outside of numbered layers."""
+    """The path of a tensor's layer: `model.layers.7` for `model.layers.7.mlp.weight`; "" for a
+    tensor outside of numbered layers."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match.group() if match else ""

@@ -51,7 +51,7 @@ class StoredWeights(ABC):
         """Free the memory of the mapped files. Data that is still needed is read again."""
 
     def tensor(self, name: str) -> Tensor:
-        """See `Source`; float32.
+        """See `Source`. The result is float32.
 
         Raises:
             CheckpointError: a number is not finite.
@@ -79,8 +79,8 @@ class StoredWeights(ABC):
         return Linear(Joined(parts) if len(parts) > 1 else parts[0], bias, split)
 
     def numbers(self, name: str) -> Tensor:
-        """A parameter as plain numbers: in its stored dtype if that is one of floats, else in
-        float32."""
+        """A parameter as plain numbers. Stored floats keep their dtype; other numbers are decoded
+        to float32."""
         if name.endswith(("norm.weight", ".bias")):
             return self.tensor(name)
         return numbers_of(self.weight(name))
@@ -92,11 +92,11 @@ class StoredWeights(ABC):
             stored: the shapes of the stored parameters, by name.
         """
         needed = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-        both = needed.keys() & stored.keys()
+        common = needed.keys() & stored.keys()
         problems = {
             "missing": sorted(needed.keys() - stored.keys()),
             "unexpected": sorted(stored.keys() - needed.keys()),
-            "mismatched": sorted(name for name in both if needed[name] != stored[name]),
+            "mismatched": sorted(name for name in common if needed[name] != stored[name]),
         }
         check_fit(self.path, problems)
 

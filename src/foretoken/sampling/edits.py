@@ -129,7 +129,8 @@ def _pack(edits: list[_RequestEdits]) -> PackedEdits:
         if request.mask_XW is not None:
             first_mask, num_masks = len(masks), len(request.mask_XW)
             masks.extend(request.mask_XW)
-        size, step = len(request.entries.token_U), int(num_masks > 1)
+        size = len(request.entries.token_U)
+        step = int(num_masks > 1)  # 0: all rows of the request share a mask, or have none
         rows += [(request.d, i, size, first_mask + step * i) for i in range(request.num_rows)]
     entries = [request.entries for request in edits]
     return PackedEdits(

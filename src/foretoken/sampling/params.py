@@ -330,14 +330,14 @@ class SamplingParams:
         __getattr__ = absent_attribute
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
+    def parse(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build the parameters from a map of their fields."""
-        return cls(**{str(name): value for name, value in given.items()})
+        return cls(**{str(name): value for name, value in values.items()})
 
     @classmethod
-    def from_optional(cls, **given: Any) -> SamplingParams:
+    def from_optional(cls, **values: Any) -> SamplingParams:
         """Build the parameters from fields in which None means the default. The name is vLLM's."""
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> SamplingParams:
         """A copy, checked again. The name is vLLM's."""

@@ -105,12 +105,14 @@ def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
 
 
 def _true(name: str, value: Any) -> bool:
+    """True, the only value allowed; else `RequestError`."""
     if value is not True:
         raise RequestError(name, value, "true, or left out")
     return True
 
 
 def _text(name: str, value: Any) -> str:
+    """The value, which must be a text that is not empty; else `RequestError`."""
     if not isinstance(value, str) or not value:
         raise RequestError(name, value, "a non-empty text")
     try:
@@ -122,6 +124,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _choices(name: str, value: Any) -> list[str]:
+    """The value as a list; `RequestError` unless it is a list of texts that are not empty."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise RequestError(name, value, "a non-empty list of texts")
     return [_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
@@ -199,10 +202,10 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
 
 
 def _rewrite_all(name: str, root: dict[str, Any], *, with_definitions: bool = False) -> bool:
-    """Rewrite the root and all schemas that it contains or refers to, by `_rewrite`.
+    """Call `_rewrite` for the root and for all schemas that it contains or refers to.
 
-    Definitions that no known reference leads to are rewritten only `with_definitions`. Returns
-    False if some reference could not be followed, so that any definition may be in use.
+    Definitions that no known reference leads to are included only `with_definitions`. Returns False
+    if some reference could not be followed, so that any definition may be in use.
     """
     seen, pending, followed_all = set[int](), [(name, root)], True
     while pending:
@@ -237,9 +240,9 @@ def _rewrite(place: str, schema: dict[str, Any]) -> None:
         is_tuple = equivalent == "items" and isinstance(schema.get(equivalent), list)
         schema.setdefault("additionalItems" if is_tuple else equivalent, value)
     min_keys = schema.get("minProperties", 0)
-    most = max(1, len(schema.get("required", ())))  # the largest `minProperties` that is allowed
-    if isinstance(min_keys, int) and min_keys > most and _has_open_keys(schema):
-        bound = f"at most {most} (1, or as many as are `required`): an open key may come twice"
+    limit = max(1, len(schema.get("required", ())))  # of `minProperties`
+    if isinstance(min_keys, int) and min_keys > limit and _has_open_keys(schema):
+        bound = f"at most {limit} (1, or as many as are `required`): an open key may come twice"
         raise RequestError(f"{place}.minProperties", min_keys, bound)
     if schema.get("format") in _ANY_TEXT:
         del schema["format"]

@@ -176,8 +176,8 @@ def _chat_tool(name: str, description: str | None, parameters: dict[str, Any] | 
     return Tool(type="function", function=function)
 
 
-def _named_tool(given: Any) -> NamedTool:
-    return NamedTool(type="function", function=NamedFunction(name=given.name))
+def _named_tool(choice: Any) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=choice.name))
 
 
 def _response_format(text_format: TextFormat) -> ResponseFormat:

@@ -220,16 +220,17 @@ def install(app: FastAPI) -> None:
 
 def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
     """The refusal of a body that does not fit the schema; it names the first wrong field."""
-    first = errors[0]
-    is_named = len(first["loc"]) > 1 or isinstance(first.get("ctx", {}).get("error"), RequestError)
-    if first["type"] != "json_invalid" and is_named:
+    first_error = errors[0]
+    cause = first_error.get("ctx", {}).get("error")
+    is_named = len(first_error["loc"]) > 1 or isinstance(cause, RequestError)
+    if first_error["type"] != "json_invalid" and is_named:
         kind = get_type_hints(request.scope["endpoint"])["body"]
         return refusal(field_error(kind, [{**e, "loc": e["loc"][1:]} for e in errors]))
     bound = "a JSON object, sent as `Content-Type: application/json`"
-    if first["type"] == "value_error":
-        bound = str(first["ctx"]["error"])
-    elif first["type"] == "json_invalid":
-        bound = f"JSON: {first['ctx']['error']}, at character {first['loc'][1]}"
+    if first_error["type"] == "value_error":
+        bound = str(first_error["ctx"]["error"])
+    elif first_error["type"] == "json_invalid":
+        bound = f"JSON: {first_error['ctx']['error']}, at character {first_error['loc'][1]}"
     return Refusal(400, f"The body must be {bound}.", "invalid_request_error")
 
 
@@ -245,25 +246,25 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
     """
     alternatives = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
     # Prefer the error of a wrong `type` to errors about fields that another type needs.
-    first = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
-    name, fields = _place(kind, first["loc"], where)
-    own_error = first.get("ctx", {}).get("error")
+    first_error = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
+    name, fields = _place(kind, first_error["loc"], where)
+    own_error = first_error.get("ctx", {}).get("error")
     if isinstance(own_error, RequestError):  # for a field of the table `foreign`
         path = f"{name}.{own_error.field}" if name else own_error.field
         return RequestError(path, own_error.value, own_error.bound, own_error.remedy)
-    if first["type"] == "extra_forbidden":
-        last = str(first["loc"][-1])
-        name = f"{name}.{last}" if name else last
-        close_names = get_close_matches(last, fields, n=1, cutoff=0.6)
+    if first_error["type"] == "extra_forbidden":
+        key = str(first_error["loc"][-1])
+        name = f"{name}.{key}" if name else key
+        close_names = get_close_matches(key, fields, n=1, cutoff=0.6)
         remedy = f"Did you mean `{close_names[0]}`?" if close_names else ""
     else:
         alternatives = [e for e in alternatives if _place(kind, e["loc"], where)[0] == name]
         remedy = ""
     bounds = [
         _BOUNDS.get(e["type"], "{msg}").format_map({**e, **e.get("ctx", {})})
-        for e in (alternatives if name else [first])
+        for e in (alternatives if name else [first_error])
     ]
-    value = None if first["type"] == "missing" else first["input"]
+    value = None if first_error["type"] == "missing" else first_error["input"]
     return RequestError(name, value, ", or ".join(dict.fromkeys(bounds)), remedy)
 
 

@@ -58,8 +58,8 @@ class ServeOptions:
             running long.
         allow_priority: let requests set their `priority`. The request with the lowest number is
             served first, and can keep all others waiting.
-        allowed_origins: other origins whose web pages may call this server from a browser; `*` is
-            any. Default: none.
+        allowed_origins: origins, other than the server's own, of web pages that may call it from a
+            browser; `*` is any. Default: none.
         queue_timeout: seconds until a request must have its first token; then it is refused by 503.
         request_timeout: seconds until an answer must be complete; then it ends with its text so
             far, with `finish_reason` `length` and `stop_reason` `timeout`.
@@ -144,8 +144,9 @@ class ServeOptions:
             from foretoken.serve.parsers.formats import FORMATS, REASONING_PARSERS
 
             formats = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_PARSERS}
-        for name, known in formats.items():  # empty by default, since importing them loads torch
-            if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
+        # By default the formats are not imported, since that loads torch.
+        for name, format_names in formats.items():
+            if (value := getattr(self, name)) not in (names := ("auto", "none", *format_names)):
                 remedy = "No other format is read here; `auto` finds these in the template."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)
         if self.log_level not in LOG_LEVELS:

@@ -382,8 +382,8 @@ def _sampling_params(
     body: GenerationFields, served: Served, values: dict[str, Any]
 ) -> SamplingParams:
     """The request's parameters: from `values`, else the body, else the server's defaults."""
-    shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
-    values = {**{name: value for name, value in shared.items() if value is not None}, **values}
+    body_values = {name: getattr(body, name) for name in _SHARED_FIELDS}
+    values = {**{name: value for name, value in body_values.items() if value is not None}, **values}
     if body.logit_bias is not None:
         values["logit_bias"] = _token_keys(body.logit_bias)
     values |= _speculation(body.speculative, served)
@@ -547,8 +547,11 @@ def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
     if choice == "none":
         return ToolUse()
     if form.calls is None:
-        known, bound = ", ".join(FORMATS), "left out: how this model writes calls is not known"
-        raise RequestError("tools", names, bound, f"See --tool-call-parser: {known}.")
+        format_names, bound = (
+            ", ".join(FORMATS),
+            "left out: how this model writes calls is not known",
+        )
+        raise RequestError("tools", names, bound, f"See --tool-call-parser: {format_names}.")
     parallel = body.parallel_tool_calls is not False
     forced = tools if choice == "required" else []
     if isinstance(choice, NamedTool):

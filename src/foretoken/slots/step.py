@@ -274,7 +274,7 @@ _UNDECIDED = Outcome([])
 
 @dataclass
 class StepResult:
-    """What a step computed. Only reading it blocks; later steps do not change it.
+    """What a step computed. Only reading it blocks. Later steps change nothing of it except `aux`.
 
     Attributes:
         step: the requests of the step.
@@ -387,11 +387,11 @@ def encode(message: StepPlan | PackedEdits) -> bytes:
     return json.dumps({"edits": [_array_to_json(array) for array in message]}).encode()
 
 
-def decode(data: bytes, compiled: Callable[[Any], Grammar | None]) -> StepPlan | PackedEdits:
+def decode(data: bytes, compile_grammar: Callable[[Any], Grammar | None]) -> StepPlan | PackedEdits:
     """The message that `encode` wrote.
 
     Args:
-        compiled: compiles a grammar from its source, in the reading process.
+        compile_grammar: compiles a grammar from its source, in the reading process.
     """
     message = json.loads(data)
     if "edits" in message:
@@ -401,7 +401,7 @@ def decode(data: bytes, compiled: Callable[[Any], Grammar | None]) -> StepPlan |
     decoded = []
     for slot, key, params, rule, *numbers in admissions:
         params["logit_bias"] = dict(params["logit_bias"]) if params["logit_bias"] else None
-        params["structured_outputs"] = compiled(params["structured_outputs"])
+        params["structured_outputs"] = compile_grammar(params["structured_outputs"])
         decoded.append(Admission(slot, key, SamplingParams(**params), Rule(rule), *numbers))
     return StepPlan(released, decoded, new_blocks, fresh_blocks, StepInput(*step), timed)
 

@@ -131,8 +131,8 @@ class SlotTable:
         self.drafters = frozenset[int]()
         self.admitted: dict[int, Admission] = {}
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by padded size
-        # Weak, because a drafter refers to the slots, too: frozen cycles (`engine/build.py`) would
-        # never be freed.
+        # Weak, because a drafter refers to the slots, too. After `gc.freeze` (`engine/build.py`) a
+        # cycle of references would never be freed.
         self._owners = WeakValueDictionary[str, SlotOwner]()
         if on_host:
             views = (column.numpy() for column in self.state)
@@ -151,7 +151,7 @@ class SlotTable:
         return 4 * max_tokens + 8 * -(-max_tokens // block_size)
 
     def text(self, slot: int, first: int = 0) -> Array:
-        """Known tokens of a slot, without the `first` ones before, int32; only if `on_host`."""
+        """Known tokens of a slot, starting with index `first`, int32; only if `on_host`."""
         return self.token_SL[slot, first : self.length_S[slot]]
 
     def have_ended(self, slots: Sequence[int]) -> bool:
@@ -255,9 +255,9 @@ class SlotTable:
         """
         params, drafters = self.params, self.drafters
         if shape is None:
-            most, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
+            most_drafts, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
         else:
-            most, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
+            most_drafts, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
             params = replace(params, has_filters=shape.has_filters, rules=shape.rules)
         slot_B, num_tokens_B, max_drafts_B = self._send_numbers(step, shape)
         slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
@@ -271,7 +271,7 @@ class SlotTable:
             slot_D, max_drafts_D = self._send(padded)[:, : deciding.shape[1]].unbind()
             of_B = self._send(np.array(step.of_B, dtype=np.int64))
         return StepRequests(
-            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most,
+            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most_drafts,
             samples, shape,
         )  # fmt: skip
 

@@ -1,11 +1,13 @@
 """The metadata of a GGUF file as the values of a `config.json`.
 
 Belongs here: the architectures that are served, their switches, RoPE (with the frequency factors
-that Llama 3 files bring as a tensor), the tokens that end a text, and the types and bounds of
-single values. Does not: the tokenizer, weights, frequencies (Transformers' modules compute them).
+that Llama 3 files store as a tensor), the tokens that end a text, and the types and bounds of
+single values. Does not: the tokenizer, weights, RoPE frequencies (Transformers' modules compute
+them).
 
-A value that would change what the model computes is taken over or refused, never dropped. GGUF
-files do not contain the sliding window of the first Mistral models; llama.cpp ignores it, too.
+A value that would change what the model computes is used or refused, never ignored. There is one
+exception: GGUF files do not contain the sliding window of the first Mistral models. llama.cpp
+ignores it, too.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biased=True),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
 }
-"""Each is a family in `families.py`. Files of Mistral models say `llama`."""
+"""By `general.architecture`. Each model type is a family in `families.py`. Files of Mistral
+models state `llama`."""
 
 _MISTRAL = Architecture("mistral", "MistralForCausalLM")
-# Settings that would change what these models compute, with the values at which they do not.
-_INERT = {
+# Settings that change what a model computes. Each has the only value that is served.
+_SERVED_VALUES = {
     "expert_count": 0,
     "expert_used_count": 0,
     "attention.causal": True,
@@ -68,21 +71,24 @@ _ENDS = frozenset(
     """<|endoftext|> <|end_of_text|> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <end_of_turn>
     <end_of_utterance> <EOT> <|EOT|>""".split()
 )
-"""Control tokens that end an answer, as in llama.cpp; a file names only one or two of them."""
+"""Control tokens that end an answer, as in llama.cpp. The metadata of a file names only one or two
+of its ending tokens."""
 
-_CONTROL = 3  # a token's type
+_CONTROL = 3  # the type of a control token
 _MAX_SIZE = 2**31 - 1
 _TOKENIZER = "tokenizer.ggml."
 
 _THETA = 10_000.0  # the default of llama.cpp and Transformers
-# As Llama 3.1, 3.2 and 3.3 were published; the largest factor is in the tensor itself.
+# RoPE of Llama 3.1, 3.2 and 3.3 as published. `factor` differs; it is the tensor's largest number.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_CLOSE = 1e-5  # relative; the converter computes frequencies and factors in float32
-# Multipliers that Transformers lacks or defines differently.
+# Relative tolerance: llama.cpp's converter computes frequencies and factors in float32.
+_FACTOR_TOLERANCE = 1e-5
+# Multipliers of RoPE that Transformers lacks or defines differently. Each has the only value that
+# is served.
 _MULTIPLIERS = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -93,12 +99,12 @@ _MULTIPLIERS = {
 
 
 def config_values(file: GgufFile) -> dict[str, Any]:
-    """The `config.json` of the same model in Hugging Face's layout.
+    """The content of the `config.json` that the same model has in Hugging Face's layout.
 
     Raises:
-        CheckpointError: a key is missing, of another type, out of bounds, or contradicts the
+        CheckpointError: a key is missing, has another type, is out of bounds, or contradicts the
             tensors.
-        UnsupportedModelError: another architecture, or a switch that is not served.
+        UnsupportedModelError: the architecture or the value of a switch is not served.
     """
     keys = Keys(file)
     architecture = _architecture(file, keys)
@@ -144,18 +150,21 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_values(file: GgufFile) -> dict[str, Any]:
-    """The `generation_config.json` of the same model: the tokens that end a text."""
+    """The content of the `generation_config.json` of the same model.
+
+    It has the ids of special tokens; `eos_token_id` is a list of all tokens that end a text.
+    """
     values, keys = token_ids(file), Keys(file)
-    stated = {keys.token("eot_token_id"), keys.token("eom_token_id")}
-    ends = {values["eos_token_id"], *stated, *_ending_tokens(file)} - {None}
-    return {**values, "eos_token_id": sorted(ends) or None}
+    named = {values["eos_token_id"], keys.token("eot_token_id"), keys.token("eom_token_id")}
+    ending_ids = {*named, *_ending_tokens(file)} - {None}
+    return {**values, "eos_token_id": sorted(ending_ids) or None}
 
 
 def token_ids(file: GgufFile) -> dict[str, int | None]:
-    """The ids of the tokens that begin, end and pad a text.
+    """The ids of the tokens that begin, end and pad a text; None for a token that is not stated.
 
     Raises:
-        CheckpointError: one of them is no token of the vocabulary.
+        CheckpointError: an id is not in the vocabulary.
     """
     keys = Keys(file)
     return {
@@ -173,7 +182,11 @@ def stored_sizes(file: GgufFile) -> StoredSizes:
 
 
 def _architecture(file: GgufFile, keys: Keys) -> Architecture:
-    """The file's architecture, after refusing settings that its family does not have."""
+    """The file's architecture.
+
+    Raises:
+        UnsupportedModelError: it is not served, or a setting has a value that is not served.
+    """
     name = keys.architecture
     if (kind := file.metadata.get("general.type", "model")) != "model":
         raise UnsupportedModelError(
@@ -186,15 +199,21 @@ def _architecture(file: GgufFile, keys: Keys) -> Architecture:
             f"served are {', '.join(sorted(ARCHITECTURES))}. If it has a checkpoint in "
             "safetensors, use that."
         )
-    for key, inert in _INERT.items():
-        if (value := keys.get(key, inert)) != inert and value is not None:
-            keys.refuse(key, value, f"{inert}, or left out")
-    slides = name == "llama" and keys.get("attention.sliding_window", 0)
-    return _MISTRAL if slides else ARCHITECTURES[name]
+    for key, served in _SERVED_VALUES.items():
+        if (value := keys.get(key, served)) != served and value is not None:
+            keys.refuse(key, value, f"{served}, or left out")
+    is_mistral = name == "llama" and keys.get("attention.sliding_window", 0)
+    return _MISTRAL if is_mistral else ARCHITECTURES[name]
 
 
 def _window(keys: Keys, architecture: Architecture) -> dict[str, Any]:
-    """The sliding window, the same in all layers; in GGUF only Mistral models have one."""
+    """`sliding_window` for `config.json`; {} for a family without this field.
+
+    Only Mistral models in GGUF have a window, and all their layers have the same one.
+
+    Raises:
+        UnsupportedModelError: only some layers have a window, or the file does not say which.
+    """
     if not keys.get("attention.sliding_window", 0):
         return {"sliding_window": None} if architecture.model_type == "mistral" else {}
     window = keys.whole("attention.sliding_window")
@@ -206,7 +225,14 @@ def _window(keys: Keys, architecture: Architecture) -> dict[str, Any]:
 
 
 def _vocabulary(file: GgufFile, keys: Keys, hidden: int) -> int:
-    """The number of tokens: the rows of the embedding, which the metadata must agree with."""
+    """The number of tokens: the rows of the embedding.
+
+    Args:
+        hidden: the model's hidden size.
+
+    Raises:
+        CheckpointError: there is no embedding, or the metadata contradict it.
+    """
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(
@@ -230,10 +256,13 @@ def _vocabulary(file: GgufFile, keys: Keys, hidden: int) -> int:
 
 
 def _biases(file: GgufFile, architecture: Architecture, layers: int) -> dict[str, bool]:
-    """Which linear layers have biases, by the tensors in the file.
+    """The switches of `config.json` for biases, by the tensors in the file.
 
-    Transformers has one switch for the four of attention and one for the three of the feed-forward
-    layer, so in each group either all layers have all biases or none has any.
+    Transformers has one switch for the four linear layers of attention, and one for the three of
+    the feed-forward part. So in each of these groups all biases must exist, or none.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: Transformers' model has other biases than the file.
     """
     switches = {}
     groups = {
@@ -242,52 +271,53 @@ def _biases(file: GgufFile, architecture: Architecture, layers: int) -> dict[str
     }
     for switch, parts in groups.items():
         names = [f"blk.{i}.{part}.bias" for i in range(layers) for part in parts]
-        found = [name for name in names if name in file.tensors]
+        existing = [name for name in names if name in file.tensors]
         if architecture.biased and switch == "attention_bias":
-            wanted = [name for name in names if "output" not in name]
-            if found != wanted:
-                odd = sorted(set(found) ^ set(wanted))[0]
-                state = "has" if odd in found else "lacks"
-                raise CheckpointError(f"`{file.path}` {state} the tensor `{odd}`.")
+            required = [name for name in names if "output" not in name]
+            if existing != required:
+                name = sorted(set(existing) ^ set(required))[0]
+                state = "has" if name in existing else "lacks"
+                raise CheckpointError(f"`{file.path}` {state} the tensor `{name}`.")
             continue
-        if not found:
+        if not existing:
             continue
-        if found != names or switch not in _SWITCHES.get(architecture.model_type, ()):
+        if existing != names or switch not in _BIAS_SWITCHES.get(architecture.model_type, ()):
             raise UnsupportedModelError(
-                f"`{file.path}` has {len(found)} biases of {len(names)} such as `{found[0]}`, "
-                f"which Transformers' `{architecture.model_type}` does not have."
+                f"`{file.path}` has {len(existing)} biases of {len(names)} such as "
+                f"`{existing[0]}`, which Transformers' `{architecture.model_type}` does not have."
             )
         switches[switch] = True
     return switches
 
 
-_SWITCHES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+_BIAS_SWITCHES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
 
 
 def _ending_tokens(file: GgufFile) -> list[int]:
+    """The ids of the file's control tokens that end an answer; see `_ENDS`."""
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     types = file.metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(tokens, list) or not isinstance(types, list):
-        return []  # `tokenizer.py` says what is wrong
+        return []  # `tokenizer.py` raises the error
     pairs = enumerate(zip(types, tokens, strict=False))
     return [i for i, (kind, token) in pairs if kind == _CONTROL and token in _ENDS]
 
 
 def rope_parameters(file: GgufFile, keys: Keys, head_dim: int) -> dict[str, Any]:
-    """The `rope_parameters` of `config.json`.
+    """The `rope_parameters` for `config.json`.
 
     Raises:
         CheckpointError: a value that no model can have.
-        UnsupportedModelError: a type, or factors, that are not served.
+        UnsupportedModelError: the type of RoPE, its factors or a multiplier are not served.
     """
     theta = keys.number("rope.freq_base", _THETA)
     kind = keys.get("rope.scaling.type", "none")
-    linear = "rope.scaling.factor" if "rope.scaling.factor" in keys else "rope.scale_linear"
-    if kind == "none" and linear == "rope.scale_linear" and keys.get(linear, 1.0) != 1.0:
-        kind = "linear"  # as in files older than `rope.scaling.type`
-    for name, inert in _MULTIPLIERS.items():
-        if (value := keys.get(name, inert)) != inert:
-            keys.refuse(name, value, f"{inert}, or left out")
+    factor_key = "rope.scaling.factor" if "rope.scaling.factor" in keys else "rope.scale_linear"
+    if kind == "none" and factor_key == "rope.scale_linear" and keys.get(factor_key, 1.0) != 1.0:
+        kind = "linear"  # in files older than the key `rope.scaling.type`
+    for name, served in _MULTIPLIERS.items():
+        if (value := keys.get(name, served)) != served:
+            keys.refuse(name, value, f"{served}, or left out")
     if sections := keys.get("rope.dimension_sections"):
         keys.refuse("rope.dimension_sections", sections, "left out")
     if kind not in ("none", "linear", "yarn"):
@@ -298,24 +328,24 @@ def rope_parameters(file: GgufFile, keys: Keys, head_dim: int) -> dict[str, Any]
         return {"rope_theta": theta, **_llama3(file, theta, head_dim)}
     if kind == "none":
         return {"rope_theta": theta, "rope_type": "default"}
-    factor = keys.number(linear)
+    factor = keys.number(factor_key)
     if factor < 1:
-        keys.wrong(linear, factor, "at least 1")
-    scaled = {"rope_theta": theta, "rope_type": kind, "factor": factor}
+        keys.wrong(factor_key, factor, "at least 1")
+    values = {"rope_theta": theta, "rope_type": kind, "factor": factor}
     if kind == "linear":
-        return scaled
-    scaled["original_max_position_embeddings"] = keys.whole("rope.scaling.original_context_length")
+        return values
+    values["original_max_position_embeddings"] = keys.whole("rope.scaling.original_context_length")
     for name in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{name}" in keys:
-            scaled[name] = keys.number(f"rope.scaling.yarn_{name}")
-    return scaled
+            values[name] = keys.number(f"rope.scaling.yarn_{name}")
+    return values
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters of RoPE type `llama3` that give the factors in the file.
+    """The parameters of RoPE type `llama3` from which Transformers computes the file's factors.
 
     Raises:
-        UnsupportedModelError: no such parameters do.
+        UnsupportedModelError: the factors are not those of a published Llama 3 model.
     """
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
@@ -323,13 +353,13 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
             f"`{tensor.path}` has `{ROPE_FACTORS}` as {tensor.kind} of shape {[*tensor.shape]}: "
             f"must be F32 of [{head_dim // 2}], half the size of a head."
         )
-    found = tensor.values().astype(np.float64)
-    if np.array_equal(found, np.ones_like(found)):
+    stored = tensor.values().astype(np.float64)
+    if np.array_equal(stored, np.ones_like(stored)):
         return {"rope_type": "default"}
-    factor = float(found.max())
+    factor = float(stored.max())
     if math.isfinite(factor) and factor > 1:
         expected = llama3_factors(theta, head_dim, factor)
-        if np.allclose(expected, found, rtol=_CLOSE, atol=0):
+        if np.allclose(expected, stored, rtol=_FACTOR_TOLERANCE, atol=0):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     raise UnsupportedModelError(
         f"`{tensor.path}` has factors of RoPE (`{ROPE_FACTORS}`) that are not those of Llama 3 "
@@ -338,17 +368,25 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.float64]:
-    """The divisor of each frequency, float64 [head_dim / 2], as Llama 3.1 was published."""
+    """The divisor of each RoPE frequency, float64 [head_dim / 2], as Llama 3.1 was published.
+
+    It is 1 for short wavelengths, `factor` for long ones, and smooth between.
+    """
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     length = _LLAMA3["original_max_position_embeddings"]
-    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (length / waves - low) / (high - low)
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (length / wavelength - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)
-    return np.where(waves < length / high, 1.0, np.where(waves > length / low, factor, between))
+    is_short, is_long = wavelength < length / high, wavelength > length / low
+    return np.where(is_short, 1.0, np.where(is_long, factor, between))
 
 
 class Keys:
-    """A file's metadata, checked value by value; names leave out the architecture's prefix."""
+    """A file's metadata. Each value is checked when it is read.
+
+    Names of keys are without the architecture's prefix: `context_length` for
+    `llama.context_length`.
+    """
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.path
@@ -369,8 +407,11 @@ class Keys:
         return self._metadata.get(self._full(name), default)
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """An integer >= 1; a list of one per layer counts as one number if all are equal."""
-        value = self._needed(name, default)
+        """The value of a key that must be an integer >= 1.
+
+        It may also be a list with one integer per layer, if all of them are equal.
+        """
+        value = self._required(name, default)
         if isinstance(value, list) and value:
             if any(item != value[0] for item in value):
                 self.refuse(name, value, "the same for all layers")
@@ -380,19 +421,26 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0, as its author wrote it: undo the rounding to float32 (0.1, not
-        0.10000000149)."""
-        value = self._needed(name, default)
+        """The value of a key that must be a number above 0.
+
+        A number that was rounded to float32 is returned as its author wrote it: 0.1 instead of
+        0.10000000149.
+        """
+        value = self._required(name, default)
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
             self.wrong(name, value, "a number above 0")
-        single = np.float32(value)
-        return float(str(single)) if float(single) == value else float(value)
+        as_float32 = np.float32(value)
+        return float(str(as_float32)) if float(as_float32) == value else float(value)
 
     def token(self, name: str) -> int | None:
-        """A token id within the vocabulary; None if the file has none."""
+        """The token id at a key of the tokenizer; None if the file does not state one.
+
+        Raises:
+            CheckpointError: it is not in the vocabulary.
+        """
         value = self._metadata.get(_TOKENIZER + name)
         tokens = self._metadata.get(f"{_TOKENIZER}tokens")
-        if value is None or value == 2**32 - 1:  # llama.cpp's mark of none
+        if value is None or value == 2**32 - 1:  # how llama.cpp writes that there is no such token
             return None
         count = len(tokens) if isinstance(tokens, list) else _MAX_SIZE
         if type(value) is not int or not 0 <= value < count:
@@ -403,13 +451,13 @@ class Keys:
         return value
 
     def wrong(self, name: str, value: Any, bound: str) -> NoReturn:
-        """Raise for a value that no model can have."""
+        """Raise `CheckpointError` for a value that no model can have."""
         raise CheckpointError(
             f"`{self.path}` gives `{self._full(name)}` as {shown(value)}: must be {bound}."
         )
 
     def refuse(self, name: str, value: Any, bound: str) -> NoReturn:
-        """Raise for a value that a model can have, and that is not served."""
+        """Raise `UnsupportedModelError` for a value that is possible, but not served."""
         raise UnsupportedModelError(
             f"`{self.path}` gives `{self._full(name)}` as {shown(value)}, which is not served: "
             f"must be {bound}."
@@ -418,7 +466,8 @@ class Keys:
     def _full(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
-    def _needed(self, name: str, default: Any) -> Any:
+    def _required(self, name: str, default: Any) -> Any:
+        """The value of a key, or the default; `CheckpointError` if both are None."""
         value = self.get(name, default)
         if value is None:
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Tensors of a GGUF file by the names of Transformers' parameters.
 
-Belongs here: the table of names, and the row order where llama.cpp's converter changed it. Does
+Belongs here: the table of names, and the order of rows if llama.cpp's converter changed it. Does
 not: which parameters a model has (its Transformers module says so), reading numbers.
 """
 
@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.gguf.reader import GgufFile, GgufTensor
 
+# GGUF's names with Transformers' names: outside of layers, then within a layer.
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_OF_LAYER = {
+_IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -33,17 +34,18 @@ _OF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_OF = {theirs: ours for ours, theirs in _OF_LAYER.items()}
-_OUTSIDE_OF = {theirs: ours for ours, theirs in _OUTSIDE.items()}
+_GGUF_IN_LAYER = {name: gguf for gguf, name in _IN_LAYER.items()}
+_GGUF_OUTSIDE = {name: gguf for gguf, name in _OUTSIDE.items()}
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""No parameter of a module: `config.py` turns it into a type of RoPE."""
+"""A tensor that is not a parameter of a module. `config.py` finds the type of RoPE from it."""
 
 _PERMUTED = ("llama", "mistral3")  # architectures in which RoPE rotates neighbouring rows of a head
 
 
 def parameter_name(name: str) -> str | None:
-    """The parameter of a tensor: `model.layers.3.mlp.up_proj.weight` for `blk.3.ffn_up.weight`.
+    """The parameter for a tensor's name: `model.layers.3.mlp.up_proj.weight` for
+    `blk.3.ffn_up.weight`.
 
     None for a tensor that the families of `config.py` do not have.
     """
@@ -53,7 +55,7 @@ def parameter_name(name: str) -> str | None:
     layer, stem, leaf = match.groups()
     if layer is None:
         return f"{_OUTSIDE[stem]}.{leaf}" if stem in _OUTSIDE else None
-    return f"model.layers.{layer}.{_OF_LAYER[stem]}.{leaf}" if stem in _OF_LAYER else None
+    return f"model.layers.{layer}.{_IN_LAYER[stem]}.{leaf}" if stem in _IN_LAYER else None
 
 
 def tensor_name(name: str) -> str | None:
@@ -61,44 +63,45 @@ def tensor_name(name: str) -> str | None:
     path, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):
         return None
-    if path in _OUTSIDE_OF:
-        return f"{_OUTSIDE_OF[path]}.{leaf}"
+    if path in _GGUF_OUTSIDE:
+        return f"{_GGUF_OUTSIDE[path]}.{leaf}"
     match = re.fullmatch(r"model\.layers\.(0|[1-9]\d{0,5})\.([\w.]+)", path, re.ASCII)
-    if match is None or match[2] not in _LAYER_OF:
+    if match is None or match[2] not in _GGUF_IN_LAYER:
         return None
-    return f"blk.{match[1]}.{_LAYER_OF[match[2]]}.{leaf}"
+    return f"blk.{match[1]}.{_GGUF_IN_LAYER[match[2]]}.{leaf}"
 
 
 def parameters(file: GgufFile) -> dict[str, GgufTensor]:
     """The tensors of a model by the names of Transformers' parameters.
 
     Raises:
-        UnsupportedModelError: a tensor is no known parameter, so the model is a different one.
+        UnsupportedModelError: a tensor is not a known parameter, so the model is of another family.
     """
-    found: dict[str, GgufTensor] = {}
+    by_name: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
         parameter = parameter_name(name)
         if parameter is not None:
-            found[parameter] = tensor
+            by_name[parameter] = tensor
         elif name != ROPE_FACTORS:
             raise UnsupportedModelError(
                 f"`{tensor.path}` has the tensor `{name}`, which the families that are served as "
                 "GGUF have no place for."
             )
-    return found
+    return by_name
 
 
 def row_order(architecture: str, name: str, values: Mapping[str, int]) -> NDArray[np.int64] | None:
-    """Where the rows of a parameter are in the file, or None if they are in order.
+    """For each row of a parameter its index in the file; None if the order is the same.
 
-    RoPE in llama.cpp rotates neighbouring rows of a head together, in Transformers a row of the
-    first half with one of the second. So llama.cpp's converter interleaves the halves of each query
-    and key head, in weights and biases. `file_rows[row_order(...)]` are Transformers' rows.
+    `file_rows[row_order(...)]` are Transformers' rows. RoPE in llama.cpp rotates pairs of
+    neighbouring rows of a head. RoPE in Transformers rotates pairs of a row in the head's first
+    half and a row in its second half. So llama.cpp's converter interleaves the two halves of each
+    query and key head, in weights and biases.
 
     Args:
         architecture: `general.architecture` of the file.
         name: of the parameter in Transformers.
-        values: the configuration: `num_attention_heads`, `num_key_value_heads`, `head_dim`.
+        values: the configuration, with `num_attention_heads`, `num_key_value_heads`, `head_dim`.
     """
     match = re.search(r"\.self_attn\.([qk])_proj\.(weight|bias)$", name)
     if match is None or architecture not in _PERMUTED:

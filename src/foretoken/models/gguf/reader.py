@@ -3,8 +3,9 @@
 Belongs here: the format, read strictly. Every count, length and offset is compared with the size of
 the file before anything is allocated or looped over, and every failure is a `CheckpointError` that
 names the file. The files of a split set (`name-00001-of-00003.gguf` and so on) are read as one
-model. Does not: what the keys mean (`config.py`, `tokenizer.py`), packed numbers. No torch, and no
-package `gguf`: its reader takes 1.7 s for a header of 98 000 strings, this one 0.05 s.
+model. Does not: what the keys mean (`config.py`, `tokenizer.py`), packed numbers. No torch. The
+package `gguf` is not used: its reader takes 1.7 s for a header of 98 000 strings, this reader 0.05
+s.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 
 
 class Kind(NamedTuple):
-    """How numbers of a tensor are stored: in blocks of `block` numbers that take `size` bytes."""
+    """How the numbers of a tensor are stored: a block of `block` numbers takes `size` bytes."""
 
     name: str
     block: int
@@ -45,7 +46,7 @@ KINDS = {
     14: Kind("Q6_K", 256, 210),
     30: Kind("BF16", 1, 2),
 }
-"""The kinds that are served, by ggml's number."""
+"""The kinds that are served, by ggml's numbers."""
 
 _OTHER_KINDS = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -63,15 +64,16 @@ _SCALARS = {
 _BOOL, _STRING, _ARRAY, _UINT32 = 7, 8, 9, 4
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_START = 24  # bytes: magic, version, two counts
-_LEAST_PAIR = 14  # bytes of the shortest key with its value
-_LEAST_TENSOR = 33  # bytes of the shortest description of a tensor
-_MAX_HEADER = 2**28  # bytes; the largest known have 2**24: a vocabulary of 262 144 with its merges
+_START = 24  # bytes of magic, version and two counts
+_MIN_PAIR = 14  # bytes of the shortest key with its value
+_MIN_TENSOR = 33  # bytes of the shortest description of a tensor
+# Bytes of a header. The largest known have 2**24: a vocabulary of 262 144 tokens with its merges.
+_MAX_HEADER = 2**28
 _MAX_TEXT = 2**24  # bytes of one string; chat templates have 2**14
-_MAX_ITEMS = 2**22  # of all arrays together; the largest known have 2**20
-_MAX_PAIRS, _MAX_TENSORS = 2**12, 2**17  # the largest known have 60 and 50 000
+_MAX_ITEMS = 2**22  # items of all arrays together; the largest known files have 2**20
+_MAX_PAIRS, _MAX_TENSORS = 2**12, 2**17  # the largest known files have 60 and 50 000
 _MAX_NAME, _MAX_DIMS = 64, 4  # of a tensor: bounds of the format itself
-_MAX_KEY = 256  # bytes; the format has 65535, files have 60
+_MAX_KEY = 256  # bytes of a key; the format allows 65535, files have up to 60
 _MAX_NUMBERS = 2**63 - 1
 _AGAIN = "Download it again."
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)", re.I)
@@ -82,8 +84,9 @@ class GgufTensor(NamedTuple):
 
     kind:   how its numbers are stored: a name in `KINDS`
     shape:  rows first, as in NumPy and PyTorch: a matrix is [out, in]
-    offset: of its first byte in `path`
-    data:   its bytes as stored: a view of the file's one read-only map
+    offset: of its first byte in the file `path`
+    nbytes: its size in the file
+    data:   its bytes as stored: a view of the file's read-only memory map
     """
 
     name: str
@@ -99,10 +102,10 @@ class GgufTensor(NamedTuple):
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
 
     def values(self) -> NDArray[Any]:
-        """The numbers of a tensor of kind F32 or F16, in its shape, a view.
+        """The numbers of a tensor of kind F32 or F16, in the tensor's shape: a view of the file.
 
         Raises:
-            CheckpointError: it is of another kind.
+            CheckpointError: the tensor is of another kind.
         """
         if self.kind not in _PLAIN:
             raise CheckpointError(
@@ -114,7 +117,9 @@ class GgufTensor(NamedTuple):
 class GgufPart(NamedTuple):
     """One file: a whole model, or a part of a split set.
 
-    metadata: Python values; arrays are lists
+    alignment: offsets of tensors are multiples of this many bytes
+    metadata:  Python values by key; arrays are lists
+    tensors:   by name
     """
 
     path: Path
@@ -125,11 +130,12 @@ class GgufPart(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """A GGUF model: its only file, or all parts of its set.
+    """A GGUF model: its only file, or all parts of its split set.
 
-    path:     of the first part
+    path:     the file, or the first part
+    parts:    the paths of all parts, in order
     metadata: of the first part; callers must not change it, because it is cached
-    tensors:  of all parts, by their names in the file
+    tensors:  of all parts, by their names in the files
     """
 
     path: Path
@@ -144,18 +150,21 @@ class GgufFile(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file, and not a folder."""
+    """Whether the path of a checkpoint is that of a GGUF file, not of a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def shown(value: Any) -> str:
-    """A value of the metadata, short enough for a message."""
+    """The `repr` of a value of the metadata, cut to 60 characters for a message."""
     text = repr(value[:60] if isinstance(value, (str, list)) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def split_names(name: str) -> list[str]:
-    """All file names of the split set that `name` belongs to, in order; else only `name`."""
+    """The file names of the split set that `name` belongs to, in order.
+
+    Only `name` itself if it is not the name of a split set's file.
+    """
     match = _SPLIT_NAME.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return [name]
@@ -169,7 +178,7 @@ def read_gguf(path: Path) -> GgufFile:
     A header is read again only if a file's size or modification time has changed.
 
     Raises:
-        CheckpointError: a file that is missing, truncated, or contradicts itself or its set.
+        CheckpointError: a file is missing or truncated, or contradicts itself or the other files.
         UnsupportedModelError: a tensor is stored in a kind that is not served.
     """
     try:
@@ -180,14 +189,21 @@ def read_gguf(path: Path) -> GgufFile:
                 f"`{path}` is one of {len(paths)} parts, and {len(missing)} of them are missing: "
                 f"`{missing[0]}`. Download the model again."
             )
-        states = [(part.stat().st_mtime_ns, part.stat().st_size) for part in paths]
+        versions = [(part.stat().st_mtime_ns, part.stat().st_size) for part in paths]
     except OSError as error:
         raise CheckpointError(f"`{path}` cannot be read: {error.strerror or error}") from error
-    return _read(tuple(paths), tuple(states))
+    return _read(tuple(paths), tuple(versions))
 
 
-@lru_cache(maxsize=2)  # a target and a draft model, each read for configuration, tokenizer, weights
-def _read(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GgufFile:
+# Two entries: a target and a draft model. Each is read for its configuration, its tokenizer and its
+# weights.
+@lru_cache(maxsize=2)
+def _read(paths: tuple[Path, ...], versions: tuple[tuple[int, int], ...]) -> GgufFile:
+    """Read all parts of a model and check that they belong together.
+
+    Args:
+        versions: modification time and size of each part; only a part of the cache's key.
+    """
     first = read_part(paths[0])
     count = _whole(first, "split.count", 1)
     if count > 1 or len(paths) > 1:
@@ -214,25 +230,30 @@ def _read(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GgufF
 
 
 def _whole(part: GgufPart, key: str, default: int) -> int:
-    """An integer >= 0 in the metadata about the set."""
+    """A key of the metadata that must be an integer >= 0, or the default."""
     value = part.metadata.get(key, default)
     if type(value) is not int or value < 0:
         raise CheckpointError(f"`{part.path}` gives `{key}` as {shown(value)}: must be 0 or more.")
     return value
 
 
-def _check_name(first: GgufPart, count: int, named: int) -> None:
-    """Check that a first part's name agrees with its metadata about the set."""
-    if named == 1:
+def _check_name(first: GgufPart, count: int, count_in_name: int) -> None:
+    """Raise `CheckpointError` unless the first part's name agrees with its metadata.
+
+    Args:
+        count: how many parts the split set has by the metadata.
+        count_in_name: how many parts it has by the file's name.
+    """
+    if count_in_name == 1:
         raise CheckpointError(
             f"`{first.path}` is one of {count} parts, and its name does not say which: must end in "
             f"`-00001-of-{count:05d}.gguf`, as the others have it."
         )
     number = _whole(first, "split.no", 0)
-    if count != named or number:
+    if count != count_in_name or number:
         raise CheckpointError(
-            f"`{first.path}` says that it is part {number + 1} of {count}: must be 1 of {named}, "
-            "as its name has it."
+            f"`{first.path}` says that it is part {number + 1} of {count}: must be 1 of "
+            f"{count_in_name}, as its name has it."
         )
 
 
@@ -240,7 +261,7 @@ def read_part(path: Path) -> GgufPart:
     """Read the header of one file.
 
     Raises:
-        CheckpointError: no such file, no GGUF file, or one that contradicts itself.
+        CheckpointError: the file is missing, is not a GGUF file, or contradicts itself.
         UnsupportedModelError: a tensor is stored in a kind that is not served.
     """
     try:
@@ -254,7 +275,7 @@ def read_part(path: Path) -> GgufPart:
 
 
 def _check_start(path: Path, start: bytes) -> None:
-    """Check the magic bytes and the version."""
+    """Raise `CheckpointError` unless a file begins like a GGUF file of a known version."""
     if start.startswith(b"version https"):
         raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
     if not start.startswith(b"GGUF"):
@@ -278,48 +299,53 @@ def _check_start(path: Path, start: bytes) -> None:
 
 
 class _Header:
-    """A cursor over the header of one file."""
+    """A reader of one file's header, from its first byte to its last.
+
+    All methods that read raise `CheckpointError` if the header is not valid.
+    """
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self._path, self._mapped = path, mapped
         self._size = len(mapped)
         self._end = min(self._size, _MAX_HEADER)
         self._bytes = memoryview(mapped)[: self._end]
-        self._at = 4
-        self._items = _MAX_ITEMS
+        self._at = 4  # offset of the next byte to read, after the magic bytes
+        self._items_left = _MAX_ITEMS
 
     def read(self) -> GgufPart:
-        version, tensors, pairs = self._u32(), self._u64(), self._u64()
-        self._check_count(pairs, "keys", _LEAST_PAIR, _MAX_PAIRS)
+        """Read the whole header."""
+        version, num_tensors, num_pairs = self._u32(), self._u64(), self._u64()
+        self._check_count(num_pairs, "keys", _MIN_PAIR, _MAX_PAIRS)
         metadata: dict[str, Any] = {}
-        for _ in range(pairs):
+        for _ in range(num_pairs):
             key = self._name("a key", _MAX_KEY)
             if key in metadata:
                 raise self._wrong(f"has the key `{key}` twice")
             metadata[key] = self._value(key)
         alignment = self._alignment(metadata.get("general.alignment", 32))
-        self._check_count(tensors, "tensors", _LEAST_TENSOR, _MAX_TENSORS)
-        described = [self._tensor() for _ in range(tensors)]
-        first = -(-self._at // alignment) * alignment
-        placed = self._placed(described, first, alignment)
-        return GgufPart(self._path, version, alignment, metadata, placed)
+        self._check_count(num_tensors, "tensors", _MIN_TENSOR, _MAX_TENSORS)
+        descriptions = [self._tensor() for _ in range(num_tensors)]
+        first_byte = -(-self._at // alignment) * alignment
+        tensors = self._locate(descriptions, first_byte, alignment)
+        return GgufPart(self._path, version, alignment, metadata, tensors)
 
-    def _wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(f"`{self._path}` {what}. {_AGAIN}")
+    def _wrong(self, problem: str) -> CheckpointError:
+        """The error for a problem of this file."""
+        return CheckpointError(f"`{self._path}` {problem}. {_AGAIN}")
 
-    def _ends(self, what: str) -> NoReturn:
-        """Raise for something that goes on after the last byte."""
+    def _raise_too_long(self, item: str) -> NoReturn:
+        """Raise the error for an item that does not end before the last byte."""
         if self._size > self._end:
             raise self._wrong(f"has a header of more than {self._end} bytes, the most that is read")
-        raise self._wrong(f"is truncated or corrupt: {what} goes beyond its {self._size} bytes")
+        raise self._wrong(f"is truncated or corrupt: {item} goes beyond its {self._size} bytes")
 
-    def _take(self, size: int, what: str) -> int:
-        """Check that the next `size` bytes exist, move past them, return where they begin."""
-        at = self._at
-        if size > self._end - at:
-            self._ends(what)
-        self._at = at + size
-        return at
+    def _take(self, size: int, item: str) -> int:
+        """Move past the next `size` bytes, which hold `item`. Returns the offset of the first."""
+        start = self._at
+        if size > self._end - start:
+            self._raise_too_long(item)
+        self._at = start + size
+        return start
 
     def _u32(self) -> int:
         number: int = _U32.unpack_from(self._bytes, self._take(4, "the header"))[0]
@@ -329,31 +355,33 @@ class _Header:
         number: int = _U64.unpack_from(self._bytes, self._take(8, "the header"))[0]
         return number
 
-    def _check_count(self, count: int, what: str, least: int, most: int) -> None:
-        """Check that `count` things of at least `least` bytes each fit the rest of the header."""
-        if count > (self._end - self._at) // least:
-            self._ends(f"the list of {count} {what}")
-        if count > most:
-            raise self._wrong(f"has {count} {what}: at most {most} are read")
+    def _check_count(self, count: int, items: str, min_bytes: int, max_count: int) -> None:
+        """Check that the rest of the header can hold `count` items of `min_bytes` or more."""
+        if count > (self._end - self._at) // min_bytes:
+            self._raise_too_long(f"the list of {count} {items}")
+        if count > max_count:
+            raise self._wrong(f"has {count} {items}: at most {max_count} are read")
 
-    def _text(self, what: str, most: int = _MAX_TEXT) -> str:
+    def _text(self, item: str, max_bytes: int = _MAX_TEXT) -> str:
+        """Read a string. `item` says in messages what it is."""
         size = self._u64()
-        at = self._take(size, f"{what} of {size} bytes")
-        if size > most:
-            raise self._wrong(f"has {what} of {size} bytes: at most {most}")
+        start = self._take(size, f"{item} of {size} bytes")
+        if size > max_bytes:
+            raise self._wrong(f"has {item} of {size} bytes: at most {max_bytes}")
         try:
-            return str(self._bytes[at : at + size], "utf-8")
+            return str(self._bytes[start : start + size], "utf-8")
         except UnicodeDecodeError as error:
-            raise self._wrong(f"has {what} that is not UTF-8, at byte {at}") from error
+            raise self._wrong(f"has {item} that is not UTF-8, at byte {start}") from error
 
-    def _name(self, what: str, most: int) -> str:
-        """A printable text, safe to show in an error message."""
-        name = self._text(what, most)
+    def _name(self, item: str, max_bytes: int) -> str:
+        """Read a string that must be printable, so that messages can show it."""
+        name = self._text(item, max_bytes)
         if not name.isprintable():
-            raise self._wrong(f"has {what} that is no name: {shown(name)}")
+            raise self._wrong(f"has {item} that is no name: {shown(name)}")
         return name
 
     def _value(self, key: str) -> Any:
+        """Read the value of a key, with its type before it."""
         kind = self._u32()
         if kind == _STRING:
             return self._text(f"the value of `{key}`")
@@ -362,17 +390,18 @@ class _Header:
         kind, count = self._u32(), self._u64()
         if kind == _ARRAY:
             raise self._wrong(f"has an array of arrays at `{key}`, which no model has")
-        least = 8 if kind == _STRING else 1
-        self._check_count(count, f"items up to those of `{key}`", least, self._items)
-        self._items -= count
+        min_bytes = 8 if kind == _STRING else 1
+        self._check_count(count, f"items up to those of `{key}`", min_bytes, self._items_left)
+        self._items_left -= count
         return self._texts(key, count) if kind == _STRING else self._numbers(key, kind, count)
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
+        """Read `count` numbers or truth values of type `kind`."""
         if kind not in _SCALARS:
             raise self._wrong(f"has a value of unknown type {kind} at `{key}`")
         dtype = np.dtype(_SCALARS[kind])
-        at = self._take(count * dtype.itemsize, f"the value of `{key}`")
-        numbers = np.frombuffer(self._bytes, dtype, count, at)
+        start = self._take(count * dtype.itemsize, f"the value of `{key}`")
+        numbers = np.frombuffer(self._bytes, dtype, count, start)
         if kind != _BOOL:
             return list(numbers.tolist())
         if count and numbers.max() > 1:
@@ -380,7 +409,7 @@ class _Header:
         return list(numbers.astype(bool).tolist())
 
     def _texts(self, key: str, count: int) -> list[str]:
-        """Many short strings: the one loop of the header that takes time."""
+        """Read `count` strings. Written for speed: no other loop over the header takes long."""
         data, at, end, unpack = self._bytes, self._at, self._end, _U64.unpack_from
         texts: list[str] = []
         append = texts.append
@@ -390,17 +419,18 @@ class _Header:
                 at += 8
                 stop = at + size
                 if stop > end:
-                    self._ends(f"item {len(texts)} of `{key}`")
+                    self._raise_too_long(f"item {len(texts)} of `{key}`")
                 append(str(data[at:stop], "utf-8"))
                 at = stop
         except struct.error:
-            self._ends(f"item {len(texts)} of `{key}`")
+            self._raise_too_long(f"item {len(texts)} of `{key}`")
         except UnicodeDecodeError as error:
             raise self._wrong(f"has text that is not UTF-8 at `{key}`, byte {at}") from error
         self._at = at
         return texts
 
     def _alignment(self, stated: Any) -> int:
+        """The alignment that the metadata state, checked."""
         if type(stated) is not int or stated < 8 or stated & (stated - 1):
             raise self._wrong(
                 f"gives `general.alignment` as {shown(stated)}: must be a power of two, 8 or more"
@@ -408,7 +438,7 @@ class _Header:
         return stated
 
     def _tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
-        """A tensor's name, kind, shape and offset; its place is checked in `_placed`."""
+        """Read a tensor's name, kind, shape and offset. `_locate` checks the offset."""
         name = self._name("a tensor's name", _MAX_NAME)
         dims = self._u32()
         if not 1 <= dims <= _MAX_DIMS:
@@ -434,13 +464,23 @@ class _Header:
             )
         return name, kind, shape, offset
 
-    def _placed(
-        self, described: list[tuple[str, Kind, tuple[int, ...], int]], first: int, alignment: int
+    def _locate(
+        self,
+        descriptions: list[tuple[str, Kind, tuple[int, ...], int]],
+        first_byte: int,
+        alignment: int,
     ) -> dict[str, GgufTensor]:
-        """The tensors, after checking that each lies within the file and no two overlap."""
+        """The tensors by name, with views of their bytes.
+
+        Each must lie within the file, and no two may overlap.
+
+        Args:
+            descriptions: name, kind, shape and offset of each tensor.
+            first_byte: the byte of the file at offset 0.
+        """
         tensors: dict[str, GgufTensor] = {}
         data = np.frombuffer(self._mapped, np.uint8)
-        for name, kind, shape, offset in described:
+        for name, kind, shape, offset in descriptions:
             if name in tensors:
                 raise self._wrong(f"has the tensor `{name}` twice")
             if offset % alignment:
@@ -448,17 +488,17 @@ class _Header:
                     f"has `{name}` at offset {offset}: must be a multiple of {alignment}"
                 )
             size = math.prod(shape) // kind.block * kind.size
-            at = first + offset
-            if at + size > self._size:
+            start = first_byte + offset
+            if start + size > self._size:
                 raise self._wrong(
-                    f"is truncated: expected {at + size} bytes or more for `{name}`, found "
+                    f"is truncated: expected {start + size} bytes or more for `{name}`, found "
                     f"{self._size}"
                 )
             tensors[name] = GgufTensor(
-                name, kind.name, shape, at, size, self._path, data[at : at + size]
+                name, kind.name, shape, start, size, self._path, data[start : start + size]
             )
-        ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-        for one, next_one in pairwise(ordered):
-            if one.offset + one.nbytes > next_one.offset:
-                raise self._wrong(f"has `{one.name}` and `{next_one.name}` in the same place")
+        by_offset = sorted(tensors.values(), key=lambda tensor: tensor.offset)
+        for tensor, following in pairwise(by_offset):
+            if tensor.offset + tensor.nbytes > following.offset:
+                raise self._wrong(f"has `{tensor.name}` and `{following.name}` in the same place")
         return tensors

@@ -1,17 +1,19 @@
 """The tokenizer that the metadata of a GGUF file describes.
 
 Belongs here: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`), as a `tokenizers` object in
-Transformers' wrapper; and how text is cut into words before byte-level BPE, by the names of
-`tokenizer.ggml.pre`. Only rules that a well-known `tokenizer.json` states exactly are known here.
-Refused are rules known only from llama.cpp's approximations, and `default`, which old files say
-whatever their model was trained with: a guess would silently give other tokens. Does not belong
-here: chat templates beyond their text (`../chat.py`).
+Transformers' wrapper. Also the rules by which text is split into words before byte-level BPE; a
+file names its rule in `tokenizer.ggml.pre`. Does not: the use of chat templates (`../chat.py`).
 
-It encodes as the checkpoint's own `tokenizer.json` does. Transformers' own conversion of GGUF files
-(5.23) differs: it leaves out Qwen's NFC, and Llama 3's rule that a word which is a token is not
-split further; it cuts by GPT-2's pattern where it does not know the rule, SmolLM's single digits
-among them; and it drops one of SentencePiece's spaces after a special token and before a text that
-begins with a space.
+Only rules that a well-known `tokenizer.json` states exactly are supported. Two kinds of rules are
+refused, because a guess would silently give other tokens: rules that are known only from
+llama.cpp's approximations, and `default`, which old files state whatever rule their model was
+trained with.
+
+The tokenizer encodes as the checkpoint's own `tokenizer.json` does. Transformers' conversion of
+GGUF files (5.23) differs in four ways. It leaves out Qwen's NFC. It leaves out Llama 3's rule that
+a word which is a token is not split further. It splits by GPT-2's pattern if it does not know the
+rule; SmolLM's rule of single digits is one of those. It drops one of SentencePiece's spaces after a
+special token and before a text that begins with a space.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from foretoken.models.gguf.reader import GgufFile, shown
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
 _KEY = "tokenizer.ggml."
-_NAMED = {
+# Transformers' names of special tokens, with the keys of their ids.
+_SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -51,13 +54,13 @@ _TEKKEN = (
 
 
 class WordRule(NamedTuple):
-    """How text is cut into words before byte-level BPE.
+    """How text is split into words before byte-level BPE.
 
-    pattern:     a regular expression of words; None: GPT-2's
-    digits:      each digit is a word
-    normaliser:  applied to the text first
-    takes_words: a word that is a token stays that token, whatever the merges make of it
-    adds_bos:    whether a text begins with the token `bos` if the file does not say
+    pattern:     a regular expression that matches words; None: GPT-2's pattern
+    digits:      whether each digit is a word
+    normaliser:  applied to the text before it is split
+    takes_words: whether a word that is a token becomes that token without merges
+    adds_bos:    whether a text begins with the token `bos`, if the file does not state it
     """
 
     pattern: str | None = None
@@ -67,7 +70,11 @@ class WordRule(NamedTuple):
     adds_bos: bool = False
 
     def pre_tokenizer(self, adds_space: bool) -> Any:
-        """The pre-tokenizer; `adds_space` puts a space before a text that begins without one."""
+        """The pre-tokenizer of `tokenizers` for this rule.
+
+        Args:
+            adds_space: whether to add a space before a text that does not begin with one.
+        """
         to_bytes = pre_tokenizers.ByteLevel(
             add_prefix_space=adds_space, use_regex=self.pattern is None
         )
@@ -97,11 +104,11 @@ _WORD_RULES = {
 
 
 def build_tokenizer(file: GgufFile) -> Any | None:
-    """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has none.
+    """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has no tokenizer.
 
     Raises:
-        CheckpointError: metadata that contradicts itself.
-        UnsupportedModelError: a kind of tokenizer, or a rule for words, that is not known exactly.
+        CheckpointError: the metadata about it are not valid.
+        UnsupportedModelError: its kind, or its rule for words, is not known exactly.
     """
     if f"{_KEY}model" not in file.metadata:
         return None
@@ -124,28 +131,33 @@ def build_tokenizer(file: GgufFile) -> Any | None:
             if kind in types and token
         ]
         backend.add_tokens(added)
-    return _wrapped(backend, vocabulary, adds_bos)
+    return _wrap(backend, vocabulary, adds_bos)
 
 
-def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
-    """The tokenizer in Transformers' wrapper, with its named tokens and added ones."""
+def _wrap(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
+    """The tokenizer in Transformers' wrapper, with special tokens and chat template.
+
+    Args:
+        adds_bos: whether texts begin with the token `bos`, if the file does not state it.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    named = {name: vocabulary.named(key) for name, key in _NAMED.items()}
-    bos = vocabulary.stated("add_bos_token", bool, adds_bos and named["bos_token"] is not None)
-    eos = vocabulary.stated("add_eos_token", bool, False)
-    for name, is_added in (("bos_token", bos), ("eos_token", eos)):
-        if is_added and named[name] is None:
+    special = {name: vocabulary.special_token(key) for name, key in _SPECIAL_TOKENS.items()}
+    adds_bos = adds_bos and special["bos_token"] is not None
+    adds_bos = vocabulary.stated("add_bos_token", bool, adds_bos)
+    adds_eos = vocabulary.stated("add_eos_token", bool, False)
+    for name, is_added in (("bos_token", adds_bos), ("eos_token", adds_eos)):
+        if is_added and special[name] is None:
             raise CheckpointError(
                 f"`{vocabulary.path}` gives `{_KEY}add_{name}` as true: must be false where no "
                 f"`{_KEY}{name}_id` is given."
             )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=bos,
-        add_eos_token=eos,
+        add_bos_token=adds_bos,
+        add_eos_token=adds_eos,
         clean_up_tokenization_spaces=False,
-        **{name: token for name, token in named.items() if token is not None},
+        **{name: token for name, token in special.items() if token is not None},
     )
     if template := _chat_template(vocabulary):
         tokenizer.chat_template = template
@@ -153,7 +165,11 @@ def _wrapped(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any
 
 
 class _Vocabulary:
-    """The metadata about tokens, checked."""
+    """The metadata about tokens. Methods raise `CheckpointError` for values that are not valid.
+
+    tokens: the texts of all tokens, by id
+    types:  the type of each token
+    """
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.path
@@ -169,7 +185,7 @@ class _Vocabulary:
             )
 
     def stated(self, name: str, kind: type, default: Any) -> Any:
-        """A single value, or the default."""
+        """The value of a key, which must be of type `kind`; the default if it is not stated."""
         value = self.metadata.get(_KEY + name, default)
         if type(value) is not kind:
             raise CheckpointError(
@@ -179,7 +195,10 @@ class _Vocabulary:
         return value
 
     def listed(self, name: str, kind: type) -> list[Any]:
-        """The items of an array, all of the first one's type; empty if there is no such array."""
+        """The items of an array of type `kind`; empty if there is no such array.
+
+        All items have the type of the first one, since the format stores one type per array.
+        """
         items = self.metadata.get(_KEY + name, [])
         if not isinstance(items, list) or (items and type(items[0]) is not kind):
             raise CheckpointError(
@@ -188,10 +207,10 @@ class _Vocabulary:
             )
         return items
 
-    def named(self, key: str) -> str | None:
-        """The token with the id that a key gives."""
+    def special_token(self, key: str) -> str | None:
+        """The token with the id at this key; None if the file does not state one."""
         number = self.metadata.get(_KEY + key)
-        if number is None or number == 2**32 - 1:  # llama.cpp's mark of none
+        if number is None or number == 2**32 - 1:  # how llama.cpp writes that there is no token
             return None
         if type(number) is not int or not 0 <= number < len(self.tokens):
             raise CheckpointError(
@@ -205,7 +224,7 @@ class _Vocabulary:
         return self.tokens[number]
 
     def ids(self) -> dict[str, int]:
-        """Id by token, without unused ones."""
+        """The id of each token, without tokens of type `unused`."""
         ids = {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
@@ -215,13 +234,14 @@ class _Vocabulary:
             used = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind != _UNUSED]
             twice = next(token for token, count in Counter(used).items() if count > 1)
             raise CheckpointError(f"`{self.path}` has the token {shown(twice)} twice.")
-        for key in _NAMED.values():  # a named token counts, even if its type is `unused`
-            if (token := self.named(key)) is not None and token not in ids:
+        for key in _SPECIAL_TOKENS.values():  # special tokens count, even if of type `unused`
+            if (token := self.special_token(key)) is not None and token not in ids:
                 ids[token] = self.tokens.index(token)
         return ids
 
 
 def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: Any) -> models.BPE:
+    """The BPE model of `tokenizers`; `CheckpointError` if the merges do not fit the tokens."""
     try:
         return models.BPE(vocab=ids, merges=merges, **options)
     except Exception as error:  # `tokenizers` raises no class of its own for an unknown token
@@ -231,7 +251,11 @@ def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: A
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether it adds `bos` if the file does not say."""
+    """A byte-level BPE tokenizer, and whether it adds the token `bos` if the file does not say.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `build_tokenizer`.
+    """
     name = vocabulary.stated("pre", str, "default")
     rule = _WORD_RULES.get(name)
     if rule is None:
@@ -261,10 +285,11 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: the pair of best score is joined first; unknown characters become bytes.
+    """A tokenizer with SentencePiece's BPE, and whether it adds `bos` if the file does not say.
 
-    A text, and each part of it after a special token, gets a space in front, as in SentencePiece
-    and llama.cpp.
+    Of all neighbouring pairs, the pair with the best score is merged first. Unknown characters are
+    encoded as bytes. A space is added before a text, and before each part of it after a special
+    token, as in SentencePiece and llama.cpp.
     """
     ids = vocabulary.ids()
     scores = vocabulary.listed("scores", float)
@@ -273,46 +298,49 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
             f"`{vocabulary.path}` has {len(scores)} scores of {len(vocabulary.tokens)} tokens: "
             "must be as many."
         )
-    unknown = vocabulary.named("unknown_token_id")
+    unknown = vocabulary.special_token("unknown_token_id")
     merges = merges_by_score(vocabulary.tokens, vocabulary.types, scores)
     model = _bpe(vocabulary, ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
-    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    normalizing: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.stated("add_space_prefix", bool, True):
-        spaces.insert(0, normalizers.Prepend(_SPACE))
-        parts.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = normalizers.Sequence(spaces)
-    backend.decoder = decoders.Sequence(parts)
+        normalizing.insert(0, normalizers.Prepend(_SPACE))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(normalizing)
+    backend.decoder = decoders.Sequence(decoding)
     return backend, True
 
 
 def merges_by_score(
     tokens: list[str], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: all ways to make a token of two, best first.
+    """The merges that SentencePiece's scores imply: all pairs of tokens that form another token,
+    the best pair first.
 
-    The order is Transformers': by score, then by the lengths of both parts, longest first, then by
-    their ids.
+    The order is that of Transformers: by the score of the token that is formed, then by the lengths
+    of both parts (longest first), then by the ids of the parts.
     """
-    joins = (_NORMAL, _USER)
-    ids = {token: i for i, token in enumerate(tokens) if types[i] in joins}
-    found = []
+    mergeable_types = (_NORMAL, _USER)
+    ids = {token: i for i, token in enumerate(tokens) if types[i] in mergeable_types}
+    merges = []
     for token, i in ids.items():
-        ways = []
-        for at in range(1, len(token)):
-            left = ids.get(token[:at])
-            if left is not None and (right := ids.get(token[at:])) is not None:
-                ways.append((left, right, at))
-        ways.sort()
-        score, size = scores[i], len(token)
-        found += [((score, at, size - at), token[:at], token[at:]) for _, _, at in ways]
-    found.sort(key=lambda merge: merge[0], reverse=True)
-    return [(left, right) for _, left, right in found]
+        splits = []
+        for middle in range(1, len(token)):
+            left = ids.get(token[:middle])
+            if left is not None and (right := ids.get(token[middle:])) is not None:
+                splits.append((left, right, middle))
+        splits.sort()
+        for _, _, middle in splits:
+            key = scores[i], middle, len(token) - middle
+            merges.append((key, token[:middle], token[middle:]))
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    return [(left, right) for _, left, right in merges]
 
 
 def _chat_template(vocabulary: _Vocabulary) -> Any:
-    """The Jinja text, or texts by name where there are several."""
+    """The text of the chat template; a dict of texts by name if there are several; None if the file
+    has none."""
     own = vocabulary.metadata.get("tokenizer.chat_template")
     prefix = "tokenizer.chat_template."
     named = {

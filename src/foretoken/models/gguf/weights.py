@@ -1,8 +1,8 @@
 """The weights of a GGUF file, for a stack.
 
-Belongs here: the tensor of each weight, in the file's own format or as plain numbers, and freeing
-the file's memory once a backend has its own copy. Does not: where a stack puts the weights
-(`families.py`), matrix products (`ops/`).
+Belongs here: reading each weight's tensor, in the file's own format or as plain numbers, and
+freeing the file's memory once a backend has a copy of its own. Does not: where a stack puts the
+weights (`families.py`), matrix products (`ops/`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufWeights(StoredWeights):
-    """See `StoredWeights`.
+    """The weights of a GGUF file; see `StoredWeights`.
 
     Args:
-        module: the twin; the file must have exactly its parameters.
+        module: Transformers' module of the model; the file must have exactly its parameters.
 
     Raises:
         CheckpointError: tensors are missing, left over, or of other shapes than the module's.
-        UnsupportedModelError: a tensor is no known parameter.
+        UnsupportedModelError: a tensor is not a known parameter.
     """
 
     def __init__(self, file: GgufFile, module: Any) -> None:
@@ -41,13 +41,13 @@ class GgufWeights(StoredWeights):
         super().__init__(file.path, {*self._tensors})
         config = module.config.to_dict()
         sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
-        self._heads: Mapping[str, int] = {name: config[name] for name in sizes}
-        self.check_shapes(module, {name: t.shape for name, t in self._tensors.items()})
+        self._head_sizes: Mapping[str, int] = {name: config[name] for name in sizes}
+        self.check_shapes(module, {name: tensor.shape for name, tensor in self._tensors.items()})
 
     def weight(self, name: str) -> Dense | Blocks:
         """See `StoredWeights`."""
         tensor = self._tensors[name]
-        rows, order = _mapped(tensor), self._order(name)
+        rows, order = _byte_rows(tensor), self._order(name)
         if tensor.kind in BLOCKS:
             return Blocks(tensor.kind, rows, order)
         values = rows.view(_PLAIN[tensor.kind])
@@ -57,34 +57,34 @@ class GgufWeights(StoredWeights):
         """See `StoredWeights`."""
         tensor, order = self._tensors[name], self._order(name)
         if tensor.kind in BLOCKS:
-            values = decode_blocks(tensor.kind, _mapped(tensor))[0]
+            values = decode_blocks(tensor.kind, _byte_rows(tensor))[0]
         else:
-            values = _mapped(tensor).view(_PLAIN[tensor.kind])[0]
+            values = _byte_rows(tensor).view(_PLAIN[tensor.kind])[0]
         return values if order is None else values[order]
 
     def release(self) -> None:
         """See `StoredWeights`."""
-        tensors = self._tensors.values()
-        maps = {id(found): found for t in tensors if (found := _map_of(t)) is not None}
-        for found in maps.values():
-            found.madvise(mmap.MADV_DONTNEED)
+        maps = (_memory_map(tensor) for tensor in self._tensors.values())
+        for memory_map in {id(each): each for each in maps if each is not None}.values():
+            memory_map.madvise(mmap.MADV_DONTNEED)
 
     def _order(self, name: str) -> Tensor | None:
+        """See `row_order`."""
         architecture = str(self.file.metadata["general.architecture"])
-        order = row_order(architecture, name, self._heads)
+        order = row_order(architecture, name, self._head_sizes)
         return None if order is None else torch.from_numpy(order)
 
 
-def _map_of(tensor: GgufTensor) -> mmap.mmap | None:
-    """The memory map of the file that a tensor's bytes are a view of; None for no bytes."""
+def _memory_map(tensor: GgufTensor) -> mmap.mmap | None:
+    """The memory map that holds a tensor's bytes; None if they are not in a memory map."""
     base: Any = tensor.data
     while isinstance(base, np.ndarray):
         base = base.base
-    found = base.obj if isinstance(base, memoryview) else base
-    return found if isinstance(found, mmap.mmap) else None
+    owner = base.obj if isinstance(base, memoryview) else base
+    return owner if isinstance(owner, mmap.mmap) else None
 
 
-def _mapped(tensor: GgufTensor) -> Tensor:
+def _byte_rows(tensor: GgufTensor) -> Tensor:
     """The bytes of a tensor's rows, uint8 [rows, bytes]: a view of the memory map."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the map is read-only, and no code writes to it

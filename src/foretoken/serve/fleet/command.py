@@ -205,9 +205,9 @@ class Watch:
                 raise FleetError(_why_failed(self._model.names[0], status))
             if time.monotonic() - self._last_change > _PATIENCE_S:
                 self._last_change = time.monotonic()
-                left = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
+                free = ", ".join(f"{k} {v:g}" for k, v in ray.available_resources().items()
                                  if k in ("CPU", "GPU"))  # fmt: skip
-                self.say(f"Still waiting. What the cluster has left: {left or 'nothing'}.")
+                self.say(f"Still waiting. What the cluster has left: {free or 'nothing'}.")
                 if self.num_up:
                     self.say(f"Serving with the {self.num_up} that are up.")
                     return

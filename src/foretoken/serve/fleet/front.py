@@ -325,8 +325,8 @@ def state_routes(front: Front) -> list[Route]:
 
     async def models(request: Request) -> Response:
         per_model = await asyncio.gather(*(_model_cards(each, request) for each in front.models))
-        listed = [card for cards in per_model for card in cards]
-        return JSONResponse({"object": "list", "data": listed})
+        cards = [card for model_cards in per_model for card in model_cards]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def metrics(request: Request) -> Response:
         names = (replicas.names[0] for replicas in front.models)

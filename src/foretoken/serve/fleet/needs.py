@@ -46,8 +46,8 @@ class Needs:
     @property
     def resources(self) -> dict[str, float]:
         """The amounts that are not 0, by Ray's names of the resources."""
-        named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
-        return {name: value for name, value in named.items() if value}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
+        return {name: value for name, value in amounts.items() if value}
 
     def described(self) -> str:
         """The amounts that are not 0 in words, for the user."""

@@ -65,10 +65,10 @@ class PrefixRouter(RequestRouter):
         """
         queue_lengths, oldest = self.replica_queue_len_cache, time.monotonic() - _UNSENT_S
         self._unsent = {k: item for k, item in self._unsent.items() if item[0] > oldest}
-        chosen = Counter(name for _, name in self._unsent.values())
-        sent = Counter(self._open.values())
+        num_chosen = Counter(name for _, name in self._unsent.values())
+        num_open = Counter(self._open.values())
         return {
-            name: max(queue_lengths.get(replica.replica_id) or 0, sent[name]) + chosen[name]
+            name: max(queue_lengths.get(replica.replica_id) or 0, num_open[name]) + num_chosen[name]
             for name, replica in replicas.items()
         }
 

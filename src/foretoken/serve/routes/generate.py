@@ -115,7 +115,7 @@ async def answer(
         if not generation.stream:
             work = whole_answer(deltas, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
-        first = await while_connected(request.receive, _first(deltas))
+        first = await while_connected(request.receive, _first_delta(deltas))
     except BaseException as error:
         await deltas.aclose()
         if isinstance(error, ClientDisconnect):
@@ -140,7 +140,7 @@ async def whole_answer(
     return [part async for part in paced(writer.body(choices, reader.usage))]
 
 
-async def _first(deltas: AsyncGenerator[PromptDelta, None]) -> PromptDelta:
+async def _first_delta(deltas: AsyncGenerator[PromptDelta, None]) -> PromptDelta:
     async for item in deltas:
         return item
     raise StepError("a request ended before it began")

@@ -29,8 +29,8 @@ def router(context: Context) -> APIRouter:
     @routes.get("/v1/models", response_model=None, tags=["models"])
     async def models() -> JSONResponse:
         """All names of the model, as models."""
-        listed = [_card(context, name) for name in context.served.names]
-        return JSONResponse({"object": "list", "data": listed})
+        cards = [_card(context, name) for name in context.served.names]
+        return JSONResponse({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{name:path}", response_model=None, tags=["models"])
     async def model(name: str) -> JSONResponse:

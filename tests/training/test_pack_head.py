@@ -92,14 +92,10 @@ def save_mapped(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_head_goes_through_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
-) -> None:
+def test_a_head_goes_through_the_command(tmp_path: Path, bits: int) -> None:
     source, out = tmp_path / "head", tmp_path / "out" / "packed"
     tensors = save_mapped(source)
-    argv = ["pack_head", str(source), str(out), "--bits", str(bits)]
-    monkeypatch.setattr("sys.argv", argv)
-    pack_head.main()
+    pack_head.main([str(source), str(out), "--bits", str(bits)])
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert is_compressed(config)
     assert unsupported_reason(config) is None

@@ -22,6 +22,7 @@ from benchmarks.heads import save_head
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting import vocabulary
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
+from foretoken.drafting.choice import Chooser
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import (
     CPU,
@@ -185,10 +186,19 @@ def letters(text: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens)
 
 
-def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any) -> MakePropose:
+def drafter(
+    name: str,
+    chain: Chain,
+    backend: Backend = BACKEND,
+    chooser: Chooser | None = None,
+    **options: Any,
+) -> MakePropose:
     """The registered drafter of that name; a model it loads is `chain`.
 
-    A draft model of other `TEXTS` has a chain of its own, as likely to begin with any token.
+    A draft model of other `TEXTS` has its own chain, equally likely to begin with any token.
+
+    Args:
+        chooser: chooses for requests under `hybrid`.
     """
     members = SEVERAL.get(name)
     name, _, texts = name.partition(" ") if members is None else (name, "", "")
@@ -221,6 +231,8 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             backend=backend,
         )  # fmt: skip
         built.allocate(slots, num_slots + 1)
+        if chooser is not None:
+            built.chooser = chooser
         asked = replace(slots.admitted[0].params, **REQUESTS.get(name, {}))
         seeded = [replace(asked, seed=i if i % 2 else None) for i in range(2)]
         admissions = []

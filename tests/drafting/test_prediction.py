@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,9 +215,19 @@ def test_on_a_gpu_both_are_refused_by_name(method: str) -> None:
         find_drafter(SpeculativeConfig(method=method), on_host=False)
 
 
+@contextmanager
+def forcing(make: Callable[[SamplingParams], Continuation | None]) -> Iterator[None]:
+    """Inside, one more kind of parameter forces tokens."""
+    FORCING.append(make)
+    try:
+        yield
+    finally:
+        FORCING.remove(make)
+
+
 @pytest.fixture
-def template(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What a source says of requests that ban a word: two tokens at a time, where it knows them."""
+def template() -> Iterator[list[int]]:
+    """The tokens that are forced where a word is banned: two at a time, after every other token."""
     known: list[int] = []
 
     def force(params: SamplingParams) -> Continuation | None:
@@ -223,8 +235,8 @@ def template(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return None
         return lambda output: known[len(output) :][:2] if len(output) % 2 else []
 
-    monkeypatch.setattr("foretoken.drafting.forced.FORCING", [*FORCING, force])
-    return known
+    with forcing(force):
+        yield known
 
 
 @pytest.mark.parametrize("method", ["prediction", "forced"])
@@ -268,21 +280,19 @@ def test_one_allowed_token_is_forced(target: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_source_that_raises_ends_its_own_request(
-    target: Path, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
+def test_a_source_that_raises_ends_its_own_request(target: Path, late: bool) -> None:
     def fail(output: Any) -> list[int]:
         if len(output) > 3:
-            output[0] = 0  # what it is given is not its own to write to
+            output[0] = 0  # the array is read-only
         return []
 
     def force(params: SamplingParams) -> Continuation | None:
         return fail if params.seed == 7 else None
 
-    monkeypatch.setattr("foretoken.drafting.forced.FORCING", [force])
     llm = LLM(str(target), {"method": "forced"}, async_scheduling=late, **OPTIONS)
     params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in (1, 7, 2)]
-    first, failed, last = llm.generate(["a"] * 3, params)
+    with forcing(force):
+        first, failed, last = llm.generate(["a"] * 3, params)
     assert isinstance(failed.error, ProcessingError)
     assert "read-only" in str(failed.error)
     assert first.error is last.error is None

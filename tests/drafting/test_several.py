@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.drafting.choice import Chooser
-from foretoken.drafting.registry import DRAFTERS
-from foretoken.drafting.several import _members_with_q
+from foretoken.drafting.registry import DRAFTERS, find_drafter
+from foretoken.drafting.several import Several, _members_with_q
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.laws.chain import (
     Chain,
@@ -252,9 +253,7 @@ def test_options_of_one_drafter_are_not_those_of_all() -> None:
     assert replace(config, num_speculative_tokens=3).members["ngram"].num_speculative_tokens == 3
 
 
-def test_what_cannot_draft_together_is_refused(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_draft_together_is_refused(target: Path, draft: Path) -> None:
     with pytest.raises(ConfigError, match=r"drafters\[1\].method` is 'ngrm'"):
         LLM(str(target), {"drafters": [{"method": "ngram"}, {"method": "ngrm"}]}, **OPTIONS)
     with pytest.raises(ConfigError, match=r"one of draft_model, eagle3\. It needs one that looks"):
@@ -264,11 +263,13 @@ def test_what_cannot_draft_together_is_refused(
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
     with pytest.raises(ConfigError, match=r"logits are torch.float32.* give both one `dtype`"):
         _members_with_q(half.members)
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+    drafters = [{"method": "ngram"}, {"method": "ngram", "name": "other"}]
+    on_gpu = replace(laws.setup_for(2, laws.TORCH, drafters=drafters), on_host=False)
     with pytest.raises(ConfigError, match="`hybrid` runs on a CPU alone"):
-        build(target, draft, "ngram", "draft_model", backend="torch")
+        Several(on_gpu)
+    speculation = SpeculativeConfig(drafters=[{"method": "suffix"}, *drafters])
     with pytest.raises(ConfigError, match="`ngram` runs on the device"):
-        build(target, draft, "suffix", "draft_model", backend="torch")
+        find_drafter(speculation, on_host=False)
 
 
 def test_two_heads_that_read_other_states_are_refused(target: Path) -> None:
@@ -334,25 +335,33 @@ def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]
     return mutant
 
 
-def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class TakesIn(Chooser):
+    """Takes all looked-up drafts of the requests in some slots, and no others."""
+
+    def __init__(self, slots: Container[int]) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def takes(self, request: Admission, *_: Any) -> bool:
+        return request.slot in self.slots
+
+
+def test_a_choice_that_has_seen_the_sampled_token_is_rejected() -> None:
     """The same path without foresight is `hybrid` in `test_law.py`."""
     target, draft = random_chain(laws.VOCABULARY, seed=3)
     seen: set[int] = set()
-    monkeypatch.setattr(Chooser, "takes", lambda _, request, *__: request.slot in seen)
-    make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
+    hybrid = laws.drafter("hybrid", draft, chooser=TakesIn(seen))
+    make = seeing(target, hybrid, laws.drafter("suffix", draft), seen)
     setting = Setting(1.0)
     backend, trials = laws.one_later(laws.BACKEND), laws.QUICK
     emission = emit(backend, target, make, setting, length=4, trials=trials)
     assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P
 
 
-def test_the_trace_names_who_drafted(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Chooser, "takes", lambda *_: True)
+def test_the_trace_names_the_drafter_of_each_token(target: Path, draft: Path) -> None:
     llm = build(target, draft, "ngram", "draft_model")
+    drafter: Any = llm.engine.runner.drafter
+    drafter.chooser = TakesIn(range(OPTIONS["max_num_seqs"]))
     outputs = run(llm, PROMPTS, temperature=0.0, trace=True)
     for output in outputs:
         named = Counter(t.drafter for t in output.outputs[0].trace if t.origin == "accepted")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken.drafting.forced import by_grammar
 from foretoken.errors import RequestError
-from foretoken.sampling import grammar
 from foretoken.sampling.grammar import (
+    NUM_THREADS,
     Compilers,
     Grammar,
     Grammars,
@@ -68,9 +68,13 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
+def grammars_of(tokenizer: Any, compilers: Compilers | None = None) -> Grammars:
+    size, ends = len(tokenizer) + PADDING, frozenset([tokenizer.eos_token_id])
+    return Grammars(tokenizer, size, ends, compilers)
+
+
 def compiled(tokenizer: Any, choices: Sequence[str] = CHOICES) -> Grammar:
-    size = len(tokenizer) + PADDING
-    grammars = Grammars(tokenizer, size, frozenset([tokenizer.eos_token_id]))
+    grammars = grammars_of(tokenizer)
     grammars.wait([asked := {"choice": [*choices]}])
     grammar = grammars.compiled(asked)
     assert grammar is not None
@@ -195,17 +199,14 @@ def test_compiling_keeps_no_process_from_ending() -> None:
     assert not thread.is_alive(), "it waits for work that cannot come"
 
 
-def test_threads_that_ask_for_one_grammar_share_it() -> None:
-    tokenizer = byte_level()
-    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
-    submit = grammars._pool.submit
-
-    def slow(*given: Any) -> Any:
+class SlowToBegin(Compilers):
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
         time.sleep(0.02)  # in which the other threads ask
-        return submit(*given)
+        super().submit(work, *args)
 
-    grammars._pool.submit = slow  # type: ignore[method-assign]
-    asked = {"choice": ["a"]}
+
+def test_threads_that_ask_for_one_grammar_share_it() -> None:
+    grammars, asked = grammars_of(byte_level(), SlowToBegin()), {"choice": ["a"]}
 
     def ask(_: int) -> Grammar | None:
         kept = grammars.wait([asked])
@@ -217,24 +218,31 @@ def test_threads_that_ask_for_one_grammar_share_it() -> None:
     assert all(one is found[0] for one in found)
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = byte_level()
-    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
-    compiled, compile_, release = [], grammar._compile, Event()
+def test_a_grammar_that_is_no_longer_wanted_is_not_compiled() -> None:
+    compilers = Compilers()
+    grammars = grammars_of(byte_level(), compilers)
+    wanted, dropped = ({"choice": [word]} for word in ("a", "b"))
 
-    def slow(asked: Any, *given: Any) -> Any:
-        compiled.append(asked["choice"][0])
-        release.wait(PATIENCE)
-        return compile_(asked, *given)
+    def occupy() -> Event:
+        """Keep all threads busy until the event is set."""
+        release = Event()
 
-    monkeypatch.setattr(grammar, "_compile", slow)
-    kept = [grammars.begin({"choice": [word]}) for word in ("first", "second")]
-    grammars.begin({"choice": ["left"]})
-    kept.append(grammars.begin({"choice": ["stays"]}))
+        def work() -> None:
+            release.wait(PATIENCE)
+
+        for _ in range(NUM_THREADS):
+            compilers.submit(work)
+        return release
+
+    release = occupy()
+    grammars.begin(dropped)  # its result is not kept
+    entry = grammars.begin(wanted)
+    assert entry is not None
     release.set()
-    for entry in kept:
-        assert entry is not None
-        assert isinstance(entry.future.result(PATIENCE), Grammar)
-    assert sorted(compiled) == ["first", "second", "stays"]
+    assert isinstance(entry.future.result(PATIENCE), Grammar)
+    release = occupy()
+    again = grammars.begin(dropped)
+    assert again is not None
+    assert not again.future.done(), "it was not compiled, and begins now"
+    release.set()
+    assert isinstance(again.future.result(PATIENCE), Grammar)

@@ -43,7 +43,7 @@ _GBNF_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*]?|\.',
 _GBNF_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _GBNF_RANGE = re.compile(rf"({_GBNF_CHARACTER})(?:-({_GBNF_CHARACTER}))?", re.DOTALL)
 _GBNF_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{c: c for c in '"\\[]'}}
-_THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
+NUM_THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
 _CACHED = 128  # grammars that an engine keeps in addition to those that requests hold
 
 
@@ -218,7 +218,7 @@ class Compilers:
 
         Only one thread may call `submit` at a time.
         """
-        if self._num_threads < _THREADS:
+        if self._num_threads < NUM_THREADS:
             self._num_threads += 1
             name, thread_args = "foretoken-grammar", (self._submitted,)
             Thread(target=_run_submitted, args=thread_args, name=name, daemon=True).start()
@@ -234,7 +234,7 @@ def _run_submitted(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
 
 def _end_threads(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
     """End all threads of a pool after the work that was submitted."""
-    for _ in range(_THREADS):
+    for _ in range(NUM_THREADS):
         submitted.put(None)
 
 
@@ -244,11 +244,18 @@ class Grammars:
     Args:
         vocab_size: number of the model's token ids; the tokenizer may have fewer.
         eos_ids: tokens that end a text, allowed where the grammar may end.
+        compilers: the threads that compile; None: threads of its own.
     """
 
-    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        compilers: Compilers | None = None,
+    ) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._pool = Compilers()
+        self._compilers = compilers or Compilers()
         self._known = WeakValueDictionary[str, Compiling]()  # by the JSON of the outputs
         self._recent = OrderedDict[str, Compiling]()  # strong references, the latest last
         self._last_began = 0.0  # when any compilation last began
@@ -271,7 +278,7 @@ class Grammars:
             entry = self._known.get(key)
             if entry is None:
                 entry = self._known[key] = Compiling()
-                self._pool.submit(self._compile, key, ref(entry), outputs)
+                self._compilers.submit(self._compile, key, ref(entry), outputs)
             if entry.future.done():
                 self._keep(key, entry)
         return entry

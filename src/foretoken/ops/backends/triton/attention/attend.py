@@ -5,6 +5,7 @@ Letters of shapes: see `__init__.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -178,12 +179,16 @@ def prepare(
     key_cache: Tensor,
     value_cache: Tensor,
     options: AttentionOptions,
+    decoding: Callable[..., Decoding] = configs.decoding,
 ) -> None:
     """Make the plan of a batch of `tokens` rows now, before kernels that overlap.
 
     Otherwise the first layer of this shape makes it. It is launched as an ordinary kernel.
+
+    Args:
+        decoding: chooses the configuration of `decode_kernel`, by what `configs.decoding` takes.
     """
-    _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options))
+    _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options), decoding)
 
 
 def _decode(
@@ -222,24 +227,31 @@ def _decode(
         )  # fmt: skip
 
 
-def _plan(batch: AttentionBatch, tokens: int, shape: HeadShape) -> _Plan:
+def _plan(
+    batch: AttentionBatch,
+    tokens: int,
+    shape: HeadShape,
+    decoding: Callable[..., Decoding] = configs.decoding,
+) -> _Plan:
     """The plan of this batch for layers of this shape; made if there is none yet."""
     # A captured graph must make its own plan: at a replay one made outside would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
     of_batch = _plans.setdefault(batch, {})
     plan = of_batch.get((tokens, shape, capturing))
     if plan is None:
-        plan = of_batch[tokens, shape, capturing] = _new_plan(batch, tokens, shape)
+        plan = of_batch[tokens, shape, capturing] = _new_plan(batch, tokens, shape, decoding)
     return plan
 
 
-def _new_plan(batch: AttentionBatch, tokens: int, shape: HeadShape) -> _Plan:
+def _new_plan(
+    batch: AttentionBatch, tokens: int, shape: HeadShape, decoding: Callable[..., Decoding]
+) -> _Plan:
     requests, columns = batch.block_BL.shape
     most, longest = batch.most_queries or tokens, columns * shape.PAGE
     few = min(most, FEW.value)
     rows, tile_rows = min(tokens, requests * few), few * shape.G
     widest = max(shape.D, shape.D_V)
-    decode = configs.decoding(tokens, requests, shape.H_KV, tile_rows, widest, shape.dtype)
+    decode = decoding(tokens, requests, shape.H_KV, tile_rows, widest, shape.dtype)
     prefill = configs.prefilling(widest, shape.dtype) if most > FEW.value else None
     pieces = most_pieces(decode.size, decode.count, longest, shape.WINDOW)
     segments = 2 if few > 1 and longest > decode.size * decode.count else 1

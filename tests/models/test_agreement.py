@@ -11,11 +11,11 @@ import torch
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models import CausalLM, TargetView, load_model
-from foretoken.ops.backends.torch import stack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import new_pool, walk
 
+pytestmark = pytest.mark.usefixtures("packs_small_models")
 BLOCK = 4
 CPU = torch.device("cpu")
 LENGTH = 22
@@ -44,11 +44,6 @@ def check_hidden_states(model: CausalLM, plain: Any, text: list[int]) -> None:
         states = plain(torch.tensor([text]), output_hidden_states=True).hidden_states
     for layer, state in zip((0, 1), found, strict=True):
         torch.testing.assert_close(state, states[layer][0], atol=2e-5, rtol=1e-4)
-
-
-@pytest.fixture(autouse=True)
-def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("family", families.SUPPORTED)

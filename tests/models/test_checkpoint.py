@@ -17,6 +17,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
 from tests.models import families
+from tests.models.hub import use
 from tests.support.checkpoints import save_checkpoint, save_tokenizer
 
 
@@ -357,29 +358,35 @@ def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path
     assert same_weights(load(folder), load(whole))
 
 
+def forbid(monkeypatch: pytest.MonkeyPatch, name: str | None, *methods: str) -> None:
+    """Refuse calls to paths of this name, or to all, as the system does if the user is not root."""
+    for method in methods:
+        plain = getattr(Path, method)
+
+        def call(self: Path, *args: Any, plain: Any = plain, **options: Any) -> Any:
+            if name in (None, self.name):
+                raise PermissionError(13, "Permission denied", str(self))
+            return plain(self, *args, **options)
+
+        monkeypatch.setattr(Path, method, call)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_no_permission(whole: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plain = Path.open
-
-    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
-        if self.name == name:
-            raise PermissionError(13, "Permission denied", str(self))
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", refuse)
+def test_a_file_that_may_not_be_read(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    forbid(monkeypatch, name, "open")
     with pytest.raises(CheckpointError, match=f"{name}` cannot be read: Permission denied"):
         load(whole)
 
 
-def test_a_folder_that_may_not_be_searched(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "is_file", refuse)
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    for read in (load, load_tokenizer):
-        with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
-            read(whole)
+@pytest.mark.parametrize("read", [load, load_tokenizer])
+def test_a_folder_that_may_not_be_searched(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    forbid(monkeypatch, None, "is_file", "iterdir")
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        read(whole)
 
 
 @pytest.mark.parametrize(
@@ -405,14 +412,13 @@ def test_a_file_is_not_a_folder(whole: Path) -> None:
 def test_hub_cache_is_read_without_network(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub.constants
-
     repo = tmp_path / "models--some--model"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("0" * 40)
     shutil.copytree(whole, repo / "snapshots" / ("0" * 40))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert resolve_checkpoint("some/model").samefile(repo / "snapshots" / ("0" * 40))
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    found = resolve_checkpoint("some/model", local_files_only=True)
+    assert found.samefile(repo / "snapshots" / ("0" * 40))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from foretoken.models import load_tokenizer, resolve_checkpoint
 from foretoken.models.gguf.reader import split_names
 from foretoken.models.locate import HubFile, hub_file, only_model
 from tests.models.gguf_files import model_metadata, model_tensors, write
-from tests.models.hub import Hub
-from tests.models.test_locate import cached_files, go_offline, use
+from tests.models.hub import Hub, cached_files, go_offline, use
 
 SET = split_names("big-Q8_0-00001-of-00002.gguf")
 

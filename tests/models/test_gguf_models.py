@@ -26,10 +26,12 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.gguf.names import parameter_name, row_order
+from foretoken.models.gguf.reader import read_gguf
 from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.loader import load_plain
-from foretoken.ops import formats
-from foretoken.ops.stack import Blocks, Dense, Stack, parts_of
+from foretoken.ops.backends.native.stack import NativeStack
+from foretoken.ops.formats import BLOCKS
+from foretoken.ops.stack import Blocks, Dense, Joined, Linear, Stack, map_linears, parts_of
 from foretoken.outputs import RequestOutput
 from tests.models import families
 from tests.models.batches import Span, build_batch
@@ -45,6 +47,8 @@ from tests.models.gguf_models import (
     tensor_name,
 )
 from tests.models.walk import walk
+from tests.native.libraries import native_backend
+from tests.ops.weights import MINIMUM_AT, nibbles, put_half
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -143,27 +147,36 @@ def test_the_comparison_sees_another_order_of_rows(tmp_path: Path, mix: str, ord
     assert error_of(logits_of(load(model.file), text), model.exact_logits(text)) > 0.1
 
 
-def swapped(packed: Tensor) -> Tensor:
-    return torch.cat([packed >> 4, packed & 15], dim=-1)
+def swapped(kind: str, blocks: Tensor) -> None:
+    codes = nibbles(kind, blocks)
+    codes.copy_(codes >> 4 | codes << 4)
 
 
-def doubled(blocks: Tensor, at: int) -> Tensor:
-    return HALVES(blocks, at) * (2 if at == 2 else 1)
+def doubled(kind: str, blocks: Tensor) -> None:
+    if kind in MINIMUM_AT:
+        minimum = blocks[..., MINIMUM_AT[kind] :][..., :2].contiguous().view(torch.float16)
+        put_half(blocks, MINIMUM_AT[kind], 2 * minimum[..., 0])
 
 
-HALVES = formats._halves
+@pytest.mark.parametrize("change", [swapped, doubled])
+def test_kernels_that_read_blocks_otherwise_are_not_used(written: Any, change: Any) -> None:
+    """The order of nibbles, or minima. The kernels are given changed blocks instead."""
 
+    def changed(part: Any) -> Any:
+        rows = part.rows.clone()
+        change(part.kind, rows.unflatten(1, (-1, BLOCKS[part.kind].nbytes)))
+        return part._replace(rows=rows)
 
-@pytest.mark.parametrize(("name", "mutant"), [("_nibbles", swapped), ("_halves", doubled)])
-def test_kernels_that_read_blocks_otherwise_are_not_used(
-    written: Any, monkeypatch: pytest.MonkeyPatch, name: str, mutant: Any
-) -> None:
-    """Here it is PyTorch's reading that is wrong; either is not what the other is."""
-    model = written("llama", "K mix")
-    monkeypatch.setattr(formats, name, mutant)
+    def load_stack(stack: Stack, *sizes: int, deterministic: bool) -> NativeStack:
+        def linear(one: Linear) -> Linear:
+            parts = tuple(map(changed, parts_of(one.weight)))
+            return one._replace(weight=Joined(parts) if len(parts) > 1 else parts[0])
+
+        return NativeStack(map_linears(stack, linear), *sizes, deterministic=deterministic)
+
     message = "With weights stored as .*Q4_K.* the kernels of backend `native` give logits that"
     with pytest.raises(UnsupportedModelError, match=message):
-        load(model.file)
+        load_model(written("llama", "K mix").file, device="cpu", backend=native_backend(load_stack))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -204,20 +217,18 @@ def test_weights_stay_in_the_file_s_formats(written: Any, tmp_path: Path, mix: s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mix", ["F16", "Q8_0", "K mix"])
-def test_rows_are_read_again_after_their_memory_was_given_back(
-    written: Any, monkeypatch: pytest.MonkeyPatch, mix: str, backend: str
+def test_rows_of_the_embedding_are_read_again_after_their_memory_was_freed(
+    written: Any, mix: str, backend: str
 ) -> None:
-    """Of the embedding, from the file; whenever that was."""
-    model, text, given_back = written("llama, tied", mix), text_of(30), list[GgufWeights]()
-    release = GgufWeights.release
-    monkeypatch.setattr(GgufWeights, "release", lambda weights: given_back.append(weights))
-    kept = load(model.file, backend)
-    wanted = logits_of(kept, text)
-    (weights,) = given_back
-    assert torch.equal(logits_of(kept, text), wanted)
-    release(weights)
-    assert torch.equal(logits_of(kept, text), wanted)
-    monkeypatch.undo()
+    model, text = written("llama, tied", mix), text_of(30)
+    loaded = load(model.file, backend)  # which has freed it once
+    wanted = logits_of(loaded, text)
+    weights = GgufWeights(read_gguf(model.file), model.module)
+    held = (loaded.embedding, weights.weight("model.embed_tokens.weight"))
+    rows = [one.rows if isinstance(one, Blocks) else one.values for one in held]
+    assert rows[0].data_ptr() == rows[1].data_ptr()
+    weights.release()
+    assert torch.equal(logits_of(loaded, text), wanted)
     assert torch.equal(logits_of(load(model.file, backend), text), wanted)
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
+from foretoken.lab.laws.mutants import replaced
 from foretoken.models import CausalLM, load_model
 from foretoken.models.packing import PackedLinear, observe_linears, pack_linears
-from foretoken.ops import ForwardOutput, get_backend
-from foretoken.ops.backends.native.stack import NativeStack
-from foretoken.ops.backends.torch import stack as torch_stack
+from foretoken.ops import get_backend
 from foretoken.ops.pinned import fill
 from tests.models import families
 from tests.models.batches import Span, build_batch
+from tests.native.libraries import native_backend_with_logits
 from tests.support.kernels import needs_kernels
 
 CPU = torch.device("cpu")
@@ -78,17 +77,11 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
 
 
 @needs_kernels
-def test_a_native_decoder_that_differs_is_named_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, forward = families.save_model(tmp_path, "llama", {"head_dim": 16}), NativeStack.run
-
-    def wrong(self: NativeStack, *args: Any) -> ForwardOutput:
-        return ForwardOutput(1.01 * forward(self, *args).logits_NV)
-
-    monkeypatch.setattr(NativeStack, "run", wrong)
+def test_a_native_decoder_that_differs_is_named_with_the_remedy(tmp_path: Path) -> None:
+    folder = families.save_model(tmp_path, "llama", {"head_dim": 16})
+    wrong = native_backend_with_logits(lambda logits_NV: 1.01 * logits_NV)
     with pytest.raises(UnsupportedModelError, match="`llama` differs from its own") as caught:
-        load_model(folder, device="cpu", backend="native")
+        load_model(folder, device="cpu", backend=wrong)
     assert 'kernels of backend `native`; `backend="torch"` runs it' in str(caught.value)
     assert load_model(folder, device="cpu", backend="torch").runs_in_kernels is False
 
@@ -113,7 +106,7 @@ class Siblings(torch.nn.Module):
     not get_backend("torch").pack_pays([torch.empty(4096, 1024)]), reason="no packed layers here"
 )
 @pytest.mark.parametrize("bias", [[False] * 4, [True] * 4, [True, False, True, False]], ids=str)
-def test_packed_linears_equal_linears(bias: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_linears_equal_linears(bias: list[bool]) -> None:
     torch.manual_seed(0)
     plain = Siblings(bias).requires_grad_(False)
     packed = copy.deepcopy(plain)
@@ -121,8 +114,7 @@ def test_packed_linears_equal_linears(bias: list[bool], monkeypatch: pytest.Monk
         packed(torch.randn(1, 3, 40))
     pack_linears(packed, calls, get_backend("torch"))
     assert not any(type(child) is PackedLinear for child in packed.children())  # too small
-    monkeypatch.setattr(torch_stack, "MIN_BYTES", 0)
-    pack_linears(packed, calls, get_backend("torch"))
+    pack_linears(packed, calls, replaced(get_backend("torch"), pack_pays=lambda weights: True))
     assert [type(child) is PackedLinear for child in packed.children()] == [True] * 4 + [False]
     inputs = [torch.randn(shape) for shape in ((1, 1, 40), (1, 5, 40), (7, 40), (1, 0, 40))]
     inputs.append(torch.randn(1, 40, 9).transpose(1, 2))

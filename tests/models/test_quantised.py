@@ -53,10 +53,11 @@ def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers asks for the package, which on a CPU it does not use."""
+def accelerate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers finds the package, which on a CPU it does not use; or not, by the parameter."""
+    is_there = getattr(request, "param", True)
     module = "transformers.quantizers.quantizer_finegrained_fp8"
-    monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: True)
+    monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: is_there)
 
 
 @pytest.mark.usefixtures("accelerate")
@@ -76,11 +77,9 @@ def test_fp8_is_the_numbers_it_stands_for(draft: Path, tmp_path: Path, backend: 
     assert one.metrics.num_accepted_tokens == one.metrics.num_draft_tokens > 0
 
 
-def test_a_missing_package_is_named(
-    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = "transformers.quantizers.quantizer_finegrained_fp8"
-    monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: False)
+@pytest.mark.usefixtures("accelerate")
+@pytest.mark.parametrize("accelerate", [False], indirect=True)
+def test_a_missing_package_is_named(draft: Path, tmp_path: Path) -> None:
     fp8, plain = save_fp8(draft, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"`quant_method`: fp8.*requires accelerate"):
         load_model(fp8, device="cpu", backend="torch")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,9 +31,12 @@ needs_package = pytest.mark.skipif(
 
 def package_at(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     """The package is in these folders; in none of them, it is not installed."""
-    places = [str(folder) for folder in folders]
-    spec = SimpleNamespace(submodule_search_locations=places) if places else None
-    monkeypatch.setattr(locate, "find_spec", lambda name: spec)
+    name, module = locate.PACKAGED[MODEL].module, None
+    if folders:
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__spec__.submodule_search_locations = [str(folder) for folder in folders]
+    monkeypatch.setitem(sys.modules, name, module)  # None: it cannot be imported
 
 
 @pytest.mark.parametrize("has_package", [False, True])

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from foretoken.ops import Backend, get_backend
+from foretoken.ops import Backend, ForwardOutput, get_backend
 from foretoken.ops.backends.native import build, library
+from foretoken.ops.backends.native.stack import NativeStack
 
 VARIANTS = [
     variant
@@ -46,6 +48,17 @@ def built_variants() -> list[str]:
 def _choose_again() -> None:
     library.choose_variant.cache_clear()
     library.load.cache_clear()
+
+
+def native_backend_with_logits(change: Callable[[Tensor], Tensor]) -> Any:
+    """The native backend, with kernels that give other logits."""
+
+    class Changed(NativeStack):
+        def run(self, *args: Any, **options: Any) -> ForwardOutput:
+            output = super().run(*args, **options)
+            return output._replace(logits_NV=change(output.logits_NV))
+
+    return native_backend(Changed)
 
 
 def native_backend(load_stack: Callable[..., Any]) -> Any:

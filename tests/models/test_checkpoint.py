@@ -44,152 +44,108 @@ def edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def _truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
+Damage = Callable[[Path], object]
 
 
-def _truncate_in_header(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:50])
+def rewritten(change: Callable[[bytes], bytes]) -> Damage:
+    """Other bytes in the file with the weights."""
+
+    def damage(folder: Path) -> None:
+        path = folder / WEIGHTS
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
 
 
-def _append(folder: Path) -> None:
-    with (folder / "model.safetensors").open("ab") as file:
-        file.write(b"x")
+def text_in(name: str, text: str) -> Damage:
+    return lambda folder: (folder / name).write_text(text)
 
 
-def _garbage(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
 
 
-def _garbage_header(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[8:40] = b"x" * 32
-    path.write_bytes(bytes(content))
+def configured(**changes: object) -> Damage:
+    return lambda folder: edit_config(folder, **changes)
 
 
-def _empty(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
+def with_entry(**entry: Any) -> Damage:
+    """One tensor of float32, as the header describes it, with these changes."""
+    whole = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **entry}
+    header = json.dumps({"w": {k: v for k, v in whole.items() if v != "gone"}}).encode()
+    return rewritten(lambda _: len(header).to_bytes(8, "little") + header + bytes(4))
 
 
-def _lfs_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+BROKEN: dict[str, tuple[Damage, str]] = {
+    "no dtype": (with_entry(dtype="gone"), "corrupt header"),
+    "no shape": (with_entry(shape=None), "corrupt header"),
+    "three offsets": (with_entry(data_offsets=[0, 4, 8]), "corrupt header"),
+    "truncated": (
+        rewritten(lambda data: data[:-100]),
+        r"model.safetensors` is truncated: expected \d+ bytes, found \d+",
+    ),
+    "truncated in its header": (
+        rewritten(lambda data: data[:50]), r"truncated: expected more than \d+ bytes, found 50",
+    ),
+    "appended to": (
+        rewritten(lambda data: data + b"x"), r"corrupt: expected \d+ bytes, found \d+",
+    ),
+    "garbage": (rewritten(lambda _: b"\xff" * 4096), "not a safetensors file"),
+    "garbage in its header": (
+        rewritten(lambda data: data[:8] + b"x" * 32 + data[40:]), "corrupt header",
+    ),
+    "empty": (rewritten(lambda _: b""), r"not a safetensors file \(0 bytes\)"),
+    "a pointer of git lfs": (
+        text_in(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), "git lfs pull",
+    ),
+    "only pickled weights": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        "pytorch_model.bin.*Convert them to safetensors",
+    ),
+    "no weights": (without(WEIGHTS), "no `model.safetensors`"),
+    "no config": (without("config.json"), "config.json` is missing"),
+    "bad JSON": (text_in("config.json", "{"), "not valid JSON"),
+    "a list": (text_in("config.json", "[]"), "must hold a JSON object"),
+    "no model type": (text_in("config.json", "{}"), "no `model_type`"),
+    "a bad value": (
+        configured(hidden_size="large"),
+        "not a valid `llama` configuration: .*'hidden_size': .*(int|str)",
+    ),
+    "another vocabulary": (configured(vocab_size=100), "do not fit"),
+    "a list for quantization": (
+        configured(quantization_config=["awq"]), "not a valid `llama` configuration: 'list'",
+    ),
+    "bad JSON of generation": (
+        text_in(GENERATION, '{"eos_token_id": [1, 2]'), f"{GENERATION}` is not valid JSON",
+    ),
+    "a list of generation": (
+        text_in(GENERATION, "[1, 2]"), f"{GENERATION}` must hold a JSON object",
+    ),
+    "a bad end": (
+        text_in(GENERATION, '{"eos_token_id": [1, "2"]}'),
+        rf"{GENERATION}` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
+    ),
+    "an empty end": (
+        text_in(GENERATION, '{"eos_token_id": ""}'),
+        f"{GENERATION}` gives `eos_token_id` as '': it must be a token id",
+    ),
+    "a bad value of generation": (
+        text_in(GENERATION, '{"cache_implementation": "spiral"}'),
+        f"{GENERATION}` is not a valid generation configuration",
+    ),
+    "more layers": (
+        configured(num_hidden_layers=3), "`num_hidden_layers` as 3: the weights have 2 layers",
+    ),
+}  # fmt: skip
 
 
-def _pickle_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def _no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _bad_json(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def _json_list(folder: Path) -> None:
-    (folder / "config.json").write_text("[]")
-
-
-def _no_model_type(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
-
-
-def _bad_value(folder: Path) -> None:
-    edit_config(folder, hidden_size="large")
-
-
-def _vocabulary(folder: Path) -> None:
-    edit_config(folder, vocab_size=100)
-
-
-def _more_layers(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=3)
-
-
-def _bad_generation_json(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]')
-
-
-def _generation_list(folder: Path) -> None:
-    (folder / "generation_config.json").write_text("[1, 2]")
-
-
-def _bad_end(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
-
-
-def _empty_end(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": ""}')
-
-
-def _bad_generation_value(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"cache_implementation": "spiral"}')
-
-
-def _list_for_quantization(folder: Path) -> None:
-    edit_config(folder, quantization_config=["awq"])
-
-
-def _no_dtype(folder: Path) -> None:
-    _with_entry(folder, {"shape": [1], "data_offsets": [0, 4]})
-
-
-def _no_shape(folder: Path) -> None:
-    _with_entry(folder, {"dtype": "F32", "shape": None, "data_offsets": [0, 4]})
-
-
-def _three_offsets(folder: Path) -> None:
-    _with_entry(folder, {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]})
-
-
-def _with_entry(folder: Path, entry: dict[str, Any]) -> None:
-    header = json.dumps({"w": entry}).encode()
-    content = len(header).to_bytes(8, "little") + header + bytes(4)
-    (folder / "model.safetensors").write_bytes(content)
-
-
-BROKEN: dict[Callable[[Path], None], str] = {
-    _no_dtype: "corrupt header",
-    _no_shape: "corrupt header",
-    _three_offsets: "corrupt header",
-    _truncate: r"model.safetensors` is truncated: expected \d+ bytes, found \d+",
-    _truncate_in_header: r"truncated: expected more than \d+ bytes, found 50",
-    _append: r"corrupt: expected \d+ bytes, found \d+",
-    _garbage: "not a safetensors file",
-    _garbage_header: "corrupt header",
-    _empty: r"not a safetensors file \(0 bytes\)",
-    _lfs_pointer: "git lfs pull",
-    _pickle_only: "pytorch_model.bin.*Convert them to safetensors",
-    _no_weights: "no `model.safetensors`",
-    _no_config: "config.json` is missing",
-    _bad_json: "not valid JSON",
-    _json_list: "must hold a JSON object",
-    _no_model_type: "no `model_type`",
-    _bad_value: "not a valid `llama` configuration: .*'hidden_size': .*(int|str)",
-    _vocabulary: "do not fit",
-    _list_for_quantization: "not a valid `llama` configuration: 'list'",
-    _bad_generation_json: "generation_config.json` is not valid JSON",
-    _generation_list: "generation_config.json` must hold a JSON object",
-    _bad_end: r"generation_config.json` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
-    _empty_end: r"generation_config.json` gives `eos_token_id` as '': it must be a token id",
-    _bad_generation_value: "generation_config.json` is not a valid generation configuration",
-    _more_layers: "`num_hidden_layers` as 3: the weights have 2 layers",
-}
-
-
-@pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__.strip("_"))
-def test_broken_folder(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folder(whole: Path, tmp_path: Path, case: str) -> None:
+    damage, message = BROKEN[case]
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
     damage(folder)
-    with pytest.raises(CheckpointError, match=BROKEN[damage]) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load(folder)
     assert "Traceback" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -283,67 +239,46 @@ def test_an_index_of_files_that_cannot_be(sharded: Path, tmp_path: Path, shard: 
         load(folder)
 
 
-def _own_code(folder: Path) -> None:
-    edit_config(
-        folder,
-        model_type="mine",
-        architectures=["MineForCausalLM"],
-        auto_map={"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
-    )
-
-
-def _own_code_of_a_known_type(folder: Path) -> None:
-    edit_config(
-        folder,
-        architectures=["MineForCausalLM"],
-        auto_map={"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
-    )
-
-
-def _unknown_type(folder: Path) -> None:
-    edit_config(folder, model_type="llama99", architectures=["Llama99ForCausalLM"])
-
-
-def _other_head(folder: Path) -> None:
-    edit_config(folder, architectures=["LlamaForSequenceClassification"])
-
-
-def _quantised(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
-
-
-def _adapter(folder: Path) -> None:
-    stated = {"peft_type": "LORA", "base_model_name_or_path": "someone/base"}
-    (folder / "adapter_config.json").write_text(json.dumps(stated))
-
-
-def _adapter_alone(folder: Path) -> None:
-    _adapter(folder)
-    (folder / "config.json").unlink()
-
-
-def _encoder_decoder(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
-
-
-UNSUPPORTED: dict[Callable[[Path], None], str] = {
-    _own_code: "its own code",
-    _own_code_of_a_known_type: "its own code",
-    _unknown_type: "no causal language model of type `llama99`",
-    _other_head: "LlamaForSequenceClassification",
-    _quantised: r"`quant_method`: awq.*requires gptqmodel",
-    _adapter: "adapter_config.json`: LORA, for `someone/base`.*merge_and_unload",
-    _adapter_alone: "adapter_config.json`: LORA",
-    _encoder_decoder: "no causal language model of type `t5`",
+OWN_CODE = {
+    "architectures": ["MineForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
 }
+ADAPTER = text_in(
+    "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "someone/base"}'
+)
+UNSUPPORTED: dict[str, tuple[Damage, str]] = {
+    "own code": (configured(model_type="mine", **OWN_CODE), "its own code"),
+    "own code of a known type": (configured(**OWN_CODE), "its own code"),
+    "unknown type": (
+        configured(model_type="llama99", architectures=["Llama99ForCausalLM"]),
+        "no causal language model of type `llama99`",
+    ),
+    "another head": (
+        configured(architectures=["LlamaForSequenceClassification"]),
+        "LlamaForSequenceClassification",
+    ),
+    "quantised": (
+        configured(quantization_config={"quant_method": "awq", "bits": 4}),
+        r"`quant_method`: awq.*requires gptqmodel",
+    ),
+    "adapter": (ADAPTER, "adapter_config.json`: LORA, for `someone/base`.*merge_and_unload"),
+    "only an adapter": (
+        lambda folder: (ADAPTER(folder), without("config.json")(folder)),
+        "adapter_config.json`: LORA",
+    ),
+    "encoder and decoder": (
+        text_in("config.json", '{"model_type": "t5"}'), "no causal language model of type `t5`",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", UNSUPPORTED, ids=lambda f: f.__name__.strip("_"))
-def test_unsupported_folder(whole: Path, tmp_path: Path, change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_folder(whole: Path, tmp_path: Path, case: str) -> None:
+    change, message = UNSUPPORTED[case]
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
     change(folder)
     (folder / "modeling_mine.py").write_text("raise SystemExit('remote code ran')")
-    with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[change]):
+    with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
 
 

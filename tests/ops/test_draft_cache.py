@@ -25,14 +25,9 @@ from foretoken.ops import (
     get_backend,
 )
 from foretoken.sampling import synthetic
-from tests.support.cases import fast_backends, host_backends, make_params
+from tests.support.cases import fast_backends, make_params
 
 SLOTS, REQUESTS, K = 70, 60, 3
-
-
-@pytest.fixture(params=host_backends())
-def ops(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
 
 
 def given_params() -> SlotParams:

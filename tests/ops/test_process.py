@@ -7,15 +7,10 @@ import math
 import pytest
 import torch
 
-from foretoken.ops import Backend, Rows, get_backend
-from tests.support.cases import host_backends, make_edits, make_params
+from foretoken.ops import Backend, Rows
+from tests.support.cases import make_edits, make_params
 
 INF = math.inf
-
-
-@pytest.fixture(params=host_backends())
-def ops(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
 
 
 def kept(ops: Backend, row: list[float] | torch.Tensor, **params: float) -> list[int]:

@@ -27,11 +27,6 @@ INF = math.inf
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=host_backends())
-def ops(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
-
-
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

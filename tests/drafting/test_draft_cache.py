@@ -32,10 +32,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "forced": {"allowed_token_ids": [7]},
     "prediction": {"prediction": [1, 2, 3] * 20},
 }
-SEVERAL = {
-    "several": ("draft_model", "ngram", "eagle3"),
-    "hybrid": ("ngram", "draft_model"),
-}
+SEVERAL = {"several": ("draft_model", "ngram", "eagle3"), "hybrid": ("ngram", "draft_model")}
 
 
 class Case(NamedTuple):

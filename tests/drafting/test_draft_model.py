@@ -203,8 +203,7 @@ def test_drafts_that_are_the_argmax_at_any_temperature(
 
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize(
-    "filters",
-    [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": [4, 4, 0, 0, 0, 0, 9]}],
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": [4, 4, 0, 0, 0, 0, 9]}]
 )
 def test_filters_rules_and_noise(make_pair: MakePair, filters: dict[str, Any], fp64: bool) -> None:
     params = with_rules(make_params(SLOTS, TEMPERATURES, **filters))
@@ -249,11 +248,7 @@ def test_requests_without_room_leave_the_others_rows_alone(make_pair: MakePair) 
     pair = make_pair(make_params(SLOTS, 1.0))
     full = [1] * (MAX_LEN + 1)
     block = pair.propose(
-        [
-            Asked(0, [5, 6], [0], 2),
-            Asked(1, full, [1, 2, 3, 4, 5], 3),
-            Asked(2, [7, 8], [6], 1),
-        ]
+        [Asked(0, [5, 6], [0], 2), Asked(1, full, [1, 2, 3, 4, 5], 3), Asked(2, [7, 8], [6], 1)]
     )
     assert block.num_B.tolist() == [2, 0, 1]
     assert block.real_q_B.tolist() == [True, False, True]

@@ -36,12 +36,7 @@ from foretoken.lab.laws.chain import (
     random_chain,
 )
 from foretoken.lab.laws.findings import CORRECT_P
-from foretoken.lab.laws.mutants import (
-    asking,
-    hide_token,
-    row_before_of_q,
-    shared_stream,
-)
+from foretoken.lab.laws.mutants import asking, hide_token, row_before_of_q, shared_stream
 from foretoken.ops import (
     Backend,
     DraftBlock,

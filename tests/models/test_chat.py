@@ -159,10 +159,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing": ([], "at least one message"),
     "a list of texts": (["abc"], r"`messages\[0\]` is 'abc': must be a dict"),
     "a misspelt field": ([{"role": "user", "contnt": "a"}], "contnt.*Did you mean `content`"),
-    "another field": (
-        [{**USER, "cost": 3}],
-        r"messages\[0\].cost` is 3: .*Known are content, n",
-    ),
+    "another field": ([{**USER, "cost": 3}], r"messages\[0\].cost` is 3: .*Known are content, n"),
     "no content": ([USER, {"role": "user"}], r"`messages\[1\].content` is None: must be a text"),
     "no role": ([{"content": "a"}], r"`messages\[0\].role` is None"),
     "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url': .*Images"),

@@ -68,8 +68,7 @@ def test_names_on_the_hub() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "expected"),
-    [("q4_k_m", "m-Q4_K_M.gguf"), ("Q8_0", SET[0]), ("F16", "sub/m.f16.gguf")],
+    ("tag", "expected"), [("q4_k_m", "m-Q4_K_M.gguf"), ("Q8_0", SET[0]), ("F16", "sub/m.f16.gguf")]
 )
 def test_a_quantisation(tag: str, expected: str) -> None:
     names = ["m-Q4_K_M.gguf", "sub/m.f16.gguf", "m-Q8_0.mmproj", "mmproj-Q8_0.gguf", *SET]

@@ -229,11 +229,7 @@ def accepted(key: int, position: int, rates: list[float], fp64: bool) -> int:
 @needs_kernels
 @given(
     st.lists(
-        st.tuples(
-            st.integers(-(2**63), 2**63 - 1),
-            st.integers(0, 2**32 - 9),
-            st.integers(1, 5),
-        ),
+        st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**32 - 9), st.integers(1, 5)),
         min_size=1,
         max_size=8,
     )

@@ -32,9 +32,7 @@ from foretoken.lab.laws.mutants import (
     mutants,
     rule_mutants,
 )
-from foretoken.lab.laws.mutants import (
-    TRIALS as MUTANT_TRIALS,
-)
+from foretoken.lab.laws.mutants import TRIALS as MUTANT_TRIALS
 from foretoken.ops import Rule
 from tests.support.laws import (
     QUICK,

@@ -19,15 +19,7 @@ from hypothesis import strategies as st
 from foretoken.ops import Backend, Rule, get_backend
 from foretoken.ops.backends import reference
 from tests.support.cases import fast_backends
-from tests.support.oracle import (
-    Case,
-    Expected,
-    Tally,
-    compare_batch,
-    expect,
-    outcome,
-    random_case,
-)
+from tests.support.oracle import Case, Expected, Tally, compare_batch, expect, outcome, random_case
 
 MOST_EXCLUDED = 0.01
 VOCABULARIES = [1, 5, 999, 1024, 1025, 4097, 8193]

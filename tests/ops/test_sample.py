@@ -66,8 +66,7 @@ def test_logits_of_any_size_leave_room_for_noise(ops: Backend, rule: Rule) -> No
 
 
 @pytest.mark.parametrize(
-    "filters",
-    [{"top_p": 0.9}, {"top_k": 400}, {"top_k": 400, "top_p": 0.9}, {"min_p": 0.01}, {}],
+    "filters", [{"top_p": 0.9}, {"top_k": 400}, {"top_k": 400, "top_p": 0.9}, {"min_p": 0.01}, {}]
 )
 @pytest.mark.parametrize("first_masked", [1024, 300])
 def test_blocks_without_a_finite_logit_have_no_mass(

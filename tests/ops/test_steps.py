@@ -18,14 +18,7 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import Verdict, get_backend, unavailable
-from foretoken.ops.steps import (
-    DraftRequests,
-    ForwardBatch,
-    PackSizes,
-    SlotState,
-    Steps,
-    StepTokens,
-)
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from tests.support.cases import make_params
 from tests.support.interpreter import INTERPRETED, interpret_tests
 

@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.ops import (
-    RESIDUAL,
-    TARGET,
-    Backend,
-    DraftBlock,
-    Noise,
-    Rows,
-    Rule,
-    VerifyBatch,
-)
+from foretoken.ops import RESIDUAL, TARGET, Backend, DraftBlock, Noise, Rows, Rule, VerifyBatch
 from tests.ops.verdicts import check, draw, only, verify
 from tests.support.cases import drafts_of, make_edits, make_params, no_drafts
 

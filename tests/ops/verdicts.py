@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 
-from foretoken.ops import (
-    Backend,
-    DraftBlock,
-    Noise,
-    Rows,
-    SlotParams,
-    Stream,
-    Verdict,
-    VerifyBatch,
-)
+from foretoken.ops import Backend, DraftBlock, Noise, Rows, SlotParams, Stream, Verdict, VerifyBatch
 
 
 def only(token: int, vocabulary: int = 8) -> torch.Tensor:

@@ -7,7 +7,7 @@ registered drafter; mutants of the same path are rejected.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from foretoken.lab.laws.mutants import asking, hide_token, row_before_of_q, shar
 from foretoken.ops import (
     Backend,
     DraftBlock,
+    DraftCache,
     RoundStack,
     Rule,
     SlotParams,
@@ -324,48 +325,30 @@ def test_greedy_drafts_verified_as_one_hot_are_lossless(
     check_lossless(chains, name, BACKEND, setting, draft_sample_method="greedy")
 
 
-def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
-    """The q of each draft index is that of the one before: an off-by-one weight."""
-    return lambda params: row_before_of_q(make(params))
+def changing(change: Callable[[Propose], Propose]) -> Callable[[MakePropose], MakePropose]:
+    """A mutant of a drafter's proposals."""
+    return lambda make: lambda params: change(make(params))
 
 
-def mutant_hidden_token(make: MakePropose) -> MakePropose:
-    """A sampled draft becomes -1 because of what it is."""
-    return lambda params: hide_token(make(params))
+def with_q(change: Callable[[DraftCache], DraftCache]) -> Callable[[MakePropose], MakePropose]:
+    """A mutant that drafts the same tokens with another q."""
 
-
-def mutant_other_ids(make: MakePropose) -> MakePropose:
-    """Drafts are by the target's ids, but not their q."""
-
-    def mutant(params: SlotParams) -> Propose:
-        propose = make(params)
-
-        def shifted(*asked: Tensor) -> DraftBlock:
-            drafts = propose(*asked)
+    def mutant(propose: Propose) -> Propose:
+        def changed(*rows: Tensor) -> DraftBlock:
+            drafts = propose(*rows)
             assert drafts.cache is not None
-            q = replace(drafts.cache, logits_SKV=drafts.cache.logits_SKV.roll(1, dims=2))
-            return replace(drafts, cache=q)
+            return replace(drafts, cache=change(drafts.cache))
 
-        return shifted
+        return changed
 
-    return mutant
+    return changing(mutant)
 
 
-def mutant_unnormalised_q(make: MakePropose) -> MakePropose:
-    """Tokens that cannot be drafted keep their share of q."""
-
-    def mutant(params: SlotParams) -> Propose:
-        propose = make(params)
-
-        def unnormalised(*asked: Tensor) -> DraftBlock:
-            drafts = propose(*asked)
-            assert drafts.cache is not None
-            q = replace(drafts.cache, lse_SK=drafts.cache.lse_SK + 0.2)
-            return replace(drafts, cache=q)
-
-        return unnormalised
-
-    return mutant
+Q_OF_THE_DRAFT_BEFORE, HIDDEN_TOKEN = changing(row_before_of_q), changing(hide_token)
+# Drafts are by the target's ids, but their q is not.
+Q_OF_OTHER_IDS = with_q(lambda q: replace(q, logits_SKV=q.logits_SKV.roll(1, dims=2)))
+# Tokens that cannot be drafted keep their share of q.
+UNNORMALISED_Q = with_q(lambda q: replace(q, lse_SK=q.lse_SK + 0.2))
 
 
 def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakePropose) -> float:
@@ -378,17 +361,17 @@ def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakeProp
 @pytest.mark.parametrize(
     ("name", "mutate"),
     [
-        ("draft_model", mutant_q_of_another_draft),
-        ("draft_model", mutant_hidden_token),
-        ("eagle3", mutant_q_of_another_draft),
-        ("eagle3", mutant_other_ids),
-        ("draft_model other_ids", mutant_other_ids),
-        ("draft_model fewer", mutant_unnormalised_q),
-        ("draft_model padded", mutant_q_of_another_draft),
+        ("draft_model", Q_OF_THE_DRAFT_BEFORE),
+        ("draft_model", HIDDEN_TOKEN),
+        ("eagle3", Q_OF_THE_DRAFT_BEFORE),
+        ("eagle3", Q_OF_OTHER_IDS),
+        ("draft_model other_ids", Q_OF_OTHER_IDS),
+        ("draft_model fewer", UNNORMALISED_Q),
+        ("draft_model padded", Q_OF_THE_DRAFT_BEFORE),
     ],
 )
 def test_mutants_of_the_proposal_are_rejected(
-    chains: tuple[Chain, Chain], name: str, mutate
+    chains: tuple[Chain, Chain], name: str, mutate: Callable[[MakePropose], MakePropose]
 ) -> None:
     make = mutate(drafter(name, chains[1]))
     assert mutant_p_value(BACKEND, chains, make) < CORRECT_P

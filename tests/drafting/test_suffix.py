@@ -177,13 +177,6 @@ def test_equals_counting_also_as_texts_grow_and_old_ones_make_room(
             assert float(expected_B) == pytest.approx(most)
 
 
-def test_a_period_is_continued_to_k() -> None:
-    drafter = make_drafter(suffix_decoding_max_spec_factor=4)
-    assert asked(drafter, [1, 2] * 8, 5) == [1, 2, 1, 2, 1]
-    drafter.release(0)
-    assert asked(drafter, [5, 5, 5], 5) == [5] * 5
-
-
 def test_a_draft_is_as_long_as_the_match_allows_and_counts_say() -> None:
     drafter = make_drafter(suffix_decoding_max_spec_factor=2)
     assert asked(drafter, [7, 1, 2, 3, 4, 5, 8, 1], slot=0) == [2, 3]

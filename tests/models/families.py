@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 96
 
@@ -238,6 +240,19 @@ def save_model(
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder, **save)
     return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a checkpoint's `config.json`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Have the tensors of a checkpoint edited in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def plain_model(folder: Path) -> Any:

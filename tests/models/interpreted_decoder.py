@@ -160,18 +160,19 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def main() -> None:
+def report(cases: dict[str, Callable[[Path], None]], names: list[str]) -> None:
+    """Run the cases of these names, or all, each in a folder; print what went wrong as JSON."""
     warnings.simplefilter("ignore")
     failures: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CASES:
+    for name in names or cases:
         failures[name] = None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                CASES[name](Path(folder))
-            except Exception:  # the other cases go on
-                failures[name] = traceback.format_exc(limit=-3)
+                cases[name](Path(folder) / "checkpoint")
+            except Exception:  # the other cases follow
+                failures[name] = traceback.format_exc(limit=-4)
     print(json.dumps(failures))
 
 
 if __name__ == "__main__":
-    main()
+    report(CASES, sys.argv[1:])

@@ -7,11 +7,8 @@ runs the cases of these names, or all, and prints one JSON object: case -> None,
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +26,7 @@ from foretoken.ops.backends.torch.stack import StockStack
 from foretoken.ops.backends.triton.decoder import FusedStack
 from foretoken.ops.stack import Dense
 from tests.models.batches import Span, build_batch
+from tests.models.interpreted_decoder import report
 from tests.support import interpreter as interpreter
 
 HIDDEN, VOCABULARY, BLOCK, ROWS = 64, 300, 4, 6
@@ -185,17 +183,5 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def main() -> None:
-    failures: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CASES:
-        failures[name] = None
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                CASES[name](Path(folder) / "head")
-            except Exception:  # the other cases go on
-                failures[name] = traceback.format_exc(limit=-4)
-    print(json.dumps(failures))
-
-
 if __name__ == "__main__":
-    main()
+    report(CASES, sys.argv[1:])

@@ -17,6 +17,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
 from tests.models import families
+from tests.models.families import change_config
 from tests.models.hub import use
 from tests.support.checkpoints import save_checkpoint, save_tokenizer
 
@@ -37,11 +38,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path | str, **kwargs: object) -> CausalLM:
     view = TargetView(module=True)
     return load_model(folder, device="cpu", backend="torch", view=view, **kwargs)  # type: ignore[arg-type]
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
@@ -67,7 +63,7 @@ def without(name: str) -> Damage:
 
 
 def configured(**changes: object) -> Damage:
-    return lambda folder: edit_config(folder, **changes)
+    return lambda folder: change_config(folder, **changes)
 
 
 def with_entry(**entry: Any) -> Damage:
@@ -288,7 +284,7 @@ def same_weights(one: CausalLM, other: CausalLM) -> bool:
 
 def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
-    edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
+    change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
     (folder / "modeling_mine.py").write_text("raise SystemExit('remote code ran')")
     assert same_weights(load(folder), load(whole))
 
@@ -381,7 +377,7 @@ def test_nothing_is_printed(whole: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 def copied(whole: Path, folder: Path, **changes: object) -> Path:
     shutil.copytree(whole, folder, dirs_exist_ok=True)
-    edit_config(folder, **changes)
+    change_config(folder, **changes)
     return folder
 
 
@@ -395,7 +391,7 @@ def test_a_window_that_the_family_ignores(whole: Path, tmp_path: Path, window: i
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_of_no_tokens(tmp_path: Path, window: int, backend: str) -> None:
     folder = families.save_model(tmp_path, "mistral", {})
-    edit_config(folder, sliding_window=window)
+    change_config(folder, sliding_window=window)
     with pytest.raises(ConfigError, match=f"`options.sliding_window` is {window}"):
         load_model(folder, device="cpu", backend=backend)
 

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.checkpoint import check_weights
@@ -28,20 +27,18 @@ from foretoken.models.families import stays_compressed
 from foretoken.models.loader import load_plain
 from foretoken.ops.stack import Dense, Grouped, Stack, linears, parts_of
 from tests.models import families
-from tests.models.batches import Span, build_batch
 from tests.models.compressed_models import (
     VOCABULARY,
     Scheme,
     Written,
-    change_config,
-    change_tensors,
     packed,
 )
+from tests.models.families import change_config, change_tensors
+from tests.models.walk import logits_of
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 
-CPU = torch.device("cpu")
 INT = "int-quantized"
 SCHEMES = [
     *(Scheme(bits, strategy) for bits in (4, 8) for strategy in ("tensor", "channel")),
@@ -72,13 +69,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def text_of(length: int) -> list[int]:
     random = torch.Generator().manual_seed(1)
     return torch.randint(VOCABULARY, (length,), generator=random).tolist()
-
-
-def logits_of(model: CausalLM, text: list[int]) -> Tensor:
-    columns = -(-len(text) // 16)
-    kv = KVPool(model.layer_shapes, columns, 16, dtype=model.dtype, device=CPU)
-    batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
-    return model.forward(batch, kv).logits_NV.clone()
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from benchmarks.heads import save_head
 from foretoken import LLM, SamplingParams
-from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.gguf.names import parameter_name, row_order
@@ -34,7 +33,6 @@ from foretoken.ops.formats import BLOCKS
 from foretoken.ops.stack import Blocks, Dense, Joined, Linear, Stack, map_linears, parts_of
 from foretoken.outputs import RequestOutput
 from tests.models import families
-from tests.models.batches import Span, build_batch
 from tests.models.gguf_models import (
     END,
     HEADS,
@@ -46,14 +44,13 @@ from tests.models.gguf_models import (
     permuted,
     tensor_name,
 )
-from tests.models.walk import walk
+from tests.models.walk import logits_of, walk
 from tests.native.libraries import native_backend
 from tests.ops.weights import MINIMUM_AT, nibbles, put_half
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 
-CPU = torch.device("cpu")
 # Model type, `general.architecture`, settings.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
@@ -87,13 +84,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def text_of(length: int, seed: int = 1) -> list[int]:
     random = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (length,), generator=random).tolist()
-
-
-def logits_of(model: CausalLM, text: list[int]) -> Tensor:
-    columns = -(-len(text) // 16)
-    kv = KVPool(model.layer_shapes, columns, 16, dtype=model.dtype, device=CPU)
-    batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
-    return model.forward(batch, kv).logits_NV.clone()
 
 
 def load(path: Path, backend: str = "native") -> CausalLM:

@@ -8,26 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.lab.laws.mutants import replaced
-from foretoken.models import CausalLM, load_model
+from foretoken.models import load_model
 from foretoken.models.packing import PackedLinear, observe_linears, pack_linears
 from foretoken.ops import get_backend
 from foretoken.ops.pinned import fill
 from tests.models import families
-from tests.models.batches import Span, build_batch
+from tests.models.walk import logits_of
 from tests.native.libraries import native_backend_with_logits
 from tests.support.kernels import needs_kernels
 
-CPU = torch.device("cpu")
-
-
-def logits_of(model: CausalLM) -> torch.Tensor:
-    kv = KVPool(model.layer_shapes, 4, 8, dtype=model.dtype, device=CPU)
-    return model.forward(
-        build_batch([Span([1, 2], 0, list(range(3, 15)), 12)], 8, CPU), kv
-    ).logits_NV
+TEXT = list(range(3, 15))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
@@ -35,8 +27,8 @@ def test_auto_dtype_on_a_cpu_is_float32(tmp_path: Path, stored: torch.dtype) -> 
     folder = families.save_model(tmp_path, "llama", {}, dtype=stored)
     model = load_model(folder, device="cpu", backend="torch")
     assert model.dtype == torch.float32
-    expected = families.plain_logits(families.plain_model(folder), list(range(3, 15)))
-    torch.testing.assert_close(logits_of(model), expected, atol=2e-5, rtol=1e-4)
+    expected = families.plain_logits(families.plain_model(folder), TEXT)
+    torch.testing.assert_close(logits_of(model, TEXT), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -44,7 +36,7 @@ def test_explicit_dtype(tmp_path: Path, dtype: str) -> None:
     folder = families.save_model(tmp_path, "llama", {})
     model = load_model(folder, device="cpu", dtype=dtype, backend="torch")
     assert str(model.dtype) == f"torch.{dtype}"
-    assert logits_of(model).dtype == model.dtype
+    assert logits_of(model, TEXT).dtype == model.dtype
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
@@ -66,7 +58,7 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
     state = torch.random.get_rng_state()
 
     def load(seed: int) -> torch.Tensor:
-        return logits_of(load_model(tmp_path, device="cpu", backend="torch", dummy_seed=seed))
+        return logits_of(load_model(tmp_path, device="cpu", backend="torch", dummy_seed=seed), TEXT)
 
     first, same, other = load(0), load(0), load(1)
     assert torch.equal(first, same)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.models import load_model
 from foretoken.models.causal_lm import ModuleNetwork
+from tests.models.families import change_config
 from tests.models.test_weights import our_logits
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
 
 BLOCK = 16  # numbers of a row that share a scale, and as many rows
-
-
-def with_config(folder: Path, **quantisation: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantisation})
-    )
 
 
 def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -48,7 +41,8 @@ def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
         (folder / kind).mkdir()
         (folder / kind / "config.json").write_text((source / "config.json").read_text())
         save_file(tensors, folder / kind / "model.safetensors", {"format": "pt"})
-    with_config(folder / "fp8", quant_method="fp8", weight_block_size=[BLOCK, BLOCK])
+    scheme = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    change_config(folder / "fp8", quantization_config=scheme)
     return folder / "fp8", folder / "plain"
 
 
@@ -149,7 +143,7 @@ def test_layers_of_their_own_stay_in_their_module(tmp_path: Path, eights: dict[s
             numbers[name] = stored[f"{layer}qweight"] * scale
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     save_file(numbers, plain / "model.safetensors", {"format": "pt"})
-    with_config(folder, **eights)
+    change_config(folder, quantization_config=eights)
     model = load_model(folder, device="cpu", backend="native")
     assert isinstance(model.network, ModuleNetwork)
     assert isinstance(model.module.model.layers[0].self_attn.q_proj, Eights)

@@ -55,6 +55,13 @@ def walk(
     return seen
 
 
+def logits_of(model: CausalLM, text: list[int]) -> torch.Tensor:
+    """[n, V] logits of a text in one pass."""
+    columns = -(-len(text) // 16)
+    batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
+    return model.forward(batch, new_pool(model, columns, 16)).logits_NV.clone()
+
+
 def new_pool(model: CausalLM, num_blocks: int, block_size: int, fill: float = 0.0) -> KVPool:
     """A pool for `model` with `fill` in every number, those behind the last block included."""
     kv = KVPool(model.layer_shapes, num_blocks, block_size, dtype=model.dtype, device=CPU)

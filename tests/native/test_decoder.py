@@ -240,15 +240,6 @@ def test_nan_of_another_request_does_not_spread(tmp_path: Path) -> None:
     assert torch.equal(logits[5:], alone[9:])
 
 
-def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path) -> None:
-    model, text = load(save(tmp_path, "qwen2", {"hidden_size": 64})), random_text(6, 5)
-    kv = new_pool(model, 4, 4)
-    first = model.forward(build_batch([Span([1, 2], 0, text[:5], 0)], 4, CPU), kv).logits_NV
-    assert first.shape == (0, model.vocab_size)
-    last = model.forward(build_batch([Span([1, 2], 5, text[5:], 1)], 4, CPU), kv).logits_NV
-    assert torch.equal(last[0], run(model, text, [6], block_size=4)[5])
-
-
 def test_pools_may_change_between_passes(tmp_path: Path) -> None:
     model, text = load(save(tmp_path, "llama", HEADS)), random_text(8, 6)
     pools, expected = [new_pool(model, 2, 4), new_pool(model, 2, 4)], run(model, text, [8])

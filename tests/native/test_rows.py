@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +21,14 @@ from foretoken.ops import (
     Rows,
     Rule,
     SlotParams,
-    Verdict,
     VerifyBatch,
     get_backend,
 )
 from foretoken.ops.backends.native import library
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
+from tests.support.oracle import random_case
+from tests.support.pieces import compare_pieces
 
 pytestmark = needs_kernels
 
@@ -141,49 +141,15 @@ def cached(
     return torch.stack(drafts, dim=1), cache
 
 
-@pytest.mark.parametrize("rules", [[Rule.STANDARD], [Rule.SYNTHETIC], list(Rule)])
+@pytest.mark.parametrize("rule", [None, Rule.STANDARD, Rule.SYNTHETIC])
 @pytest.mark.parametrize("fp64", [False, True])
-def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: bool) -> None:
-    num, most, vocabulary = 96, 3, 1500
-    params = make_params(
-        num,
-        temperature=[0.0, 0.7, 1.0, 1.2] * 24,
-        top_k=[0, 0, 0, 0, 20, 700] * 16,
-        top_p=[1.0, 0.9, 1.0] * 32,
-        rule=[int(rules[b // 4 % len(rules)]) for b in range(num)],
+def test_a_batch_and_its_pieces_get_one_verdict(rule: Rule | None, fp64: bool) -> None:
+    """Rules mixed or one for all; ragged drafts, hidden ones, rows that are not finite."""
+    fixed = None if rule is None else {"rule": rule}
+    case = random_case(
+        1500, 7, num_requests=96, num_slots=96, most=3, junk=True, fp64_noise=fp64, fixed=fixed
     )
-    base = rows_of(num, vocabulary, 2.0)
-    slot_B = torch.arange(num)
-    noisy = base[:, None] + rows_of(num * most, vocabulary, 0.4, 1).view(num, most, vocabulary)
-    token_BK, cache = cached(noisy, params, slot_B, fp64=fp64)
-    token_BK[::17, 1] = -1
-    num_B = (torch.arange(num) + torch.arange(num) // 4) % (most + 1)
-    logits = base.repeat_interleave(num_B + 1, dim=0)
-    logits[100, 3] = torch.nan
-
-    def verified(b: slice, row: slice) -> Verdict:
-        drafts = DraftBlock(token_BK[b], num_B[b], cache, torch.arange(num)[b] % 5 > 0)
-        return get_backend("native").verify(
-            VerifyBatch(
-                logits[row],
-                params,
-                slot_B[b],
-                slot_B[b],
-                drafts,
-                synthetic_rate_K=torch.tensor([0.9, 0.8, 0.3], dtype=torch.float64),
-                fp64_noise=fp64,
-            )
-        )
-
-    whole = verified(slice(None), slice(None))
-    first = 0
-    for b, rows in enumerate((num_B + 1).tolist()):
-        alone = verified(slice(b, b + 1), slice(first, first + rows))
-        first += rows
-        for name in ("token_BK1", "n_accept_B", "finite_B"):
-            assert torch.equal(getattr(alone, name)[0], getattr(whole, name)[b]), name
-    assert int(whole.n_accept_B.sum()) > num // 2
-    assert int(whole.finite_B.sum()) == num - 1
+    compare_pieces(case, get_backend("native"))
 
 
 UNREADABLE = """

@@ -19,7 +19,6 @@ from foretoken.ops import (
     Rows,
     Verdict,
     VerifyBatch,
-    draft_cache,
     get_backend,
     unavailable,
 )
@@ -153,8 +152,3 @@ def test_a_backend_says_why_it_is_missing_without_what_is_missing() -> None:
     assert "'triton'" in done.stdout
     assert "the package `triton` is not installed" in done.stdout
     assert set(BACKENDS) >= set(host_backends())
-
-
-def test_drafts_made_elsewhere_need_a_backend() -> None:
-    with pytest.raises(ConfigError, match="what `get_backend` returns"):
-        draft_cache("native", torch.zeros(1, 1, 8), make_params(1), torch.arange(1))  # type: ignore[arg-type]

@@ -334,26 +334,6 @@ def test_tokens_without_a_place_or_a_value_are_an_error(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", HOST)
-def test_what_follows_an_occurrence_is_drafted(backend: str) -> None:
-    """The longest suffix; of its occurrences the latest with all drafts, else the earliest."""
-    texts = {
-        (1, 2, 3, 9, 1, 2, 3, 8, 2, 3): [8, 2],
-        (1, 2, 3, 9, 8, 3, 4, 2, 3): [9, 8],
-        (5, 6, 5, 6, 5, 6): [5, 6],
-        (7, 7, 7): [7, -1],
-        (1, 2, 3, 4): [-1, -1],
-    }
-    for text, wanted in texts.items():
-        state = make_slots(len(text))._replace(token_SL=torch.full((2, 12), -9, dtype=torch.int32))
-        state.token_SL[0, : len(text)] = torch.tensor(text)
-        one = torch.ones(1, dtype=torch.int64)
-        asked = DraftRequests(0 * one, 2 * one, len(text) * one, 2, make_params(2))
-        token_BK, num_B = get_backend(backend).steps(state).look_up(asked, 1, 2)
-        assert token_BK.tolist() == [wanted]
-        assert num_B.tolist() == [sum(token >= 0 for token in wanted)]
-
-
-@pytest.mark.parametrize("backend", HOST)
 def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
     """Its last token may stand in a block that was never handed out: the table says another's."""
     numbers = torch.tensor([[16, 0], [17, 1], [17, 1]])  # computed, length, limit

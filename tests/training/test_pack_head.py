@@ -20,7 +20,7 @@ from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.models.stored import numbers_of
 from foretoken.ops.stack import Dense, Grouped, linears, parts_of
-from tests.models.compressed_models import change_tensors
+from tests.models.families import change_tensors
 from training import pack_head
 
 GROUP = pack_head.GROUP

@@ -46,11 +46,9 @@ def build(
 ) -> DraftModel:  # fmt: skip
     method = options.pop("draft_sample_method", "probabilistic")
     spec = SpeculativeConfig(
-        method="draft_model",
-        model=str(folder),
-        num_speculative_tokens=MOST,
+        method="draft_model", model=str(folder), num_speculative_tokens=MOST,
         draft_sample_method=method,
-    )
+    )  # fmt: skip
     config = EngineConfig(
         model=str(folder), speculative_config=spec, block_size=block_size, max_num_seqs=SLOTS,
         max_num_batched_tokens=48, **options,

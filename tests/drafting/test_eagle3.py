@@ -59,14 +59,9 @@ def setup_of(folder: Path, backend: str = "torch", **speculation: Any) -> Drafte
     )  # type: ignore[arg-type]
     assert isinstance(config.speculative_config, SpeculativeConfig)
     return DrafterSetup(
-        config=config,
-        speculation=config.speculative_config,
-        backend=get_backend(backend),
-        device=CPU,
-        vocab_size=VOCABULARY,
-        max_model_len=BLOCK * COLUMNS,
+        config, config.speculative_config, get_backend(backend), CPU, VOCABULARY, BLOCK * COLUMNS,
         embedding=Dense(EMBEDDING),
-    )
+    )  # fmt: skip
 
 
 def aux_of(tokens: list[int]) -> Tensor:
@@ -132,13 +127,9 @@ class Target:
         positions += [0] * pad
         aux.append(torch.full((3, 2 * pad, HIDDEN), 1e3))
         slot_B = torch.tensor(slots)
-        attention = AttentionBatch(
-            torch.tensor(starts),
-            torch.tensor(lengths),
-            self.slots.state.block_SL[slot_B],
-            BLOCK,
-            values_fit=True,  # rows of nobody are for devices, where nobody looks
-        )
+        blocks = self.slots.state.block_SL[slot_B]
+        numbers = torch.tensor(starts), torch.tensor(lengths), blocks
+        attention = AttentionBatch(*numbers, BLOCK, values_fit=True)  # values are not checked
         token_T = torch.tensor([*tokens, *[0] * (2 * pad)])
         batch = ForwardBatch(token_T, torch.tensor(positions), token_T[:0], attention)
         result: Any = SimpleNamespace(aux=torch.cat(aux, dim=1).unbind())

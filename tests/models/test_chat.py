@@ -140,12 +140,8 @@ def test_a_bad_conversation_fails_alone(llm: LLM) -> None:
     late = [USER, {"role": "system", "content": "x"}]
     params = [SamplingParams(temperature=0, max_tokens=i) for i in (1, 2, 3, 4)]
     outputs = llm.chat([[USER], late, [], [USER]], params, on_error="return")
-    assert [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs] == [
-        1,
-        None,
-        None,
-        4,
-    ]
+    lengths = [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs]
+    assert lengths == [1, None, None, 4]
     assert "it says: System comes first" in str(outputs[1].error)
     assert "at least one message" in str(outputs[2].error)
     assert (outputs[1].prompt, outputs[1].prompt_token_ids) == (None, [])

@@ -60,14 +60,8 @@ def same_weights(one: Stack, other: Stack) -> list[bool]:
 def tensors_of(stack: Stack) -> list[Tensor]:
     layer, rule = stack.layers[0], stack.features
     assert rule is not None
-    linears = (
-        rule.fc,
-        layer.mixer.qkv,
-        layer.mixer.o,
-        layer.feed.gate_up,
-        layer.feed.down,
-        stack.head,
-    )
+    mixer, feed = layer.mixer, layer.feed
+    linears = (rule.fc, mixer.qkv, mixer.o, feed.gate_up, feed.down, stack.head)
     norms = [rule.feature_norm_C, layer.mixer_norm_C, layer.feed_norm_C, stack.norm_C]
     return [*norms, *(linear.weight.values for linear in linears)]
 
@@ -356,7 +350,7 @@ def lossy(**settings: Any) -> dict[str, Any]:
 def test_heads_that_would_draft_wrongly_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY)
+    folder = save_head(tmp_path, **SIZES)
     change_config(folder, **changes)
     with pytest.raises(UnsupportedModelError, match=message):
         read_eagle3_config(folder)

@@ -23,6 +23,10 @@ from tests.support.checkpoints import save_checkpoint, save_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 WEIGHTS = "model.safetensors"
+SETTINGS = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "chat_template.jinja",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +70,16 @@ def test_a_target_and_its_draft_from_the_hub(
     hub = Hub(dict(zip(("some/target", "some/draft"), map(resolve_checkpoint, pair), strict=True)))
     hub.delay = 0.6
     with hub.served() as url:
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "0",
-            "TQDM_POSITION": "-1",  # bars though this is no terminal
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        hub_settings = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        bars = {"TQDM_POSITION": "-1"}  # though this is no terminal
+        command = [sys.executable, "-c", SCRIPT]
+        environment = {**os.environ, **hub_settings, **bars}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     llm = LLM(*pair[:1], {"model": pair[1]}, num_blocks=64)
     (expected,) = llm.generate("import os", GREEDY)
     assert done.stdout == f"{expected.outputs[0].text}\nTrue\n"
     assert "Fetching" in done.stderr
-    assert hub.downloads == {
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        WEIGHTS,
-    }
+    assert hub.downloads == {*SETTINGS, WEIGHTS}
 
     # A second time there is no network, and the cache will do.
     use(monkeypatch, hub.url, tmp_path / "hub")
@@ -103,17 +91,10 @@ def test_only_what_is_read_is_downloaded(
     hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    expected = {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    }
     folder = resolve_checkpoint("some/model", weights=False)
-    assert cached_files(tmp_path / "cache") == expected
+    assert cached_files(tmp_path / "cache") == SETTINGS
     assert resolve_checkpoint("some/model").samefile(folder)
-    assert cached_files(tmp_path / "cache") == hub.downloads == {*expected, WEIGHTS}
+    assert cached_files(tmp_path / "cache") == hub.downloads == {*SETTINGS, WEIGHTS}
     if time.monotonic() - began < 0.5:
         assert capfd.readouterr() == ("", ""), "too quick for bars"
 

@@ -40,55 +40,30 @@ MIXED = {
 }
 # No size is a multiple of a vector or of a panel; every family has the parts that set it apart.
 ODD = {**HEADS, "hidden_size": 36, "intermediate_size": 53, "vocab_size": 101}
+ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        **ROPE, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "linear": {**ROPE, "factor": 3.0},
+    "yarn": {**ROPE, "factor": 4.0, "original_max_position_embeddings": 16},
+}  # fmt: skip
+MANY_HEADS = {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1}
+# Family, settings, tokens of a block.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("llama", HEADS, 16),
     "llama with biases": ("llama", {**ODD, "attention_bias": True, "mlp_bias": True}, 4),
     "llama, tied": ("llama", {**ODD, "tie_word_embeddings": True}, 16),
     "llama, a key head to each query head": ("llama", {**HEADS, "num_key_value_heads": 4}, 16),
     "llama, one key head": ("llama", {**HEADS, "num_key_value_heads": 1}, 16),
-    "llama, 32 heads on one key head": (
-        "llama",
-        {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1},
-        16,
-    ),
+    "llama, 32 heads on one key head": ("llama", MANY_HEADS, 16),
     "llama, heads of 48": ("llama", {"head_dim": 48, "num_hidden_layers": 1}, 16),
     "llama, heads of 128": ("llama", {"head_dim": 128}, 32),
-    "llama, blocks of 1": ("llama", ODD, 1),
-    "llama, blocks of 7": ("llama", ODD, 7),
-    "llama, blocks of 32": ("llama", ODD, 32),
-    "llama3 RoPE": (
-        "llama",
-        {
-            **HEADS,
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-        16,
-    ),
-    "linear RoPE": (
-        "llama",
-        {**HEADS, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 3.0}},
-        16,
-    ),
-    "yarn RoPE": (
-        "llama",
-        {
-            **HEADS,
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-        16,
-    ),
+    **{f"llama, blocks of {size}": ("llama", ODD, size) for size in (1, 7, 32)},
+    **{
+        f"{kind} RoPE": ("llama", {**HEADS, "rope_parameters": {**rope, "rope_type": kind}}, 16)
+        for kind, rope in ROPES.items()
+    },
     "mistral": ("mistral", {**ODD, "sliding_window": WINDOW}, 4),
     "mistral, window of 1": ("mistral", {**HEADS, "sliding_window": 1}, 16),
     "mistral, window of a block": ("mistral", {**HEADS, "sliding_window": 16}, 16),
@@ -177,11 +152,7 @@ def run(
 BITWISE: dict[str, tuple[str, dict[str, Any], int]] = {
     "four queries to a key": ("llama", {**ODD, "num_key_value_heads": 1}, 16),
     "biases": ("llama", {**HEADS, "attention_bias": True, "mlp_bias": True}, 16),
-    "many heads on one key head": (
-        "llama",
-        {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1},
-        16,
-    ),
+    "many heads on one key head": ("llama", MANY_HEADS, 16),
     "blocks of 1": ("llama", HEADS, 1),
     "window": ("mistral", {**HEADS, "sliding_window": WINDOW}, 16),
     "window, blocks of 1": ("mistral", {**HEADS, "sliding_window": 21}, 1),

@@ -196,15 +196,8 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule, dtype: torch
     rows = (rows_of(num, 2049, 3.0) * 7).to(dtype)
     token_BK, cache = cached(rows[:, None].expand(-1, most, -1), params, torch.arange(num))
     drafts = DraftBlock(token_BK, torch.full((num,), most), cache, torch.ones(num).bool())
-    verdict = get_backend("native").verify(
-        VerifyBatch(
-            rows.repeat_interleave(most + 1, dim=0),
-            params,
-            torch.arange(num),
-            torch.arange(num),
-            drafts,
-        )
-    )
+    wide, slot_B = rows.repeat_interleave(most + 1, dim=0), torch.arange(num)
+    verdict = get_backend("native").verify(VerifyBatch(wide, params, slot_B, slot_B, drafts))
     assert verdict.n_accept_B.tolist() == [most] * num
 
 

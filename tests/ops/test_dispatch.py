@@ -141,13 +141,8 @@ print([name for name in BACKENDS if unavailable(name)], unavailable("triton"))
 
 
 def test_a_backend_says_why_it_is_missing_without_what_is_missing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command = [sys.executable, "-c", WITHOUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "'triton'" in done.stdout
     assert "the package `triton` is not installed" in done.stdout

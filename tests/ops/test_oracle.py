@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,17 +46,10 @@ def batches(vocabulary: int) -> list[tuple[Case, Expected]]:
     widths = itertools.cycle([None, vocabulary + 7, max(1, vocabulary - 3)])
     out = []
     for seed, fixed in enumerate(PAIRWISE * repeats):
-        case = random_case(
-            vocabulary,
-            seed,
-            draft_vocabulary=next(widths),
-            dtype=DTYPES[seed % 3],
-            draft_dtype=DTYPES[(seed + vocabulary) % 3],
-            edited=seed % 5 != 2,
-            junk=seed % 4 == 3,
-            fp64_noise=seed % 2 == 1,
-            fixed=fixed,
-        )
+        dtypes = {"dtype": DTYPES[seed % 3], "draft_dtype": DTYPES[(seed + vocabulary) % 3]}
+        kinds = {"edited": seed % 5 != 2, "junk": seed % 4 == 3, "fp64_noise": seed % 2 == 1}
+        given: Any = {**dtypes, **kinds, "draft_vocabulary": next(widths), "fixed": fixed}
+        case = random_case(vocabulary, seed, **given)
         out.append((case, expect(case)))
     return out
 
@@ -122,13 +116,8 @@ def test_small_vocabularies_at_random(width: int, draft: int, seed: int, fp64: b
 def test_many_batches(fast: Backend, vocabulary: int) -> None:
     tally = Tally()
     for seed in range(200 if vocabulary < 999 else 40):
-        case = random_case(
-            vocabulary,
-            1000 + seed,
-            dtype=DTYPES[seed % 3],
-            draft_dtype=DTYPES[seed % 2],
-            fp64_noise=seed % 2 == 1,
-        )
+        dtypes = {"dtype": DTYPES[seed % 3], "draft_dtype": DTYPES[seed % 2]}
+        case = random_case(vocabulary, 1000 + seed, fp64_noise=seed % 2 == 1, **dtypes)
         tally = tally.plus(compare_batch(fast, case))
     assert tally.near_ties <= MOST_EXCLUDED * tally.decisions
 

@@ -115,17 +115,9 @@ def test_a_kernel_is_bound_once_and_then_called_with_addresses(calls: list[Any])
 
 def test_other_arguments_have_kernels_of_their_own(calls: list[Any]) -> None:
     x, odd = torch.zeros(8), torch.zeros(9)[1:]
-    others: list[tuple[Any, dict[str, Any]]] = [
-        (x, {}),
-        (odd, {}),
-        (x.half(), {}),
-        (x, {"pair": Pair(x, x)}),
-        (x, {"count": 1}),
-        (x, {"count": 16}),
-        (x, {"count": 2**40 + 1}),
-        (x, {"width": 16}),
-        (x, {"warps": 2}),
-    ]
+    changes = [("pair", Pair(x, x)), ("count", 1), ("count", 16), ("count", 2**40 + 1)]
+    others: list[tuple[Any, dict[str, Any]]] = [(x, {}), (odd, {}), (x.half(), {})]
+    others += [(x, {name: value}) for name, value in (*changes, ("width", 16), ("warps", 2))]
     for _ in range(2):
         for tensor, changed in others:
             scale(tensor, x, **changed)

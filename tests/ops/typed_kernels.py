@@ -115,26 +115,15 @@ def every_op(
     blocks = ((drafts, cache), (1, None), (1, cache), (0, None))
     for num, own in blocks[: 2 if only or width == 1 else 4]:
         rows = 2 * (num + 1)
-        block = DraftBlock(
+        token_BK, real_q_B = (
             torch.zeros(2, num, dtype=torch.int64),
-            torch.full((2,), num),
-            own,
             torch.full((2,), own is not None),
         )
-        ops.verify(
-            VerifyBatch(
-                torch.zeros(rows, width, dtype=dtype),
-                params,
-                at,
-                at,
-                block,
-                edits=edits(rows),
-                synthetic_rate_K=torch.ones(max(num, 1), dtype=torch.float64)
-                if Rule.SYNTHETIC in rules
-                else None,
-                fp64_noise=fp64,
-            )
-        )
+        block = DraftBlock(token_BK, torch.full((2,), num), own, real_q_B)
+        rates = torch.ones(max(num, 1), dtype=torch.float64) if Rule.SYNTHETIC in rules else None
+        logits_NV = torch.zeros(rows, width, dtype=dtype)
+        more = {"edits": edits(rows), "synthetic_rate_K": rates, "fp64_noise": fp64}
+        ops.verify(VerifyBatch(logits_NV, params, at, at, block, **more))  # type: ignore[arg-type]
 
 
 def every_step(bind: Bind, requests: int, most: int) -> None:

@@ -50,14 +50,8 @@ def edits_of(history: EditHistory, drafts: list[int], vocab_size: int = VOCABULA
 def changes(edits: Edits) -> list[dict[int, tuple[float, float, float]]]:
     """Per row, token -> (bias, repetition, subtract) of the entries that change something."""
     start, token = edits.start_N1.tolist(), edits.token_M.tolist()
-    values = list(
-        zip(
-            edits.bias_M.tolist(),
-            edits.repetition_M.tolist(),
-            edits.subtract_M.tolist(),
-            strict=True,
-        )
-    )
+    columns = (edits.bias_M, edits.repetition_M, edits.subtract_M)
+    values = list(zip(*(column.tolist() for column in columns), strict=True))
     assert start[0] == 0
     assert start[-1] == len(token) == len(values)
     rows = []

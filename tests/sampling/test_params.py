@@ -127,15 +127,9 @@ def test_numbers_may_be_those_of_numpy_and_torch() -> None:
         logit_bias={np.int64(5): np.float64(1.5)},
     )
     plain = SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        max_tokens=7,
-        ignore_eos=True,
-        seed=2**64 - 1,
-        stop_token_ids=[1, 2],
-        allowed_token_ids=[4],
-        logit_bias={5: 1.5},
-    )
+        temperature=0.5, top_k=3, max_tokens=7, ignore_eos=True, seed=2**64 - 1,
+        stop_token_ids=[1, 2], allowed_token_ids=[4], logit_bias={5: 1.5},
+    )  # fmt: skip
     assert params == plain
     assert repr(params) == repr(plain), "Python's own numbers"
     with pytest.raises(RequestError, match="token ids"):

@@ -100,9 +100,7 @@ def test_twenty_steps_end_to_end() -> None:
     assert 1.0 <= table["tiny-draft"]["mean_length_with_cycles_T0.8"] <= 5.0
 
 
-# Figures of merit, against hand-worked examples --------------------------------------------------
-
-
+# Figures of merit, against hand-worked examples
 def test_windows_hand_worked() -> None:
     # K = 2. Token 0 passes, token 1 does not: 1 accepted + 1 emitted = 2, next start 2.
     # Tokens 2, 3 pass: 2 + 1 = 3, next start 5. From 5 a window of 3 tokens does not fit.
@@ -140,9 +138,7 @@ def test_cycle_must_reach_the_end() -> None:
     assert not ends_in_cycle([7] * 100 + list(range(100)))
 
 
-# The corpus: near-duplicates, filters, the split -------------------------------------------------
-
-
+# The corpus: near-duplicates, filters, the split
 def program(name: str, lines: int = 60) -> str:
     return "\n".join(f"    value_{name}_{i} = compute_{name}({i}, other)" for i in range(lines))
 
@@ -187,9 +183,7 @@ def test_tables_are_not_code() -> None:
     assert not looks_like_code("x = 1\n")
 
 
-# The reference loop, against the target alone and its distribution -------------------------------
-
-
+# The reference loop, against the target alone and its distribution
 FEW = 16
 
 
@@ -236,9 +230,7 @@ def test_distribution_sums_to_one(t: float) -> None:
     assert distribution(torch.tensor([0.1, 2.0, -1.0]), t).sum().item() == pytest.approx(1.0)
 
 
-# The shipped folders load with nothing but Transformers ------------------------------------------
-
-
+# The shipped folders load with nothing but Transformers
 ASSETS = Path(__file__).parents[2] / "src" / "foretoken" / "assets"
 FOLDERS = ["tiny-python", "tiny-python-draft"]
 
@@ -281,9 +273,7 @@ def test_heldout_prompts_are_complete() -> None:
         assert len(tokenizer(r["reference"])["input_ids"]) >= 90
 
 
-# The tokenizer -----------------------------------------------------------------------------------
-
-
+# The tokenizer
 SOURCE = Path(__file__).read_text()
 SHIPPED = ASSETS / "tiny-python"
 

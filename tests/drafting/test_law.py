@@ -60,11 +60,11 @@ BACKEND = TORCH if unavailable("native") else get_backend("native")
 BLOCK = 16
 VOCABULARY, HIDDEN = 5, 16
 NUM_DRAFTS = 2
-# Trials in `make test`: a drafter is asked request by request, in Python. With so many a drafter as
-# wrong as a mutant fails: of seeds 14 to 16 the greatest p are 6e-6 (the residual's noise shared)
-# and 6e-65 (`q` not normalised); with 6000 trials the first is 1e-3.
+# Trials in `make test`; drafters run request by request, in Python. With so many trials a drafter
+# as wrong as a mutant fails: of seeds 14 to 16 the greatest p are 6e-6 (the residual's noise is
+# shared) and 6e-65 (`q` is not normalised). With 6000 trials the first is 1e-3.
 QUICK = 8_000
-SLOW = {"draft_text": 5}  # as many fewer: each round cuts texts
+SLOW = {"draft_text": 5}  # divides the trials, because each round encodes texts
 _law = pytest.mark.law
 CASES = [
     pytest.param(Setting(0.7), id="T0.7"),
@@ -84,7 +84,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_collection() -> Iterator[None]:
-    """Searching 25 000 requests for cycles, over and over, takes two thirds of the time here."""
+    """Repeated garbage collection over 25 000 requests takes two thirds of the time here."""
     gc.disable()
     yield
     gc.enable()
@@ -108,7 +108,7 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
 
 
 def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> ForwardBatch:
-    """The last known token of each slot, and drafts behind it, as a target computes them."""
+    """A target's pass over the last known token of each slot and the drafts after it."""
     slot_B, start_B = torch.tensor([asked, starts])
     state = slots.state
     state = state._replace(computed_S=state.computed_S.index_copy(0, slot_B, start_B))
@@ -118,13 +118,13 @@ def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> Forwa
     return TORCH.steps(state).pack(tokens, sizes, BLOCK)
 
 
-# Hidden states by token and position, of three layers; a token that is not known has the last.
+# Hidden states of three layers by token and position; unknown tokens have the last ones.
 AUX = torch.randn(3, VOCABULARY + 2, BLOCK, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
 def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
-    """A drafter as the harness calls one: outcomes are observed, slots are what it reads."""
-    last: dict[int, tuple[int, int]] = {}  # of each slot: known tokens, drafts made behind them
+    """A drafter as the harness calls it: it observes outcomes and reads slots."""
+    last: dict[int, tuple[int, int]] = {}  # of each slot: known tokens, drafts made after them
 
     def observe(asked: list[int], known_B: list[int]) -> None:
         again = [(slot, known) for slot, known in zip(asked, known_B, strict=True) if slot in last]
@@ -149,24 +149,24 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
     return propose
 
 
-# What a drafter is given in these tests beside its name; a new one needs no entry.
+# Options of drafters in these tests; a new drafter needs no entry.
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": "table"},
     "draft_text": {"model": "table"},
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 2},
 }
-# What its requests ask for: it draws from no such distribution, whatever they say.
+# Parameters of requests that force tokens; drafts follow from them, not from a distribution.
 REQUESTS: dict[str, dict[str, Any]] = {
     "forced": {"allowed_token_ids": [2]},
     "prediction": {"prediction": [1, 3, 0, 2, 3, 1, 1, 4, 0]},
 }
-# Tokens of draft models whose tokenizer is another, one letter an id, where the target has TEXT;
-# "padded" is the target's tokenizer with more columns of logits.
+# Draft models with another tokenizer than the target's TEXT: the letter of each id. "padded" is the
+# target's tokenizer with more columns of logits.
 TEXT = "abcde"
 TEXTS = {"padded": TEXT, "other_ids": "ecxabd", "fewer": "cyzda"}
 OTHERS = [f"draft_model {texts}" for texts in TEXTS]
-# Several at once: one for all, or, under "each", for every slot another, `hybrid` among them.
+# Several drafters together: one for all slots, or, under "each", one after the other by slot.
 SEVERAL = {
     "hybrid": ["suffix", "draft_model"],
     "hybrid of a head": ["ngram", "eagle3"],
@@ -176,7 +176,7 @@ LENGTHS = {"ngram": 4, "suffix": 4, "hybrid": 4}  # tokens enough that a suffix 
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are these letters."""
+    """A tokenizer of these letters."""
     tokens = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(text)}, merges=[]))
     tokens.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokens)
@@ -207,7 +207,7 @@ def drafter(
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
-        # A block of each slot holds what `draft_text` may draft behind half of it.
+        # A slot has one block; `draft_text` may use half of it as context.
         model = TableModel(
             own, (num_slots + 1) * BLOCK, BLOCK // 2 if name == "draft_text" else 4096
         )
@@ -284,7 +284,7 @@ def test_every_drafter_is_lossless_in_stock_operators(
 
 @asking
 def one_later(x: VerifyBatch) -> VerifyBatch:
-    """Positions count the beginning-of-text token, as the drafter's do."""
+    """Positions include the beginning-of-text token, as those of the drafter do."""
     return x._replace(position_B=x.position_B + 1)
 
 

@@ -1,4 +1,4 @@
-"""Predicted and forced tokens: the way back after an edit, what is refused, what is kept."""
+"""Predicted and forced tokens: alignment after an edit, refusals, and what is kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def after(prediction: list[int], output: list[int]) -> list[int]:
 def test_it_depends_on_the_texts_alone(
     prediction: list[int], output: list[int], cuts: list[int]
 ) -> None:
-    """Not on where rounds end; and what it says is always the rest of the prediction."""
+    """Not on where rounds end. The result is always the rest of the prediction."""
     alignment = Alignment(prediction)
     for cut in sorted(cuts):
         said = alignment(array(output[:cut])).tolist()
@@ -54,7 +54,7 @@ def test_it_depends_on_the_texts_alone(
     parts=st.lists(st.tuples(st.integers(0, 90), st.integers(3, 20), FEW), min_size=1, max_size=6)
 )
 def test_three_tokens_in_a_row_are_enough_anywhere(parts: list[tuple[int, int, list[int]]]) -> None:
-    """Whatever was moved, left out or new before them, if they stand in one place only."""
+    """Whatever was moved, left out or inserted before them, if they occur only once."""
     prediction, output = [*range(100, 200)], list[int]()
     for start, count, new in parts:
         copied = prediction[start : start + count]
@@ -83,7 +83,7 @@ def test_three_tokens_in_a_row_are_enough_anywhere(parts: list[tuple[int, int, l
         ([*CODE, 9, 9], None),
     ],
 )
-def test_the_way_back(output: list[int], follows: int | None) -> None:
+def test_the_alignment_after_an_edit(output: list[int], follows: int | None) -> None:
     said = after(CODE, output)
     assert said[:1] == ([] if follows is None else [follows])
 
@@ -146,7 +146,7 @@ def test_each_sample_is_aligned_by_itself(target: Path) -> None:
         ("x" * 300, CapacityError, "'300 tokens': must be at most as long as the context of 256"),
     ],
 )
-def test_what_is_no_prediction_is_refused(
+def test_values_that_are_no_prediction_are_refused(
     target: Path, prediction: Any, error: type[RequestError], message: str
 ) -> None:
     llm = build(target)
@@ -154,7 +154,7 @@ def test_what_is_no_prediction_is_refused(
         llm.generate("abc", SamplingParams(prediction=prediction))
 
 
-def test_a_prediction_that_nobody_reads_is_refused(target: Path) -> None:
+def test_a_prediction_that_no_drafter_reads_is_refused(target: Path) -> None:
     for speculation in (None, {"method": "ngram"}, {"method": "forced"}):
         llm = LLM(str(target), speculation, **OPTIONS)
         with pytest.raises(RequestError, match=r'left out: .*"method": "prediction"'):

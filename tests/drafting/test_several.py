@@ -1,4 +1,4 @@
-"""Several drafters at once: who drafts for whom, what each keeps, and what `hybrid` depends on."""
+"""Several drafters at once: which drafts for a request, what each keeps, how `hybrid` chooses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(
 
 
 def run(llm: LLM, prompts: list[str], **params: Any) -> list[Any]:
-    """With the counts of each drafter checked."""
+    """Outputs, after a check of the counts of each drafter."""
     asked = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
     outputs = llm.generate(prompts, asked)
     llm.engine.check_integrity()
@@ -72,10 +72,10 @@ ALL = (LOOKUP, "draft_model", "eagle3")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_each_drafts_by_name_as_if_it_were_alone(
+def test_a_drafter_that_a_request_names_drafts_as_if_it_were_alone(
     target: Path, draft: Path, temperature: float
 ) -> None:
-    """Beside requests of the others, preempted and on blocks that the others have filled."""
+    """Next to requests of other drafters, preempted, on blocks that other drafters have filled."""
     llm = build(target, draft, *ALL, num_blocks=24)
     order = [*ALL, "hybrid"] * 2
     params = [
@@ -92,11 +92,11 @@ def test_each_drafts_by_name_as_if_it_were_alone(
     for i, output in enumerate(outputs):
         name = order[i]
         if name == "hybrid":
-            assert {"eagle3"}.isdisjoint(output.metrics.drafters), "the first model alone"
+            assert {"eagle3"}.isdisjoint(output.metrics.drafters), "only the first model"
             continue
         assert output.metrics.drafters.keys() <= {name}
         if name == "suffix":
-            continue  # what finished requests put out is looked up
+            continue  # outputs of finished requests are looked up
         alone = build(target, draft, name, method=name).generate(
             [prompts[i]], replace(params[i], drafter=None)
         )[0]
@@ -105,10 +105,10 @@ def test_each_drafts_by_name_as_if_it_were_alone(
         assert mine == theirs
 
 
-def test_what_a_model_keeps_for_blocks_is_there_when_others_have_filled_them(
+def test_a_model_has_its_kv_of_blocks_that_other_drafters_have_filled(
     target: Path, draft: Path
 ) -> None:
-    """A draft equal to the target is accepted whole, also behind drafts that were looked up."""
+    """All drafts of a draft model equal to the target are accepted, also after looked-up drafts."""
     llm = build(target, target, "ngram", "draft_model")
     text = run(llm, [PROMPTS[0]], temperature=0.0, drafter="ngram")[0].outputs[0].token_ids
     for drafter in ("hybrid", "draft_model"):
@@ -122,7 +122,7 @@ def test_what_a_model_keeps_for_blocks_is_there_when_others_have_filled_them(
 def test_a_seeded_text_by_hybrid_is_the_same_alone_and_in_a_crowd(
     target: Path, draft: Path, rule: str
 ) -> None:
-    """Also after others have taught the choice, and with its blocks lost on the way."""
+    """Also after other requests have changed the means, and with preemptions."""
 
     def texts(llm: LLM, prompts: list[str]) -> list[list[int]]:
         params = [
@@ -155,13 +155,13 @@ FOUND, MODEL = [5, 6, 7, 8], (1, 4)
 
 
 def takes(choice: Chooser, request: Admission = FREE, expected: float = 4.0) -> bool:
-    """Whether it has four drafts that drafter 0 found, and not those of drafter 1, a model."""
+    """Whether four drafts that drafter 0 looked up are taken, not those of drafter 1, a model."""
     return choice.takes(request, 0, FOUND, expected, MODEL)
 
 
 def teach(choice: Chooser, accepted: int, rounds: int = 60) -> None:
-    """Rounds of slot 1 in which so many of four drafts that were looked up were accepted, and,
-    in others, two of a model's."""
+    """Rounds of slot 1 in which `accepted` of four looked-up drafts, or two of a model's drafts,
+    were accepted."""
     for _ in range(rounds):
         taken = takes(choice)
         if not taken:
@@ -171,7 +171,7 @@ def teach(choice: Chooser, accepted: int, rounds: int = 60) -> None:
 
 
 def timed() -> Chooser:
-    """Drafting by model takes as long as a pass, looking up takes nothing."""
+    """A choice for which a model drafts as long as a pass takes, and a look-up takes no time."""
     choice = Chooser()
     choice._seconds, choice.pass_seconds = {0: 0.0, 1: 1.0}, 1.0
     return choice
@@ -192,8 +192,8 @@ def test_hybrid_weighs_what_past_rounds_accepted_by_what_they_cost() -> None:
     assert not choice.held_slots()
 
 
-def test_a_model_is_judged_by_places_like_this_one() -> None:
-    """Where four drafts are promised it had none accepted; elsewhere that says nothing."""
+def test_a_model_is_judged_by_rounds_of_the_same_kind() -> None:
+    """Its rounds with four expected drafts had none accepted; this does not count elsewhere."""
     choice = timed()
     for _ in range(60):
         takes(choice)
@@ -203,7 +203,7 @@ def test_a_model_is_judged_by_places_like_this_one() -> None:
     assert not takes(choice, expected=0.4)
 
 
-def test_drafts_that_were_passed_over_teach_what_they_would_have_been() -> None:
+def test_drafts_that_were_not_taken_change_the_mean_too() -> None:
     choice = timed()
     teach(choice, 0)
     assert not takes(choice)
@@ -296,7 +296,7 @@ def test_a_request_names_a_drafter_that_is_loaded(target: Path, draft: Path) -> 
 def test_a_toy_drafter_takes_a_class_and_a_line(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside others: it sees as its own what became of its own drafts alone."""
+    """With other drafters, too, it observes only the outcomes of its own drafts as its own."""
     place = "tests.drafting.test_contract:Watching"
     monkeypatch.setitem(DRAFTERS, "Watching", place)
     drafters = [{"method": "Watching"}, {"method": "draft_model", "model": str(draft)}]
@@ -311,7 +311,7 @@ def test_a_toy_drafter_takes_a_class_and_a_line(
 
 
 def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]) -> MakePropose:
-    """Before each round, the slots whose first draft that is looked up will be accepted."""
+    """Before each round `seen` gets the slots where the first looked-up draft will be accepted."""
 
     def mutant(params: SlotParams) -> Propose:
         propose, look_up = make(params), looked(params)
@@ -371,7 +371,7 @@ def test_the_trace_names_the_drafter_of_each_token(target: Path, draft: Path) ->
     assert {"ngram", "draft_model"} <= traced
 
 
-def test_a_greedy_drafter_stays_greedy_behind_one_that_draws(target: Path, draft: Path) -> None:
+def test_a_greedy_drafter_stays_greedy_next_to_one_that_draws(target: Path, draft: Path) -> None:
     model = {"method": "draft_model", "model": str(draft)}
     greedy, text = model | {"draft_sample_method": "greedy"}, {"seed": 3, "temperature": 1.0}
     alone = run(LLM(str(target), greedy, **OPTIONS), PROMPTS, **text)

@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SCALES = {"tensor": torch.bfloat16, "channel": torch.float16, "group": torch.bfloat16}
-"""In what scales are stored, by strategy."""
+"""The dtype of stored scales, by strategy."""
 
 
 class Scheme(NamedTuple):
@@ -48,7 +48,7 @@ class Scheme(NamedTuple):
     format: str = "pack-quantized"
 
     def config(self, ignore: tuple[str, ...]) -> dict[str, Any]:
-        """What `config.json` says, in llm-compressor's words."""
+        """The `quantization_config` that llm-compressor would write."""
         weights = {
             "num_bits": self.bits, "type": "int", "symmetric": True, "strategy": self.strategy,
             "group_size": self.size or None, "actorder": None, "block_structure": None,

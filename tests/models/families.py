@@ -17,7 +17,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
 }  # fmt: skip
-_WINDOW = 5  # shorter than the self-check's sequences and the tests' texts: it is crossed
+_WINDOW = 5  # shorter than the self-check's sequences and the tests' texts
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _MIXED = {"sliding_window": _WINDOW, "layer_types": _ALTERNATING}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -86,7 +86,7 @@ _CHUNKS = {"attention_chunk_size": 8}
 _OWN_CODE = "its attention is its own code"
 _STATE = "it keeps a recurrent state"
 
-# And what the message says.
+# Settings, and the message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bart": ({}, "`bart`.*attends to an encoder's output"),
     "bert": ({}, "`bert` differs from its own eager attention"),
@@ -180,7 +180,7 @@ def save_model(
     dtype: torch.dtype = torch.float32,
     **save: Any,
 ) -> Path:
-    """A random checkpoint whose attention is far from uniform (weights of deviation 0.2)."""
+    """A random checkpoint with attention far from uniform (weights of deviation 0.2)."""
     model = _auto_class(family).from_config(make_config(family, overrides), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

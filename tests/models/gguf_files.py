@@ -1,7 +1,7 @@
 """GGUF files for tests: bytes written by hand, so that each of them can be wrong.
 
-Belongs here: the format, a small model of each architecture, a small tokenizer. Does not: numbers
-that mean anything.
+Belongs here: the format, a small model of each architecture, a small tokenizer. Does not: weights
+other than zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def text_bytes(text: str | bytes) -> bytes:
 
 
 def value_bytes(value: Any) -> bytes:
-    """A value behind its type."""
+    """A value after its type."""
     if isinstance(value, Typed):
         return struct.pack(f"<I{FORMATS[value.number]}", value.number, value.value)
     if isinstance(value, list):
@@ -101,7 +101,7 @@ def small_vocabulary() -> dict[str, Any]:
 
 
 def model_metadata(architecture: str, **changes: Any) -> dict[str, Any]:
-    """What a converter writes of a small model; None leaves a key out."""
+    """The metadata that a converter writes for a small model; None leaves a key out."""
     own = {
         "context_length": 128,
         "embedding_length": HIDDEN,

@@ -1,4 +1,4 @@
-"""Cases of the GPU's EAGLE-3 head, in a process of its own whose kernels are interpreted.
+"""Cases of the GPU's EAGLE-3 head, in a process of its own with interpreted kernels.
 
     TRITON_INTERPRET=1 python -m tests.models.interpreted_head [name ...]
 
@@ -67,7 +67,7 @@ def both(folder: Path, **switches: Any) -> tuple[LoadedStack, LoadedStack]:
 
 
 def agrees(folder: Path, switches: dict[str, Any]) -> None:
-    """Features, hidden states, logits and K/V of one, five and eight rows, all wanted or some."""
+    """Features, hidden states, logits and K/V of one, five and eight rows; all logits or some."""
     heads = both(folder, **switches)
     generator = torch.Generator().manual_seed(1)
     shapes, num_aux = heads[0].stack.layer_shapes, read_eagle3_config(folder).num_aux
@@ -99,7 +99,7 @@ def agrees(folder: Path, switches: dict[str, Any]) -> None:
 
 
 def logits(folder: Path) -> None:
-    """Rows of one call do not show in the next; more than the buffer's are right, too."""
+    """Rows of one call do not change the next. More rows than the buffer has are right, too."""
     head, plain = both(folder, drafted=128)
     for rows in (ROWS, 1, 3, ROWS + 2, ROWS):
         hidden_NC = torch.randn(rows, HIDDEN)
@@ -110,7 +110,7 @@ def logits(folder: Path) -> None:
 
 
 def padding(folder: Path) -> None:
-    """Rows behind those of all requests change no row and no block."""
+    """Rows after those of all requests change no row and no block."""
     head, _ = both(folder, drafted=128)
     generator = torch.Generator().manual_seed(2)
     aux = torch.randn(3, 7, HIDDEN, generator=generator)
@@ -134,7 +134,7 @@ def padding(folder: Path) -> None:
 
 
 def refuses(folder: Path) -> None:
-    """One that differs, by its result or by a logit that is not dropped, is not used."""
+    """A head with another result, or with a logit that is not dropped, is not used."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ def refuses(folder: Path) -> None:
 
 
 def lacks(folder: Path) -> None:
-    """What these kernels have not is named."""
+    """The message names what these kernels lack."""
     for switches, named in LACKING:
         with pytest.raises(UnfitError, match=named):
             get_backend("triton").load_stack(read(folder, **switches), 40, ROWS)

@@ -1,4 +1,4 @@
-"""Conversations: rendered by the checkpoint's template, refused with what is wrong."""
+"""Conversations: rendered by the checkpoint's template, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose tokenizer puts a token before every text, and has a template."""
+    """A checkpoint with a template, and a tokenizer that puts a token before every text."""
     folder = save_checkpoint(tmp_path_factory.mktemp("chat"), seed=1)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -168,7 +168,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_conversation(llm: LLM, case: str) -> None:
+def test_messages_that_are_no_conversation(llm: LLM, case: str) -> None:
     messages, message = BAD[case]
     try:
         errors = [output.error for output in llm.chat(messages, GREEDY)]

@@ -1,4 +1,4 @@
-"""Broken, missing and hostile checkpoints: one clear error each, never a traceback's text."""
+"""Broken, missing and hostile checkpoints: one clear error each, without a traceback."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_shard_without_its_tensor(sharded: Path, tmp_path: Path) -> None:
 
 
 def dangling(path: Path) -> Path:
-    """As the hub's cache has a file that was not downloaded."""
+    """A link to nothing, as the hub's cache has for a file that was not downloaded."""
     path.unlink(missing_ok=True)
     path.symlink_to("../../blobs/0123")
     return path
@@ -197,7 +197,7 @@ def test_settings_that_are_links_to_nothing(whole: Path, tmp_path: Path, name: s
 
 
 def test_what_is_not_read_may_be_anything(tmp_path: Path) -> None:
-    """Links to nothing and to themselves, folders and pipes, by names of weights and the like."""
+    """Links to nothing and to themselves, folders and pipes, named as weights and settings."""
     save_checkpoint(tmp_path)
     for name in ("other.safetensors", "model.safetensors.index.json", "vocab.json", "merges.txt"):
         dangling(tmp_path / name)
@@ -210,7 +210,7 @@ def test_what_is_not_read_may_be_anything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_what_is_read_must_be_a_file(whole: Path, tmp_path: Path, name: str) -> None:
-    """To read a pipe would wait for its writer."""
+    """Reading a pipe would wait for its writer."""
     for make in (os.mkfifo, os.mkdir):
         folder = Path(shutil.copytree(whole, tmp_path / make.__name__))
         (folder / name).unlink()
@@ -286,7 +286,7 @@ def same_weights(one: CausalLM, other: CausalLM) -> bool:
     return families.same_weights(one.module, other.module)
 
 
-def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path) -> None:
+def test_code_next_to_a_known_architecture_is_ignored(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
     change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
     (folder / "modeling_mine.py").write_text("raise SystemExit('remote code ran')")
@@ -333,7 +333,7 @@ def test_a_folder_that_may_not_be_searched(
         ("", "No model ``"),
     ],
 )
-def test_names_that_lead_nowhere(name: str, message: str) -> None:
+def test_names_of_no_model(name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=r"No model") as caught:
         resolve_checkpoint(name)
     assert message in str(caught.value)
@@ -419,7 +419,7 @@ def test_a_tensor_in_two_files_is_the_one_that_transformers_takes(
 
 
 @pytest.mark.parametrize("eps", [float("nan"), float("inf")])
-def test_a_number_that_is_none_in_the_configuration(
+def test_a_configuration_with_a_number_that_is_not_finite(
     whole: Path, tmp_path: Path, eps: float
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"not finite|differs"):

@@ -51,7 +51,7 @@ def load(folder: Path, backend: str) -> LoadedStack:
 
 
 def same_weights(one: Stack, other: Stack) -> list[bool]:
-    """Of each tensor of two heads, whether it is the same to the bit; vectors first."""
+    """Whether each tensor of two heads is the same to the bit; vectors first."""
     pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
     pairs.sort(key=lambda pair: pair[0].dim())
     return [torch.equal(*pair) for pair in pairs]
@@ -71,7 +71,7 @@ def tensors_of(stack: Stack) -> list[Tensor]:
 def test_packed_rows_are_those_of_the_equations(
     tmp_path: Path, backend: str, switches: str
 ) -> None:
-    """Three texts in ragged chunks, through a cache whose blocks lie apart; in native code, too."""
+    """Three texts in ragged chunks, through scattered cache blocks; also in native code."""
     folder = save_head(tmp_path, **{**SIZES, **SWITCHES[switches]})
     head, naive = load(folder, backend), NaiveHead(folder, embedding())
     config, stack = read_eagle3_config(folder), head.stack
@@ -152,7 +152,7 @@ def test_rotary_angles_are_those_of_transformers(tmp_path: Path, kind: str, name
 def test_rotary_angles_in_sections_are_those_of_transformers(
     tmp_path: Path, family: str, kind: str
 ) -> None:
-    """In a text; of a token in a picture, whose places differ, they are others."""
+    """For a text. A token in a picture has different positions, and other angles."""
     scaling = {"rope_type": kind, "mrope_section": [2, 3, 3]}
     head = read(save_head(tmp_path, **SIZES, rope_scaling=dict(scaling)))
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -196,7 +196,7 @@ def test_hidden_states_unless_named() -> None:
     [
         # lmsys/Qwen3-235B-A22B-EAGLE3, 94 layers: SGLang takes what enters layers 2, 47, 91.
         ("original", [1, 46, 90], default_aux_layers(94)),
-        # nvidia/gpt-oss-120b-Eagle3-v3, 36 layers: none is behind the last one's state.
+        # nvidia/gpt-oss-120b-Eagle3-v3, 36 layers: state 36 is that after the last layer.
         ("original", [24, 30, 36], (24, 30, 36)),
         # RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3, 30 layers: vLLM takes what enters these.
         ("speculators", [2, 15, 27], default_aux_layers(30)),
@@ -231,7 +231,7 @@ def test_windows(tmp_path: Path, told: dict[str, Any], window: int | None) -> No
 
 
 def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
-    """As in nvidia's heads; what stands outside comes first."""
+    """As in nvidia's heads; a switch outside of it has precedence."""
     folder = save_head(tmp_path, **SIZES, norm_output=False)
     change_config(folder, eagle_config={"norm_before_fc": True, "norm_output": True})
     config = read_eagle3_config(folder)
@@ -239,7 +239,7 @@ def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
     assert not config.norm_output
 
 
-def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path: Path) -> None:
+def test_a_head_uses_the_target_s_weights_where_it_has_none_or_the_same(tmp_path: Path) -> None:
     folder = save_head(tmp_path, **SIZES, layout="model", target_hidden_size=HIDDEN)
     config, target = read_eagle3_config(folder), embedding()
     assert not lacks_head(folder, config)
@@ -259,7 +259,7 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
     assert not lacks_head(few, read_eagle3_config(few))  # the target's has other ids
 
 
-def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
+def test_random_weights_need_only_the_configuration(tmp_path: Path) -> None:
     folder = save_head(tmp_path, hidden=64, vocabulary=400, drafted=100)
     (folder / "model.safetensors").unlink()
     first, again, other = (read(folder, dummy_seed=seed) for seed in (5, 5, 6))
@@ -421,8 +421,8 @@ def test_weights_that_are_not_finite(tmp_path: Path, backend: str, value: float,
 
 
 @pytest.mark.parametrize("backend", host_backends())
-def test_a_head_that_computes_no_numbers(tmp_path: Path, backend: str) -> None:
-    """Its weights are finite; their products are beyond float32."""
+def test_a_head_with_outputs_that_are_not_finite(tmp_path: Path, backend: str) -> None:
+    """Its weights are finite, their products are not."""
     folder = save_head(tmp_path, **SIZES)
     change_weights(folder, gate_proj=lambda w: w.abs() * 1e30, up_proj=lambda w: w * 1e30)
     with pytest.raises(UnsupportedModelError, match=r"head gives .* not finite in torch.float32"):

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: right ones as `gguf` itself writes them, and every way to be wrong."""
+"""Headers of GGUF files: right ones, as `gguf` itself writes them, and wrong ones."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def mutated(data: bytes, head: int, rng: random.Random) -> bytes:
 
 
 def test_damage_ends_in_typed_errors(tmp_path: Path) -> None:
-    """Configuration and tokenizer too: they read whatever the header says."""
+    """Also in the configuration and the tokenizer, which are read from the header."""
     from foretoken.models.checkpoint import check_generation_config, parse_config, read_config
     from foretoken.models.tokenizer import load_tokenizer
 

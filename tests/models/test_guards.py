@@ -1,4 +1,4 @@
-"""Models that would be silently wrong are refused, and so is attention that is."""
+"""Models that would be silently wrong are refused, as is wrong attention."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_page_of_models_names_the_families_of_the_tests() -> None:
     assert f"{len(families.SUPPORTED)} families" in readme
 
 
-# These compute something with our attention, but not what they compute with their own.
+# These run with our attention, but compute something else than with their own.
 RUN = {
     "bloom": "makes 0 attention calls in 2 layers",
     "codegen": "makes 0 attention calls in 2 layers",

@@ -46,10 +46,8 @@ def test_explicit_dtype(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_filled_from_files_is_what_they_hold(
-    stored: torch.dtype, dtype: torch.dtype
-) -> None:
-    """On a GPU it goes by pieces of 4 MiB: there are four and a rest of bfloat16."""
+def test_fill_copies_to_any_dtype(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """A GPU gets pieces of 4 MiB: four and a rest of bfloat16."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.randn(3, 2_900_001).to(stored)
     to = torch.zeros(3, 2_900_001, dtype=dtype, device=device)
@@ -84,7 +82,7 @@ def test_a_native_decoder_that_differs_is_named_with_the_remedy(tmp_path: Path) 
 
 
 class Siblings(torch.nn.Module):
-    """Three linears on one input, one of them on the sum of two, one called twice."""
+    """Three linear layers on one input, one on another input, one called twice."""
 
     def __init__(self, bias: list[bool]) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as people publish them: with much beside it that we do not read."""
+    """A checkpoint as it is published, with many files that we do not read."""
     folder = families.save_model(tmp_path_factory.mktemp("repository"), "llama", {})
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -68,7 +68,7 @@ print(llm.metrics.num_drafts > 0)
 def test_a_target_and_its_draft_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user has it: settings in the environment, progress on the error stream."""
+    """In a user's process: settings in the environment, progress on the error stream."""
     pair = ("tiny-python", "tiny-python-draft")
     hub = Hub(dict(zip(("some/target", "some/draft"), map(resolve_checkpoint, pair), strict=True)))
     hub.delay = 0.6
@@ -84,7 +84,7 @@ def test_a_target_and_its_draft_from_the_hub(
     assert "Fetching" in done.stderr
     assert hub.downloads == {*SETTINGS, WEIGHTS}
 
-    # A second time there is no network, and the cache will do.
+    # The second time there is no network: the cache suffices.
     use(monkeypatch, hub.url, tmp_path / "hub")
     again = LLM("some/target", {"model": "some/draft", "revision": "v1"}, num_blocks=64)
     assert again.generate("import os", GREEDY)[0].outputs[0].text == expected.outputs[0].text
@@ -111,13 +111,13 @@ def test_a_revision(hub: Hub, revision: str) -> None:
     assert len(hub.requests) == asked
 
 
-def test_a_revision_that_there_is_not(hub: Hub) -> None:
+def test_a_revision_that_does_not_exist(hub: Hub) -> None:
     with pytest.raises(CheckpointError, match="`some/model` has no revision `v2`"):
         resolve_checkpoint("some/model", revision="v2")
 
 
 @pytest.mark.parametrize("name", ["tiny-python", "folder"])
-def test_a_revision_of_what_is_no_hub_id(name: str, repository: Path) -> None:
+def test_a_revision_of_something_other_than_a_hub_id(name: str, repository: Path) -> None:
     place = str(repository) if name == "folder" else name
     with pytest.raises(ConfigError, match=r"`revision` is 'v1': must be left out: .* not a hub id"):
         LLM(place, revision="v1")
@@ -146,7 +146,7 @@ def test_a_name_close_to_one_in_the_cache(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE", "local_files_only"])
-def test_nothing_in_the_cache_and_no_leave_to_download(
+def test_nothing_in_the_cache_while_downloads_are_forbidden(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     options: Any = {}
@@ -181,7 +181,7 @@ def test_a_body_that_breaks_off_is_never_loaded(
 
 
 def test_a_cache_without_weights(hub: Hub, repository: Path, tmp_path: Path) -> None:
-    """A repository of pickles; or a cache that another program filled as far as it needed."""
+    """A repository of pickles, or a cache that another program filled in part."""
     bare = shutil.copytree(repository, tmp_path / "bare", ignore=lambda *_: [WEIGHTS])
     hub.repositories["some/pickles"] = bare
     with pytest.raises(CheckpointError, match="no weights of `some/pickles` in safetensors"):
@@ -200,7 +200,7 @@ def test_a_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_tokenizer(hub: Hub, tmp_path: Path) -> None:
-    """Of a hub id without its weights, of a folder, and of one that has none."""
+    """From a hub id without its weights, from a folder, and from a folder without one."""
     target = save_checkpoint(tmp_path / "target", tokenizer=False)
     llm = LLM(target, tokenizer="some/model", num_blocks=64)
     assert WEIGHTS not in cached_files(tmp_path / "cache")
@@ -283,7 +283,7 @@ def test_a_quantisation(tag: str, expected: str) -> None:
     assert only_model("x", names, tag) == expected
 
 
-def test_a_quantisation_that_there_is_not() -> None:
+def test_a_quantisation_that_does_not_exist() -> None:
     with pytest.raises(CheckpointError, match=r"no GGUF model of `4_K_M`. It has `m-Q4_K_M.gguf`"):
         only_model("x", ["m-Q4_K_M.gguf"], "4_K_M")
     with pytest.raises(CheckpointError, match=r"`x` has no GGUF model"):
@@ -319,7 +319,7 @@ def test_without_a_network(gguf_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> No
         resolve_checkpoint("other/model:Q8_0")
 
 
-def test_what_the_hub_does_not_have(gguf_hub: Hub) -> None:
+def test_files_that_the_hub_does_not_have(gguf_hub: Hub) -> None:
     with pytest.raises(CheckpointError, match=r"has no GGUF model of `Q2_K`. It has `big-"):
         resolve_checkpoint("some/model-GGUF:Q2_K")
     with pytest.raises(CheckpointError, match=r"has no file `none.gguf`"):

@@ -48,7 +48,7 @@ def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def accelerate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers finds the package, which on a CPU it does not use; or not, by the parameter."""
+    """Whether Transformers finds the package, which it does not use on a CPU."""
     is_there = getattr(request, "param", True)
     module = "transformers.quantizers.quantizer_finegrained_fp8"
     monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: is_there)
@@ -57,7 +57,7 @@ def accelerate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("accelerate")
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_fp8_is_the_numbers_it_stands_for(draft: Path, tmp_path: Path, backend: str) -> None:
-    """As a target and as a draft, and in a backend's own decoder as any other."""
+    """As a target and as a draft, also in a backend's own decoder."""
     fp8, plain = save_fp8(draft, tmp_path)
     assert torch.equal(our_logits(fp8), our_logits(plain))
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
@@ -129,7 +129,7 @@ def eights(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @needs_kernels
 def test_layers_of_their_own_stay_in_their_module(tmp_path: Path, eights: dict[str, Any]) -> None:
-    """No backend's decoder looks for the weights that they do not have."""
+    """They have no `weight` that a backend's decoder could read."""
     plain = save_checkpoint(tmp_path / "plain", tokenizer=False)
     folder = save_checkpoint(tmp_path / "eights", tokenizer=False)
     stored = load_file(folder / "model.safetensors")

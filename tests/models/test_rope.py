@@ -1,4 +1,4 @@
-"""RoPE that looks at the whole packed batch: exact where it is pinned, refused beyond."""
+"""RoPE that depends on the whole packed batch: exact up to a length, refused beyond it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_refusal_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [None, 2 * SHORT])
 def test_a_draft_model_drafts_as_far_as_it_can(tmp_path: Path, length: int | None) -> None:
-    """Its context is cut to where it is exact; the target's own is not."""
+    """Its context ends where RoPE stops being exact; the target's does not."""
     from transformers import AutoConfig
 
     target = save_checkpoint(tmp_path / "target", max_len=3 * SHORT)

@@ -1,4 +1,4 @@
-"""Absurd sizes in `config.json`: refused before anything is built, by the field and both values."""
+"""Absurd sizes in `config.json`: refused before allocation, with the field and both values."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_long_lists(tmp_path: Path) -> None:
 
 
 def test_a_layer_whose_type_makes_lists_of_layers(tmp_path: Path) -> None:
-    """Transformers would make one of 10**9 types when it reads this configuration."""
+    """Transformers would make a list of 10**9 types when it reads this configuration."""
     families.save_model(tmp_path, "qwen2", families.SUPPORTED["qwen2"])
     path = tmp_path / "config.json"
     stated = json.loads(path.read_text())

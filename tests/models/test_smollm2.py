@@ -1,4 +1,4 @@
-"""SmolLM2, which comes in a package of its own: found, missing, and served beside its head."""
+"""SmolLM2, which comes in a package of its own: found, missing, and served with its head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_package = pytest.mark.skipif(
 
 
 def package_at(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """The package is in these folders; in none of them, it is not installed."""
+    """The package is in these folders; without folders it is not installed."""
     name, module = locate.PACKAGED[MODEL].module, None
     if folders:
         module = ModuleType(name)
@@ -52,7 +52,7 @@ def test_without_its_file_the_package_is_named(
 
 
 def test_the_file_is_where_the_package_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is in the folder from which one calls; it has one state."""
+    """Whatever the working directory holds. The model has no revisions."""
     package_at(monkeypatch, tmp_path / "none", tmp_path)
     file = tmp_path / locate.PACKAGED[MODEL].file
     file.touch()
@@ -138,7 +138,7 @@ def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
 @needs_package
 @needs_kernels
 def test_it_knows_the_capital_of_germany(llm: LLM) -> None:
-    """Of France's it is less sure: at once after the question two tokens are nearly as likely."""
+    """It is less sure of France's: its two likeliest first tokens are nearly equal."""
     message = {"role": "user", "content": "What is the capital of Germany?"}
     (output,) = llm.chat([message], GREEDY)
     assert output.outputs[0].text == "The capital of Germany is Berlin."

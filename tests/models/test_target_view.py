@@ -1,5 +1,4 @@
-"""What a drafter may see of its target: hidden states, embedding and head, as plain Transformers
-has them."""
+"""The parts of a target that drafters read (hidden states, embedding, head) are Transformers'."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, backend: str, f
 
 
 @pytest.mark.parametrize("backend", host_backends())
-def test_asking_for_hidden_states_changes_no_logit(tmp_path: Path, backend: str) -> None:
+def test_hidden_states_change_no_logit(tmp_path: Path, backend: str) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
     batch = build_batch([Span([1, 2], 0, [5, 6, 7, 8, 9], 2)], BLOCK, CPU)
     outputs = []
@@ -88,7 +87,7 @@ def test_embedding_and_head(tmp_path: Path, backend: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("layers", [(4,), (-1,), (0, 17)])
-def test_layers_that_are_not_there(tmp_path: Path, layers: tuple[int, ...]) -> None:
+def test_layers_that_do_not_exist(tmp_path: Path, layers: tuple[int, ...]) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
     with pytest.raises(ConfigError, match=r"`aux_layers` is .* in 0\.\.3"):
         load_model(folder, device="cpu", backend="torch", view=TargetView(layers))

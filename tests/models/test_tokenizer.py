@@ -22,7 +22,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def save_old_files(folder: Path) -> None:
-    """What a checkpoint had before there was tokenizer.json."""
+    """The files of checkpoints from before tokenizer.json."""
     save_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
@@ -82,7 +82,7 @@ def test_none_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [257, 320])
 def test_a_vocabulary_of_another_size_than_the_models(tmp_path: Path, vocabulary: int) -> None:
-    """Padded logits decode to nothing; a smaller model refuses the ids that it does not have."""
+    """Padding of the logits decodes to nothing."""
     folder = save_checkpoint(tmp_path, vocabulary=vocabulary, spread=0.01)
     llm = LLM(str(folder), num_blocks=64)
     padding = list(range(257, vocabulary))
@@ -99,10 +99,10 @@ def test_a_text_with_tokens_that_the_model_does_not_have(tmp_path: Path) -> None
         LLM(str(folder), num_blocks=64).generate("abc", GREEDY)
 
 
-def test_a_prompt_that_is_too_long_is_told_once(
+def test_a_prompt_that_is_too_long_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By our error, and not by a warning of the tokenizer's as well."""
+    """By our error, without a warning of the tokenizer."""
     from transformers.utils import logging
 
     folder = save_checkpoint(tmp_path, max_len=16)

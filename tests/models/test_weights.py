@@ -75,7 +75,7 @@ def test_shards(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_stored_and_requested_dtypes(tmp_path: Path, stored: torch.dtype, wanted: str) -> None:
-    """Rounded once, to what was asked for: equal to Transformers' weights in that dtype."""
+    """Rounded once, to the requested dtype: equal to Transformers' weights in that dtype."""
     families.save_model(tmp_path, "llama", {}, dtype=stored)
     ours = our_logits(tmp_path, wanted)
     assert ours.dtype == getattr(torch, wanted)
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD, QUERY])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(tmp_path: Path, name: str, value: float) -> None:
-    """Of one token that the self-check does not reach, too."""
+    """Also a weight of a token that the self-check does not use."""
 
     def damage(weights: dict[str, Tensor]) -> None:
         weights[name][2, 5] = value
@@ -144,7 +144,7 @@ LAYER = "model.layers.0"
 
 
 def load_with(folder: Path, family: str, *names: str) -> CausalLM:
-    """A model from a checkpoint that holds these tensors, too."""
+    """A model from a checkpoint that also holds these tensors."""
     families.save_model(folder, family, families.SUPPORTED[family])
     path = folder / "model.safetensors"
     more = {name: torch.zeros(32) for name in names}
@@ -186,7 +186,7 @@ def test_harmless_ones_are_a_warning(
     assert families.same_weights(model.module, plain.module)
 
 
-def test_what_transformers_itself_ignores_is_not_worth_a_word(
+def test_tensors_that_transformers_ignores_are_not_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_with(tmp_path, "llama", f"{LAYER}.self_attn.rotary_emb.inv_freq")

@@ -105,7 +105,7 @@ def test_only_quantised_products_are_compiled_for_each_variant(tree: Path, build
     assert not set.intersection(*objects)
 
 
-def test_progress_is_shown_from_the_first_moment(
+def test_progress_is_shown_from_the_start(
     tree: Path, build: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler(tree, "g++")
@@ -250,7 +250,7 @@ def test_a_damaged_library_is_built_again(tree: Path, build: Any, content: bytes
     assert path.read_bytes() == whole
 
 
-def test_the_command_says_what_it_built(
+def test_the_command_prints_what_it_built(
     tree: Path, build: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler(tree, "g++")

@@ -40,7 +40,7 @@ MIXED = {
     "use_sliding_window": True,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-# No size is a multiple of a vector or of a panel; every family has the parts that set it apart.
+# No size is a multiple of a vector or of a panel.
 ODD = {**HEADS, "hidden_size": 36, "intermediate_size": 53, "vocab_size": 101}
 ROPES: dict[str, dict[str, Any]] = {
     "llama3": {
@@ -81,7 +81,7 @@ def test_every_family_has_a_case() -> None:
 
 
 def save(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
-    """A random checkpoint whose vectors are random, too: biases, weights of norms."""
+    """A random checkpoint, with random biases and weights of norms, too."""
     families.save_model(folder, family, {"max_position_embeddings": 512, **overrides})
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
     weights = {
@@ -133,7 +133,7 @@ def run(
     block_size: int = 16,
     others: bool = False,
 ) -> Tensor:
-    """[n, V] logits of a text computed in chunks, beside other requests' chunks if wanted."""
+    """[n, V] logits of a text computed in chunks, optionally next to chunks of other requests."""
     assert sum(chunks) == len(text)
     columns = -(-len(text) // block_size)
     tables = [list(range(i, 3 * columns, 3)) for i in range(3)]
@@ -141,7 +141,7 @@ def run(
     for number, size in enumerate(chunks):
         new = text[done : done + size]
         spans = [Span(tables[0], done, new, size)]
-        if others:  # one before and one behind; the first of as many tokens, the other ragged
+        if others:  # one of as many tokens, before or after it, and a ragged one at the end
             spans.insert(number % 2, Span(tables[1], done, new[::-1], 1))
             spans.append(Span(tables[2], 0, text[: 1 + number % 5], 1))
         logits = model.forward(build_batch(spans, block_size, CPU), kv).logits_NV
@@ -186,7 +186,7 @@ def test_a_row_is_the_same_bits_in_any_batch(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 12, 20, 24, 32, 40, 64])
 def test_blocks_of_another_size_change_rounding_only(tmp_path: Path, block_size: int) -> None:
-    """Also those that end within a vector of 8 or 16 numbers."""
+    """Also sizes that end within a vector of 8 or 16 numbers."""
     model, text = load(save(tmp_path, "llama", ODD)), random_text(90, 3)
     expected = run(model, text, [90], block_size=16)
     for chunks in ([90], [1] * 90):
@@ -252,7 +252,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_it_does_not_cover_runs_through_its_module(
+def test_models_that_are_not_implemented_run_through_their_modules(
     tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, overrides, message = UNFIT[case]
@@ -276,7 +276,7 @@ def test_what_it_does_not_cover_runs_through_its_module(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_half_precision_are_computed_with_in_float32(tmp_path: Path, dtype: str) -> None:
-    """The bits are those of the same weights as floats."""
+    """The bits are those of the same weights in float32."""
     half = getattr(torch, dtype)
     folder = save(tmp_path, "llama", {**ODD, "attention_bias": True, "mlp_bias": True})
     model = load_model(folder, device="cpu", backend="native", dtype=dtype)
@@ -329,7 +329,7 @@ def wide_norm(stack: Stack) -> Stack:
 
 
 def half_a_norm(stack: Stack) -> Stack:
-    """Of one layer, where the last norm says that all are float32."""
+    """A norm of one layer in half precision; the last norm is float32."""
     layer, last = stack.layers
     return replace(stack, layers=(layer, last._replace(feed_norm_C=last.feed_norm_C.half())))
 

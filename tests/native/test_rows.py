@@ -1,4 +1,4 @@
-"""What the kernels alone do: paths chosen by size, dtype or rule, which must all agree."""
+"""Paths of the native kernels that are chosen by size, dtype or rule: all must agree."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_thresholds_are_exact_however_many_tokens_are_kept(
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize("top_k", [0, 300, 10])
 def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None:
-    """Tokens that cannot be drawn make the row longer, its lists and blocks other ones."""
+    """Tokens that cannot be drawn make the row longer, and change its lists and blocks."""
     params, slot, zero = make_params(60, 0.9, top_k), torch.arange(60), torch.zeros(60).long()
     raw = rows_of(60, 700, 2.0)
     wide = torch.full((60, 3000), -80.0)
@@ -89,14 +89,14 @@ def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_floats_are_read_exactly(dtype: torch.dtype) -> None:
-    """All of their values: subnormal ones, infinities and NaN, too."""
+    """All values, also subnormal ones, infinities and NaN."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
     params, slot = make_params(1, 0.0), torch.zeros(1).long()
     out = get_backend("native").process_logits(Rows(values[None], params, slot))
     torch.testing.assert_close(out[0], values.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
+def test_rows_may_be_apart_and_each_has_its_edits() -> None:
     """Rows of a wider tensor, masks that end within a word, entries at the ends of blocks."""
     raw = rows_of(3, 4000, 1.0)[:, :2050]
     masks = torch.full((1, 65), -1, dtype=torch.int32)
@@ -126,7 +126,7 @@ def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
 def cached(
     raw_BKV: Tensor, params: SlotParams, position_B: Tensor, *, fp64: bool = False
 ) -> tuple[Tensor, DraftCache]:
-    """Drafts of slots 0..B-1, and where their q is."""
+    """Drafts of slots 0..B-1, and the cache with their q."""
     num, most, vocabulary = raw_BKV.shape
     cache = DraftCache.empty(num, most, vocabulary, raw_BKV.dtype, CPU)
     slot_B = torch.arange(num)
@@ -175,10 +175,10 @@ print("done")
 """
 
 
-def test_rows_behind_a_rejection_are_not_read() -> None:
-    """Whatever the rule of the other request is: `synthetic` reads what `standard` reads.
+def test_rows_after_a_rejection_are_not_read() -> None:
+    """Whatever the rule of the other request; `synthetic` reads the same rows as `standard`.
 
-    Two requests of five rows; the last four of the second are memory that nobody may read.
+    Two requests of five rows. The last four of the second are memory that may not be read.
     """
     command, root = [sys.executable, "-c", UNREADABLE], Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -202,7 +202,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule, dtype: torch
 
 
 def test_threads_change_nothing() -> None:
-    """Rows enough to be shared, each with another path."""
+    """Enough rows to be shared among threads, on different paths."""
     num, vocabulary = 12, 20_000
     params = make_params(
         num, [0.0, 1.0, 0.6] * 4, [0, 20, 0, 0] * 3, [1.0, 0.95] * 6, rule=[0, 1, 2] * 4

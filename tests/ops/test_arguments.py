@@ -33,7 +33,7 @@ WHOLE = {(0, 1): (1.0, 1.0, 0.0), (0, 4): (1.0, 1.0, 0.0), (1, 2): (1.0, 1.0, 0.
 
 
 OPS = get_backend("reference")
-"""One for all: arguments are checked before the backend's own functions are called."""
+"""One backend for all tests: arguments are checked before its own functions are called."""
 
 
 def two() -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_sample(field: str, value: object) -> None:
     refuses(sample, sample_arguments(), field, value)
 
 
-def test_filters_that_were_promised_away() -> None:
+def test_filters_in_spite_of_has_filters() -> None:
     given = sample_arguments()
     for params in (make_params(2, top_k=3), make_params(2, top_p=0.9), make_params(2, min_p=0.1)):
         with pytest.raises(ConfigError, match=r"params\.has_filters"):
@@ -187,7 +187,7 @@ def test_filters_that_were_promised_away() -> None:
     sample(**{**given, "params": wide})
 
 
-def test_rules_that_were_promised_away() -> None:
+def test_a_rule_that_params_rules_lacks() -> None:
     given, params = sample_arguments(), make_params(2, rule=[Rule.STANDARD, Rule.BLOCK])
     with pytest.raises(ConfigError, match=r"params\.rules.*BLOCK"):
         sample(**{**given, "params": replace(params, rules=frozenset({Rule.STANDARD}))})
@@ -254,14 +254,14 @@ def test_verify(field: str, value: object) -> None:
     refuses(verify, verify_arguments(), field, value)
 
 
-def test_rates_are_needed_by_synthetic_slots_alone() -> None:
+def test_only_synthetic_slots_need_rates() -> None:
     given = {**verify_arguments(), "synthetic_rate_K": None}
     assert verify(**{**given, "params": make_params(2, rule=Rule.BLOCK)}).finite_B.all()
     with pytest.raises(ConfigError, match="synthetic_rate_K"):
         verify(**given)
 
 
-def test_rates_that_fitted_are_looked_at_again() -> None:
+def test_rates_are_checked_again_in_another_call() -> None:
     given = verify_arguments()
     rate_K = given["synthetic_rate_K"]
     verify(**given)
@@ -350,7 +350,7 @@ def test_values_on_a_device_are_not_read() -> None:
         check_sample(*wrong)
 
 
-def test_what_fitted_one_call_is_refused_by_another_that_it_does_not_fit() -> None:
+def test_arguments_that_fit_one_call_are_checked_in_another() -> None:
     given = verify_arguments()
     verify(**given)
     more = make_params(given["drafts"].cache.logits_SKV.shape[0] + 1)

@@ -1,4 +1,4 @@
-"""Every backend states every rule and refuses a number that is none; the recipe names each place.
+"""Every backend states every rule and refuses unknown ones; the recipe names each place.
 
 Triton's kernels are interpreted, in a process of their own: this file as a program.
 """
@@ -125,7 +125,7 @@ PLACES = {
     "docs/verification.md": "| `{rule}`",
     "tests/ops/test_every_rule.py": "",
 }
-"""What the recipe names, and how a rule is written there; "" where not every rule need be."""
+"""The files of the recipe, and how a rule is written there; "" where it need not be."""
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -44,7 +44,7 @@ def expected_blocks(kind: str, rows: Tensor) -> Tensor:
 
 
 def any_bytes(kind: str, rows: int = 40, blocks: int = 3) -> Tensor:
-    """Every byte is possible everywhere: scales are subnormal, negative, infinite and NaN, too."""
+    """Any bytes: scales are also subnormal, negative, infinite and NaN."""
     nbytes = blocks * BLOCKS[kind].nbytes
     return torch.randint(256, (rows, nbytes), dtype=torch.uint8, generator=generator(1))
 
@@ -131,7 +131,7 @@ def test_a_weight_s_numbers_and_its_shape(name: str) -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_in_an_order(kind: str) -> None:
-    """Some of them twice, others never."""
+    """Some rows occur twice, others never."""
     rows = random_weight(kind, 9, 512, generator()).rows
     order_N = torch.tensor([8, 0, 3, 3, 7])
     weight, whole = Blocks(kind, rows, order_N), decode_blocks(kind, rows)
@@ -145,7 +145,7 @@ def test_rows_in_an_order(kind: str) -> None:
 
 
 def test_groups_of_a_case_worked_out_by_hand() -> None:
-    """Two of four bits a byte, the first in its low half, each 8 more than what it stands for."""
+    """Two codes of four bits in a byte, the first in its low half, each stored as its value + 8."""
     packed = torch.tensor([[0x80, 0xF7, 0x18, 0x0F]], dtype=torch.uint8)
     scale_NG = torch.tensor([[0.5, 2.0]])
     assert decode_groups(packed, scale_NG).tolist() == [[-4, 0, -0.5, 3.5, 0, -14, 14, -16]]
@@ -175,7 +175,7 @@ def test_a_product_is_that_of_rounded_rows_and_the_numbers(name: str) -> None:
 
 
 def naive_rounding(row: list[float]) -> list[float]:
-    """One number after the other, in float32, which is what kernels compute in."""
+    """One number after the other, in float32, as kernels compute."""
     found = []
     for first in range(0, len(row), GROUP):
         group = np.array(row[first : first + GROUP], dtype=np.float32)
@@ -201,7 +201,7 @@ def test_halves_are_rounded_to_even_and_the_largest_number_stays() -> None:
 
 
 def test_no_rows_are_no_rows() -> None:
-    """As a pass has them whose logits nobody wants."""
+    """As in a pass without logits."""
     assert round_rows(torch.zeros(0, 64)).shape == (0, 64)
     weight = random_weight("Q4_K", 3, 256, generator())
     assert multiply(torch.zeros(0, 256), Linear(weight)).shape == (0, 3)
@@ -214,7 +214,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_what_is_not_finite_stays_in_its_group(value: float) -> None:
+def test_a_number_that_is_not_finite_stays_in_its_group(value: float) -> None:
     x = torch.randn(3, 128, generator=generator())
     wanted = round_rows(x)
     x[1, 70] = value
@@ -226,7 +226,7 @@ def test_what_is_not_finite_stays_in_its_group(value: float) -> None:
 
 @pytest.mark.parametrize("largest", [1e-37, 1e-38, 1e-40, 1e-45, 3e38])
 def test_the_smallest_and_largest_floats_are_no_exception(largest: float) -> None:
-    """Of activations whose 127th part is no normal float nothing is left; it is not NaN."""
+    """Activations so small that a 127th of them is no normal float become 0, not NaN."""
     x = torch.zeros(64)
     x[3], x[4], x[40] = largest, -largest / 2, 1.0
     found = round_rows(x)
@@ -252,7 +252,7 @@ def test_rows_keep_their_dtype(dtype: torch.dtype) -> None:
 
 
 def test_where_scales_lie_is_known_for_every_kind() -> None:
-    """What the tests of damaged files change."""
+    """The tests of damaged files change these bytes."""
     for kind in BLOCKS:
         rows = torch.zeros(1, BLOCKS[kind].nbytes, dtype=torch.uint8)
         for at in (SCALE_AT[kind], MINIMUM_AT.get(kind, SCALE_AT[kind])):

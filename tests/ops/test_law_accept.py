@@ -33,8 +33,8 @@ from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
 from tests.support.laws import QUICK_NUCLEUS, On, each_backend, fastest, require
 
-# Of laws with many cases, in `make test`: bounds are 4 errors, and the mutant that is hardest to
-# tell, drafts verified by blocks, is off by 8.5 in a mean and by more than 100 in an overlap.
+# Trials of tests with many cases, in `make test`: bounds are 4 errors. The mutant that is hardest
+# to notice, drafts verified by blocks, is off by 8.5 in a mean, by more than 100 in an overlap.
 FEWER = TRIALS // 16
 
 
@@ -61,7 +61,7 @@ def under(rule: Rule, params: SlotParams) -> SlotParams:
 
 @asking
 def by_blocks(x: VerifyBatch) -> VerifyBatch:
-    """Requests are verified by another rule than theirs."""
+    """Requests are verified by another rule than their own."""
     return x._replace(params=under(Rule.BLOCK, x.params))
 
 
@@ -74,7 +74,7 @@ def always(x: VerifyBatch) -> VerifyBatch:
 
 @asking
 def without_q(x: VerifyBatch) -> VerifyBatch:
-    """Drafts are verified as one-hot, whatever they were drawn from."""
+    """Drafts are verified as one-hot although they have a q."""
     one_hot_B = torch.zeros_like(x.drafts.real_q_B)
     return x._replace(drafts=replace(x.drafts, real_q_B=one_hot_B))
 

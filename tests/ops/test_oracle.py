@@ -41,7 +41,7 @@ def fast(request: pytest.FixtureRequest) -> Backend:
 
 @functools.cache
 def batches(vocabulary: int) -> list[tuple[Case, Expected]]:
-    """All rules mixed in each batch; the rest pairwise: filters, dtypes, widths, noise, junk."""
+    """All rules mixed in each batch; filters, dtypes, widths, noise and junk pairwise."""
     repeats = 3 if vocabulary < 999 else 1
     widths = itertools.cycle([None, vocabulary + 7, max(1, vocabulary - 3)])
     out = []
@@ -88,7 +88,7 @@ def test_each_rule_alone(fast: Backend, rule: Rule, temperature: float) -> None:
 
 @pytest.mark.parametrize("others", [Rule.STANDARD, Rule.SYNTHETIC])
 def test_one_block_request_among_many(fast: Backend, others: Rule) -> None:
-    """It may be decided apart from the others; drafts, rows and temperatures of every kind."""
+    """It may take another path than the others; drafts, rows and temperatures of every kind."""
     fixed = {"top_k": 0, "rule": int(others)}
     shape = {"num_requests": 64, "num_slots": 64, "most": 4}
     case = random_case(1500, 5, junk=True, fixed=fixed, **shape)  # type: ignore[arg-type]

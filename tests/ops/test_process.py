@@ -1,4 +1,4 @@
-"""Edits and filters: the law on ties, the order, rows that are not finite; on every backend."""
+"""Edits and filters on every backend: ties, their order, rows that are not finite."""
 
 from __future__ import annotations
 

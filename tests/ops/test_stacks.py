@@ -1,6 +1,6 @@
-"""What every backend promises of a stack, on one that is made by hand.
+"""The contract of stacks, on every backend, with a stack made by hand.
 
-Whether passes compute what models do is shown in `tests/models`; this is the contract around them.
+That passes compute what models compute is shown in `tests/models`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_logits_that_are_not_wanted_are_left_out(name: str, has_rule: bool) -> N
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_features_are_given_to_stacks_with_a_rule_alone(name: str) -> None:
+def test_only_stacks_with_a_rule_take_features(name: str) -> None:
     plain, drafting = stack(), feature_stack()
     with pytest.raises(ConfigError, match=r"`features` .* None without a `FeatureRule`"):
         load(name, plain).run(batch(), pool(plain), features=states())

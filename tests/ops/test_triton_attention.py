@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: fused with what comes before it, and the list of its work.
+"""Paged attention on a GPU: fused with norms, RoPE and the K/V write; and the plan of its work.
 
 Without a GPU all of this, and `test_attention.py` for this backend, runs in Triton's interpreter,
 in a process of its own. Products of bfloat16 are wrong there: all is float32.
@@ -60,7 +60,7 @@ def attention_package(*module: str) -> Any:
 
 
 class Step(NamedTuple):
-    """New tokens of requests; what is in no request is NaN."""
+    """New tokens of requests; positions of no request are NaN."""
 
     qkv_TW: Tensor
     heads: Any
@@ -106,8 +106,8 @@ def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Ten
     page = step.batch.block_size
     tokens = step.qkv_TW[: starts[-1]].double().unflatten(1, (-1, D))
     query, new_key, new_value = tokens.split([H, H_KV, H_KV], 1)
-    query = turned(query, position_T, step.heads, step.heads.q_norm_D)
-    new_key = turned(new_key, position_T, step.heads, step.heads.k_norm_D)
+    query = rotated(query, position_T, step.heads, step.heads.q_norm_D)
+    new_key = rotated(new_key, position_T, step.heads, step.heads.k_norm_D)
     block_T = step.batch.block_BL[request_T, position_T // page]
     key, value = step.key.clone(), step.value.clone()
     key[block_T, position_T % page] = new_key.float()
@@ -116,7 +116,7 @@ def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Ten
     return query, key, value, oracle(query.float(), key, value, step.batch, options)
 
 
-def turned(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> Tensor:
+def rotated(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> Tensor:
     if norm_D is not None:
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + heads.eps) * norm_D
     half = heads.cos_PR.shape[1]
@@ -126,7 +126,7 @@ def turned(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> 
 
 
 def close(actual: Tensor, wanted: Tensor) -> None:
-    """Equal but for float32 rounding; NaN where the other is."""
+    """Equal except for float32 rounding, with NaN in the same places."""
     torch.testing.assert_close(actual.float(), wanted.float(), atol=3e-6, rtol=2e-5, equal_nan=True)
 
 
@@ -192,7 +192,7 @@ def test_many_new_tokens_are_written(norm: bool) -> None:
 
 @needs_triton
 @runs
-def test_rows_of_no_request_are_left_alone() -> None:
+def test_rows_of_no_request_are_not_written() -> None:
     step = make_step([(130, 2), (0, 1)])
     alone = attend_new(step)
     padded = step._replace(qkv_TW=torch.cat([step.qkv_TW, step.qkv_TW[:2]]))
@@ -219,9 +219,7 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rows_apart")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_row_of_a_small_step_depends_on_its_context_alone(
-    norm: bool, cut: dict[str, int]
-) -> None:
+def test_a_row_of_a_small_step_depends_only_on_its_context(norm: bool, cut: dict[str, int]) -> None:
     """To the bit: tokens verified together, next to others, are those decoded one at a time.
 
     Two pieces of 64 tokens are outgrown between the tokens of the first request, and two of 128
@@ -250,7 +248,9 @@ def test_a_row_of_a_small_step_depends_on_its_context_alone(
 @needs_triton
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_bits_depend_on_is_the_same_for_up_to_16_rows(dtype: torch.dtype, size: int) -> None:
+def test_settings_that_change_bits_are_the_same_for_up_to_16_rows(
+    dtype: torch.dtype, size: int
+) -> None:
     configs = attention_package("configs")
     depend = ("size", "count", "groups", "keys", "merged_heads", "merged_pieces", "merged_warps")
     steps = [(rows, n) for n in range(1, 17) for rows in range(1, 17) if rows * n <= 16]
@@ -313,7 +313,7 @@ def test_the_plan_covers_each_context_once(window: int) -> None:
         for row in range(count * groups) if count <= 16 else ():
             position = start + row // groups
             size, oldest = size_of(position + 1), max(0, position - window + 1) if window else 0
-            # Tiles of a segment end with it: no row is in two.
+            # Tiles end with their segment: no row is in two tiles.
             tiles = [i for i in mine if 0 <= row - i[1] < rows_of_tile and row < i[7] * groups]
             assert {item[1] for item in tiles} == {tiles[0][1]}
             spans = sorted((item[2], item[3], item[4]) for item in tiles)

@@ -38,11 +38,11 @@ from foretoken.ops.steps import PackSizes, StepTokens
 from tests.ops.test_steps import BLOCK_SIZE, Bind, make_asked, make_case, make_verdict
 
 typed: dict[str, str] = {}
-"""What was typed, with its arguments' types and constants, and the kernel that it is of."""
+"""The kernel of each launch that was typed, by name, argument types and constants."""
 
 
 class NoDriver:
-    """As much of a GPU driver as choosing a compilation target takes."""
+    """The part of a GPU driver that chooses a compilation target."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

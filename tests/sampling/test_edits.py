@@ -33,7 +33,7 @@ def history_of(
 def edits_of_batch(
     batch: Sequence[tuple[EditHistory | None, list[int]]], vocab_size: int = VOCABULARY
 ) -> tuple[Edits | None, dict[int, Exception]]:
-    """Every request decides, some with a history."""
+    """The packed edits of requests, some with a history, and faults."""
     histories = {d: history for d, (history, _) in enumerate(batch) if history}
     packed, faults = pack_edits(histories, {d: batch[d][1] for d in histories}, vocab_size)
     num_D = torch.tensor([len(drafts) for _, drafts in batch])
@@ -169,7 +169,7 @@ def test_equals_the_definition_as_a_sequence(
     min_tokens: int,
     words: list[list[int]],
 ) -> None:
-    """Entry by entry, what the design lists one after the other."""
+    """Entry by entry, in the order of the definition."""
     repetition, frequency, presence = strengths
     params = SamplingParams(
         max_tokens=16, min_tokens=min_tokens, logit_bias=bias, repetition_penalty=repetition,

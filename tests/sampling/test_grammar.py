@@ -1,4 +1,4 @@
-"""Masks by grammar: for every kind of tokenizer, and whichever way a matcher came where it is."""
+"""Masks by grammar: for every kind of tokenizer, however a matcher reached its state."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_rows_are_those_of_matchers_that_took_the_drafts_in(tokenizer: Any) -> N
         assert all(a.tolist() == np.stack(e).tolist() for a, e in zip(again, expected, strict=True))
 
 
-def test_what_has_one_way_on_is_forced(tokenizer: Any) -> None:
+def test_tokens_without_an_alternative_are_forced(tokenizer: Any) -> None:
     params = SamplingParams()
     assert by_grammar(params) is None
     params.structured_outputs = compiled(tokenizer, ["cab", "cac"])

@@ -1,4 +1,4 @@
-"""Rates of synthetic acceptance: the three ways to state them give what they say."""
+"""Rates of synthetic acceptance: the three ways to state them give the stated values."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from foretoken.slots.step import (
     StepRequests,
     StepResult,
 )
-from tests.models.heads import head_of
+from tests.models.heads import drafter_options
 from tests.support.checkpoints import VOCABULARY, ids_of
 
 CPU = torch.device("cpu")
@@ -49,13 +49,7 @@ IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
 
 def build(target: Path, name: str, **speculation: Any) -> LLM:
     """Where a drafter takes a model, the target drafts for itself: q is near p, but never equal."""
-    given = {
-        "draft_model": {"model": str(target)},
-        "draft_text": {"model": str(target)},
-        "eagle3": {"model": str(head_of(target))},
-        "ngram": {"prompt_lookup_min": 1},
-    }
-    options = {"method": name, **given.get(name, {}), **speculation}
+    options = {"method": name, **drafter_options(target, target).get(name, {}), **speculation}
     return LLM(str(target), options, num_blocks=64, **OPTIONS)
 
 

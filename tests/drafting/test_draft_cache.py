@@ -25,7 +25,7 @@ from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.ops import unavailable
 from foretoken.ops.steps import ForwardBatch
 from foretoken.slots.step import StepRequests, StepResult
-from tests.models.heads import head_of
+from tests.models.heads import drafter_options
 
 STALE, K, SIZE = 3e4, 3, 2
 ASKED: dict[str, dict[str, Any]] = {
@@ -57,13 +57,7 @@ WITH_KV = [case for case in CASES if {"draft_model", "eagle3"} & {*case.members}
 
 
 def build(target: Path, draft: Path, case: Case, **options: Any) -> LLM:
-    given: dict[str, dict[str, Any]] = {
-        "draft_model": {"model": str(draft)},
-        "draft_text": {"model": str(draft)},
-        "eagle3": {"model": str(head_of(target))},
-        "ngram": {"prompt_lookup_min": 1},
-        "suffix": {"suffix_decoding_max_cached_requests": 0},
-    }
+    given = drafter_options(target, draft) | {"suffix": {"suffix_decoding_max_cached_requests": 0}}
     entries: list[dict[str, Any]] = [{"method": n, **given.get(n, {})} for n in case.members]
     spec = entries[0]
     if case.name in SEVERAL:

@@ -32,7 +32,7 @@ from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
 from foretoken.slots.step import Admission, Outcome
 from tests.drafting import test_law as laws
-from tests.models.heads import head_of
+from tests.models.heads import drafter_options, head_of
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "threads": 1}
 PROMPTS = ["abcabcab", "def f(x):\n    return x\n\ndef g(x):\n", "import os\n", "x = 1\n" * 4]
@@ -42,11 +42,7 @@ LOOKUP = "ngram" if unavailable("native") else "suffix"
 def build(
     target: Path, draft: Path, *methods: str, method: str | None = None, **options: Any
 ) -> LLM:
-    given = {
-        "draft_model": {"model": str(draft)},
-        "eagle3": {"model": str(head_of(target))},
-        "ngram": {"prompt_lookup_min": 1},
-    }
+    given = drafter_options(target, draft)
     drafters = [{"method": one, **given.get(one, {})} for one in methods]
     return LLM(str(target), {"drafters": drafters, "method": method}, **{**OPTIONS, **options})
 

@@ -84,6 +84,14 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
     return path
 
 
+def finish(writer: Any) -> None:
+    """Write all that a `GGUFWriter` was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def small_vocabulary() -> dict[str, Any]:
     """Byte-level BPE: one token for each byte, two merges, and two tokens that end a text."""
     from tokenizers import pre_tokenizers

@@ -60,6 +60,16 @@ def head_of(target: Path, *, name: str = "", **given: Any) -> Path:
     return target.parent / name
 
 
+def drafter_options(target: Path, model: Path) -> dict[str, dict[str, Any]]:
+    """Options that drafters need, by method."""
+    return {
+        "draft_model": {"model": str(model)},
+        "draft_text": {"model": str(model)},
+        "eagle3": {"model": str(head_of(target))},
+        "ngram": {"prompt_lookup_min": 1},
+    }
+
+
 class NaiveHead:
     """The equations in float64, a row at a time, on lists."""
 

@@ -324,66 +324,61 @@ def lossy(**settings: Any) -> dict[str, Any]:
     return {"speculators_config": {"proposal_methods": [kept, {**kept, **settings}]}}
 
 
+# Heads that would draft wrongly, and configurations that are none.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM, .* `LlamaForCausalLMEagle3`"),
+    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "V2ForCausalLM, .* Heads with MLA"),
+    ({"model_type": "mistral"}, "type `mistral`, .* of type `llama` or `qwen3`"),
+    ({"speculators_model_type": "peagle"}, "kind `peagle`"),
+    ({"kv_lora_rank": 512}, "sets `kv_lora_rank` to 512"),
+    ({"hidden_act": "gelu"}, "sets `hidden_act` to 'gelu'"),
+    ({"num_hidden_layers": 2}, "sets `num_hidden_layers` to 2"),
+    ({"bias": True}, "sets `bias` to True"),
+    ({"layer_types": ["chunked_attention"]}, "of type `chunked_attention`"),
+    ({"fc_norm": True, "norm_before_fc": True}, "both `fc_norm` and `norm_before_fc`"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "RoPE by type of layer .`full_attention`.; a head has one layer",
+    ),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
+    (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
+    (lossy(accept_tolerance=0.1), r"sets `accept_tolerance` to 0\.1, which is lossy"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": "gone"}, "has no `vocab_size`"),
+    ({"hidden_size": "wide"}, "not a valid `llama` configuration"),
+    ({"draft_vocab_size": 0}, "`draft_vocab_size` as 0: must be an integer >= 1"),
+    ({"draft_vocab_size": 61}, "`draft_vocab_size` of 61, more than its `vocab_size` of 60"),
+    ({"target_hidden_size": "x"}, "`target_hidden_size` as 'x'"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "as 2: must be a list"),
+    ({"eagle_config": [2]}, r"`eagle_config` as \[2\]: must be an object"),
+    ({"speculators_config": "x"}, "`speculators_config` as 'x': must be an object"),
+    ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
+    ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
+    ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
+    ({"rope_theta": None}, "no RoPE of {'rope_theta': None"),
+    ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
+    ({"partial_rotary_factor": 2}, r"turn 32 numbers .* an even number in 2\.\.16"),
+    ({"partial_rotary_factor": 0}, "turn 0 numbers of each head"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "message", "error"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM, .* `LlamaForCausalLMEagle3`"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "V2ForCausalLM, .* Heads with MLA"),
-        ({"model_type": "mistral"}, "type `mistral`, .* of type `llama` or `qwen3`"),
-        ({"speculators_model_type": "peagle"}, "kind `peagle`"),
-        ({"kv_lora_rank": 512}, "sets `kv_lora_rank` to 512"),
-        ({"hidden_act": "gelu"}, "sets `hidden_act` to 'gelu'"),
-        ({"num_hidden_layers": 2}, "sets `num_hidden_layers` to 2"),
-        ({"bias": True}, "sets `bias` to True"),
-        ({"layer_types": ["chunked_attention"]}, "of type `chunked_attention`"),
-        ({"fc_norm": True, "norm_before_fc": True}, "both `fc_norm` and `norm_before_fc`"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "RoPE by type of layer .`full_attention`.; a head has one layer",
-        ),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
-        (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
-        (lossy(accept_tolerance=0.1), r"sets `accept_tolerance` to 0\.1, which is lossy"),
+        *((*case, UnsupportedModelError) for case in REFUSED),
+        *((*case, CheckpointError) for case in WRONG),
     ],
 )
-def test_heads_that_would_draft_wrongly_are_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], message: str
+def test_other_configurations_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str, error: type[Exception]
 ) -> None:
     folder = save_head(tmp_path, **SIZES)
     change_config(folder, **changes)
-    with pytest.raises(UnsupportedModelError, match=message):
-        read_eagle3_config(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": "gone"}, "has no `vocab_size`"),
-        ({"hidden_size": "wide"}, "not a valid `llama` configuration"),
-        ({"draft_vocab_size": 0}, "`draft_vocab_size` as 0: must be an integer >= 1"),
-        ({"draft_vocab_size": 61}, "`draft_vocab_size` of 61, more than its `vocab_size` of 60"),
-        ({"target_hidden_size": "x"}, "`target_hidden_size` as 'x'"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "as 2: must be a list"),
-        ({"eagle_config": [2]}, r"`eagle_config` as \[2\]: must be an object"),
-        ({"speculators_config": "x"}, "`speculators_config` as 'x': must be an object"),
-        ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
-        ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
-        ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
-        ({"rope_theta": None}, "no RoPE of {'rope_theta': None"),
-        ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
-        ({"partial_rotary_factor": 2}, r"turn 32 numbers .* an even number in 2\.\.16"),
-        ({"partial_rotary_factor": 0}, "turn 0 numbers of each head"),
-    ],
-)
-def test_configurations_that_cannot_be(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY)
-    change_config(folder, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(error, match=message):
         read_eagle3_config(folder)
 
 

@@ -124,11 +124,10 @@ def test_a_draft_model_drafts_as_far_as_it_can(tmp_path: Path, length: int | Non
     config.save_pretrained(draft)
     llm = LLM(str(target), {"model": str(draft)}, max_model_len=length, num_blocks=64)
     assert cast(DraftModel, llm.engine.runner.drafter).model.max_model_len == SHORT
-    (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (output,) = llm.generate("a", params)
     assert len(output.outputs[0].token_ids) == 40
-    (plain,) = LLM(str(target), num_blocks=64).generate(
-        "a", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    )
+    (plain,) = LLM(str(target), num_blocks=64).generate("a", params)
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
 
 

@@ -227,11 +227,11 @@ def test_a_head_reads_its_target_s_states_whichever_of_both_runs_in_kernels(
     runner: Any = llm.engine.runner
     assert runner.model.runs_in_kernels == (size == 16)
     prompts: Any = [{"prompt_token_ids": [5, 6, 7] * 3}, {"prompt_token_ids": [9]}]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
     assert [output.error for output in outputs] == [None, None]
     assert llm.metrics.num_draft_tokens > 0
     if size == 16:
         plain = LLM(str(target), dtype=dtype, max_num_seqs=2, block_size=BLOCK)
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         wanted = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
         assert [output.outputs[0].token_ids for output in outputs] == wanted

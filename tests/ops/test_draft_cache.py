@@ -119,9 +119,8 @@ def test_slots_without_a_request_have_no_q(ops: Backend) -> None:
     for position in range(10):
         verdict = ops.verify(VerifyBatch(rows, params, zero + 1, zero + position, drafts))
         assert verdict.n_accept_B.tolist() == [0]
-    assert ops.verify(VerifyBatch(rows, params, zero, zero, drafts)).n_accept_B.tolist() == [
-        1
-    ]  # p = q
+    verdict = ops.verify(VerifyBatch(rows, params, zero, zero, drafts))
+    assert verdict.n_accept_B.tolist() == [1]  # p = q
 
 
 def test_no_drafts_are_an_empty_cache(ops: Backend) -> None:

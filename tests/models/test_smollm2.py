@@ -29,6 +29,10 @@ needs_package = pytest.mark.skipif(
 )
 
 
+def needs_model(test: Any) -> Any:
+    return needs_package(needs_kernels(test))
+
+
 def package_at(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
     """The package is in these folders; without folders it is not installed."""
     name, module = locate.PACKAGED[MODEL].module, None
@@ -92,16 +96,14 @@ def chat_of(kind: str, number: int = 0) -> HeldOutChat:
     return [chat for chat in heldout_chats() if chat.kind == kind][number]
 
 
-@needs_package
-@needs_kernels
+@needs_model
 def test_target_and_head_run_in_native_kernels(llm: LLM) -> None:
     runner: Any = llm.engine.runner
     assert type(runner.model.network).__name__ == "NativeStack"
     assert type(runner.drafter.head).__name__ == "NativeStack"
 
 
-@needs_package
-@needs_kernels
+@needs_model
 @pytest.mark.parametrize(("kind", "length"), [("chat", 1.4), ("code", 2.0)])
 def test_a_held_out_chat_is_the_plain_one_and_drafts_are_accepted(
     llm: LLM, plain: LLM, kind: str, length: float
@@ -116,8 +118,7 @@ def test_a_held_out_chat_is_the_plain_one_and_drafts_are_accepted(
     assert wanted.metrics.num_steps == TOKENS
 
 
-@needs_package
-@needs_kernels
+@needs_model
 def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
     chats = [chat_of(kind, i).messages for kind in ("chat", "code") for i in range(3)]
     params = [SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)] * len(chats)
@@ -135,8 +136,7 @@ def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
     assert texts(plain, slice(0, 1)) == texts(plain)[:1]
 
 
-@needs_package
-@needs_kernels
+@needs_model
 def test_it_knows_the_capital_of_germany(llm: LLM) -> None:
     """It is less sure of France's: its two likeliest first tokens are nearly equal."""
     message = {"role": "user", "content": "What is the capital of Germany?"}

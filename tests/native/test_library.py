@@ -212,17 +212,9 @@ def accepted(key: int, position: int, rates: list[float], fp64: bool) -> int:
     """Drafts that SYNTHETIC accepts, of as many as there are rates."""
     params = replace(make_params(1, rule=Rule.SYNTHETIC), key_S=torch.tensor([key]))
     drafts, zero = drafts_of([[0] * len(rates)]), torch.zeros(1, dtype=torch.int64)
-    verdict = get_backend("native").verify(
-        VerifyBatch(
-            torch.zeros(len(rates) + 1, 3),
-            params,
-            zero,
-            zero + position,
-            drafts,
-            synthetic_rate_K=torch.tensor(rates, dtype=torch.float64),
-            fp64_noise=fp64,
-        )
-    )
+    rows_NV, rate_K = torch.zeros(len(rates) + 1, 3), torch.tensor(rates, dtype=torch.float64)
+    batch = VerifyBatch(rows_NV, params, zero, zero + position, drafts, synthetic_rate_K=rate_K)
+    verdict = get_backend("native").verify(batch._replace(fp64_noise=fp64))
     return int(verdict.n_accept_B)
 
 

@@ -65,16 +65,16 @@ def record(
     shapes: dict[str, Any],
     rows: list[Row],
     notes: list[str],
-    package: str = "benchmarks",
+    module: str | None = None,
 ) -> None:
     """Write the results file, where the options of `arguments` say, and say where it is.
 
     Args:
-        package: in which the module `name` is.
+        module: the program that ran; None: `benchmarks.<name>`.
     """
     # Of an absolute path only the name: where it lay is this machine's affair.
     typed = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    command = shlex.join(["python", "-m", f"{package}.{name}", *typed])
+    command = shlex.join(["python", "-m", module or f"benchmarks.{name}", *typed])
     file = f"{name}_{options.machine}" if options.machine else name
     code = (options.commit, False) if options.commit else CODE
     path = write(collect(file, command, shapes, rows, notes, code), options.out)

@@ -269,6 +269,7 @@ def main() -> None:
         },
         rows,
         [*(gguf_notes if library else pair_notes)(timer), *goals],
+        "benchmarks.speed",
     )
 
 

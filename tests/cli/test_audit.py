@@ -93,7 +93,7 @@ def test_an_interruption_keeps_what_there_is(
         return (np.arange(trials) % 16,)
 
     subject = Subject("x", [Model("m", np.full(16, 1 / 16), {})], draw)
-    monkeypatch.setattr(command, "of_callable", lambda *given: subject)
+    monkeypatch.setattr(command, "callable_subject", lambda *given: subject)
     result = run("--callable", "documented_verifier:verify", "--output", "x.json")
     assert result.exit_code == 130
     assert "INTERRUPTED: partial" in result.stdout

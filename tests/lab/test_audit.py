@@ -18,7 +18,14 @@ from foretoken.lab.audit import gallery
 from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
 from foretoken.lab.audit.evidence import Evidence, Model, Source
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
-from foretoken.lab.audit.subjects import TOYS, Subject, bind, models, of_backend, of_callable
+from foretoken.lab.audit.subjects import (
+    TOYS,
+    Subject,
+    backend_subject,
+    bind,
+    callable_subject,
+    models,
+)
 from foretoken.lab.audit.verdict import EXACT, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
 from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream
@@ -153,7 +160,7 @@ def test_shared_noise_is_what_a_race_does() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.key)
 def test_every_bug_is_refuted_and_named(bug: gallery.Bug) -> None:
     """By its enumerated distribution, and by draws alone, as of what cannot be enumerated."""
-    subject = of_callable(bug.key, bind(bug.verify))
+    subject = callable_subject(bug.key, bind(bug.verify))
     found = audit(subject)
     assert found.refuted
     assert found.bug == bug.key
@@ -180,18 +187,18 @@ def test_top_k_that_is_wired_in_is_seen_with_more_tokens(count: int, seen_with: 
     def verify(p: Any, q: Any, drafts: list[int], rng: Any) -> list[int]:
         return gallery.standard(of_the_best(p, count), q, drafts, rng)
 
-    found = audit(of_callable("x", bind(verify)), 4000)
+    found = audit(callable_subject("x", bind(verify)), 4000)
     assert found.bug == "unknown"
     assert f"Enumerated with 2, 4, 16{', 64' * (count > 16)} tokens" in found.exact[0]
     assert re.search(rf"DIFFERS from p by 0\.\d+ with {seen_with} ", found.exact[0])
-    drawn = audit(of_callable("x", bind(verify))._replace(exact=None), 4000)
+    drawn = audit(callable_subject("x", bind(verify))._replace(exact=None), 4000)
     assert drawn.refuted == (count < 16)
     assert ("of up to 16 tokens" in drawn.verdict) == (count > 16)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_what_is_right_passes(rule: str) -> None:
-    found = audit(of_callable(rule, bind(member(rule)), seed=3), 3000)
+    found = audit(callable_subject(rule, bind(member(rule)), seed=3), 3000)
     assert not found.refuted
     assert found.error is not None
     assert found.error <= EXACT
@@ -203,7 +210,7 @@ def test_what_is_right_passes(rule: str) -> None:
 
 def test_a_blind_audit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its likelihoods, without its bets, without its counts: none of these refutes."""
-    subject = of_callable("x", bind(member("residual_is_p")))._replace(exact=None)
+    subject = callable_subject("x", bind(member("residual_is_p")))._replace(exact=None)
     assert audit(subject, 900).refuted
     monkeypatch.setattr(
         Evidence, "_mixtures", lambda self, source, cells: np.zeros((3, len(cells)))
@@ -217,7 +224,7 @@ def test_an_unknown_bug_is_refuted_without_a_name() -> None:
         tokens = gallery.standard(p, q, drafts, rng)
         return [*tokens[:-1], (tokens[-1] + (rng.random() < 0.2)) % len(p[0])]
 
-    for subject in (given := of_callable("x", bind(verify)), given._replace(exact=None)):
+    for subject in (given := callable_subject("x", bind(verify)), given._replace(exact=None)):
         found = audit(subject)
         assert found.bug == "unknown"
     assert "no bug of the gallery explains" in found.verdict
@@ -247,7 +254,7 @@ def test_accepting_too_much_refutes_by_itself() -> None:
 )
 def test_what_is_no_token_is_an_error(returned: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        audit(of_callable("x", bind(lambda p, q, drafts, rng: returned)), 10)
+        audit(callable_subject("x", bind(lambda p, q, drafts, rng: returned)), 10)
 
 
 def scaled(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
@@ -323,7 +330,7 @@ WRITTEN = (scaled, capped, by_ratio, at_once, by_tensors, with_uniforms, Countin
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize("verify", WRITTEN, ids=lambda verify: verify.__name__)
 def test_verifiers_may_be_written_in_many_ways(verify: Any) -> None:
-    found = audit(of_callable("x", bind(verify)), 400)
+    found = audit(callable_subject("x", bind(verify)), 400)
     assert not found.refuted, found.verdict
     assert found.error is not None, found.exact
     assert (found.error > 1e-9) == (verify is capped)
@@ -346,7 +353,7 @@ def test_what_cannot_be_enumerated_is_sampled_and_told_what_to_change(
         u = [float(x) for x in convert(rng, len(drafts) + 1)]
         return gallery.standard(p, q, drafts, None, u)
 
-    found = audit(of_callable("x", bind(verify)), 400)
+    found = audit(callable_subject("x", bind(verify)), 400)
     assert (found.error, found.refuted) == (None, False)
     assert found.verdict.startswith("not refuted: no difference in 400 draws")
     assert said in found.exact[0]
@@ -360,7 +367,7 @@ def test_a_verifier_that_raises_is_an_error_that_says_so() -> None:
     with pytest.raises(
         RequestError, match=r"`callable` is .raises.*KeyError\(.oops.\) in test_audit.py, line"
     ):
-        audit(of_callable("x", bind(raises)), 10)
+        audit(callable_subject("x", bind(raises)), 10)
 
 
 # The evidence -------------------------------------------------------------------------------------
@@ -430,7 +437,7 @@ def test_what_cannot_be_is_not_allowed_for() -> None:
 
 def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
     """Alarms at alpha = 0.05, and the mean e-value, of uniforms in groups of any frequency."""
-    model, rng = Model("m", np.full(16, 0.25), {}, given=4), np.random.default_rng(3)
+    model, rng = Model("m", np.full(16, 0.25), {}, groups=4), np.random.default_rng(3)
     alarms, total = 0, 0.0
     for _ in range(runs):
         group = rng.choice(4, p=[0.7, 0.2, 0.07, 0.03], size=draws)
@@ -444,7 +451,7 @@ def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
 
 def test_shares_that_are_right_are_within_the_reach_that_a_plot_shows() -> None:
     rng, null = np.random.default_rng(3), np.array([0.5, 0.3, 0.2, 0.1, 0.4, 0.5])
-    model, within = Model("m", null, {}, given=2), []
+    model, within = Model("m", null, {}, groups=2), []
     for _ in range(2000):
         first, second = rng.multinomial(3000, null[:3]), rng.multinomial(1000, null[3:])
         source = Source(model, np.array([*first, *second], dtype=float), 4000)
@@ -459,7 +466,7 @@ def test_outcomes_given_their_group() -> None:
     assert alarms <= 25
     assert mean < 1.3  # of 1 at most, in expectation
     assert given_groups(0.2, runs=20, draws=1500)[0] == 20
-    source = Source(Model("m", np.full(4, 0.5), {}, given=2), np.array([450.0, 450, 50, 50]), 1000)
+    source = Source(Model("m", np.full(4, 0.5), {}, groups=2), np.array([450.0, 450, 50, 50]), 1000)
     assert (source.distance, source.p_value) == (0.0, 1.0)
 
 
@@ -486,7 +493,9 @@ def test_tokens_of_a_text_are_read_together() -> None:
 
 def test_operators_pass() -> None:
     for rule in (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED):
-        found = audit(of_backend("x", get_backend("native"), CPU, rule)._replace(exact=None), 6000)
+        found = audit(
+            backend_subject("x", get_backend("native"), CPU, rule)._replace(exact=None), 6000
+        )
         assert not found.refuted
         assert "no difference in 6,000 draws" in found.verdict
 
@@ -495,7 +504,7 @@ def test_a_tail_that_never_comes_is_refuted() -> None:
     backend = replaced(
         get_backend("native"), sample=lambda rows, noise: rows.logits_NV.argmax(dim=1)
     )
-    broken, (line,) = of_backend("x", backend, CPU, Rule.STANDARD).exact()
+    broken, (line,) = backend_subject("x", backend, CPU, Rule.STANDARD).exact()
     assert broken == ["float32_tail"], line
 
 
@@ -511,5 +520,7 @@ def test_a_tail_that_never_comes_is_refuted() -> None:
 def test_broken_operators_are_refuted(bug: str, breaks: dict[str, Any]) -> None:
     backend = breaks.get("backend", lambda backend: backend)(get_backend("native"))
     mutate = breaks.get("mutate", lambda propose: propose)
-    found = audit(of_backend("x", backend, CPU, Rule.STANDARD, mutate=mutate)._replace(exact=None))
+    found = audit(
+        backend_subject("x", backend, CPU, Rule.STANDARD, mutate=mutate)._replace(exact=None)
+    )
     assert found.bug == bug

@@ -444,7 +444,7 @@ def test_no_draft_counts_from_a_placeholder_on(pair: LLM, reference: Reference, 
     assert [(a, b, len(drafts)) for a, b, drafts in block_rounds(trace)] == [(1, 2, 1)]
     audited = EngineAudit(pair, SamplingParams(rejection_sample_method="block"), reference)
     audited._texts = [Text([3, 4], [5, 5, 5], trace)]
-    seen, chance = audited._rounds()
+    seen, chance = audited._block_acceptance()
     assert [*seen.nonzero()[0]] == [*chance.nonzero()[0]] == [2]
     assert not real or chance[2] == 0.75
 

@@ -342,7 +342,7 @@ def test_batches_whose_prompts_exceed_a_step_are_timed_all_the_same(
         profile = calibration.run()
     settled = {
         setup.drafts: len(found.steps)
-        for setup, found in calibration._found.items()
+        for setup, found in calibration._timings.items()
         if setup.batch == 16 and setup.output > 1
     }
     assert [*settled] == [0, 1, 2]

@@ -127,7 +127,7 @@ def test_shapes_read_what_a_gpu_was_measured_to_read(tmp_path: Path) -> None:
     head = Shape.read(SHAPES / "llama-3.1-8b-eagle3", is_head=True)
     assert 2 * target.weights / 1e9 == pytest.approx(known["target_weights_gb"], rel=1e-3)
     assert 2 * head.weights / 1e9 == pytest.approx(known["draft_weights_gb"], rel=1e-3)
-    assert 2 * target.kept == known["kv_bytes_per_token"]
+    assert 2 * target.kv_numbers == known["kv_bytes_per_token"]
     speculation = SpeculativeConfig(
         method="eagle3", model=str(SHAPES / "llama-3.1-8b-eagle3"), num_speculative_tokens=4
     )

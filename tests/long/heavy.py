@@ -267,7 +267,7 @@ def main() -> int:
              least=False),
     ]  # fmt: skip
     shapes = {"model": TARGET, "max_num_batched_tokens": STEP}
-    record("heavy", options, shapes, rows, notes, "tests.long")
+    record("heavy", options, shapes, rows, notes, "tests.long.heavy")
     print(*notes, sep="\n")
     return int(values["held_afterwards"] > 0 or values["exit_code"] != 0)
 

@@ -45,7 +45,7 @@ _DRAFTERS = {
     "ngram": "A look-up in the text so far",
 }
 TEMPERATURES = (0.0, 0.8)
-# These read well; the others follow in their order.
+# Prompts that are easy to read are shown first; the others follow in file order.
 FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
 ROUNDS = 5
 BAR = 32
@@ -60,25 +60,26 @@ class DemoPrompt(NamedTuple):
     text: str
 
 
-def _code() -> list[DemoPrompt]:
+def _code_prompts() -> list[DemoPrompt]:
     items = sorted(heldout(), key=lambda item: item.id not in FIRST)
     return [DemoPrompt(f"{i.package}, {i.file}", i.prompt, i.prompt) for i in items]
 
 
-def _questions(template: ChatTemplate) -> list[DemoPrompt]:
-    made = []
-    for item in heldout_chats():
-        prompt = {"prompt_token_ids": template.render(item.messages)[1]}
-        made.append(DemoPrompt(item.id, prompt, f"{item.messages[-1]['content']}\n\n"))
-    return made
+def _chat_prompts(template: ChatTemplate) -> list[DemoPrompt]:
+    """The held-out conversations, rendered with the chat template."""
+    prompts = []
+    for chat in heldout_chats():
+        prompt = {"prompt_token_ids": template.render(chat.messages)[1]}
+        prompts.append(DemoPrompt(chat.id, prompt, f"{chat.messages[-1]['content']}\n\n"))
+    return prompts
 
 
 class Demo:
-    """Runs the parts in order on one loaded engine.
+    """Runs the parts of the demo in order, on one loaded engine.
 
     Args:
         llm: an engine with a drafter.
-        console: where to write; it decides on colour and width.
+        console: for the output; it decides on colour and width.
         note: gets a line about the work done so far, which Ctrl-C reports.
     """
 
@@ -86,10 +87,10 @@ class Demo:
         self.llm, self.console, self.note = llm, console, note
         has_template = getattr(llm.tokenizer, "chat_template", None) is not None
         self.is_chat = has_template and llm.config.model not in BUILT_IN
-        self.items = _questions(ChatTemplate(llm.tokenizer)) if self.is_chat else _code()
+        self.items = _chat_prompts(ChatTemplate(llm.tokenizer)) if self.is_chat else _code_prompts()
 
     def run(self, prompts: int, max_tokens: int, samples: int) -> None:
-        """Show completions, acceptance, speed, losslessness: about a minute in all."""
+        """Show completions, acceptance, speed and losslessness, in about a minute."""
         check_int("prompts", prompts, 1, len(self.items))
         chosen = self.items[:prompts]
         self.introduce()
@@ -105,6 +106,7 @@ class Demo:
         self.check_losslessness(samples)
 
     def introduce(self) -> None:
+        """Print what the demo does, and the meaning of its styles."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
         done = "answers questions by" if self.is_chat else "completes Python files by"
@@ -148,6 +150,7 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
+        """Print a bar for each draft position: the share of its drafts that were accepted."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
@@ -163,7 +166,7 @@ class Demo:
         )
 
     def show_speed(self, chosen: list[DemoPrompt], max_tokens: int) -> None:
-        """Medians of plain and speculative decoding of the same prompts, in turn."""
+        """Show median speeds of plain and speculative decoding of the same prompts, in turn."""
         self._title("Speed, batch 1, plain and speculative in turn")
         ratios = []
         for temperature in TEMPERATURES:
@@ -171,16 +174,17 @@ class Demo:
                 temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0
             )
             plain = replace(speculative, num_speculative_tokens=0)
-            slow, fast = list[float](), list[float]()
+            plain_speeds, speculative_speeds = list[float](), list[float]()
             with self._progress("measuring", ROUNDS) as advance:
                 for done in range(ROUNDS):
                     advance(done)
-                    slow.append(self._speed(chosen, plain))
-                    fast.append(self._speed(chosen, speculative))
-            ratios.append(statistics.median(fast) / statistics.median(slow))
+                    plain_speeds.append(self._speed(chosen, plain))
+                    speculative_speeds.append(self._speed(chosen, speculative))
+            medians = statistics.median(plain_speeds), statistics.median(speculative_speeds)
+            ratios.append(medians[1] / medians[0])
             self.console.print(
-                f"  temperature {temperature:<4g} plain {_span(slow)}   speculative {_span(fast)}"
-                f"   {ratios[-1]:.2f}x"
+                f"  temperature {temperature:<4g} plain {_median_and_range(plain_speeds)}"
+                f"   speculative {_median_and_range(speculative_speeds)}   {ratios[-1]:.2f}x"
             )
         self._say(f"Tokens per second: median of {ROUNDS} rounds (least to most).")
         if min(ratios) < 1.0:
@@ -196,15 +200,15 @@ class Demo:
         return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, draws: int) -> None:
-        """Audit tokens at T=0 and ranks at T=1."""
+        """Audit tokens at T=0, and the tokens' ranks at T=1."""
         self._title("Is it lossless?")
         reference = reference_of(self.llm)
         engine = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
         self._say(engine.greedy()[1])
         subject = engine.subject(self.llm.config.model)._replace(exact=None)
         with self._progress("drawing", draws) as advance:
-            found = audit(subject, draws, advance)
-        self._say(f"Temperature 1, each token's rank among the target's: {found.verdict}")
+            outcome = audit(subject, draws, advance)
+        self._say(f"Temperature 1, each token's rank among the target's: {outcome.verdict}")
         self._say("More: `foretoken audit`.")
 
     def _title(self, text: str) -> None:
@@ -222,7 +226,7 @@ class Demo:
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar that vanishes when done; without a terminal nothing is written.
 
-        Yields a function that takes the number done of `total`.
+        Yields a function to call with the number that is done, out of `total`.
         """
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
         shown = self.console.is_terminal
@@ -231,5 +235,5 @@ class Demo:
             yield lambda done: bar.update(task, completed=done)
 
 
-def _span(speeds: list[float]) -> str:
+def _median_and_range(speeds: list[float]) -> str:
     return f"{statistics.median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"

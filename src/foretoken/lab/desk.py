@@ -1,4 +1,4 @@
-"""The output of a command of the laboratory, alike for `audit`, `bench` and `plan`.
+"""The output of `audit`, `bench` and `plan`, in one form for all three commands.
 
 Charter: progress, tables, files. Each command makes its own figures.
 """
@@ -24,7 +24,7 @@ from foretoken.lab.results import Results, Row, Spread, replace_text, validate, 
 
 _EVERY_S = 5.0  # between two lines of progress without a terminal
 Report = Callable[[int, str], None]
-"""Gets the amount done, and what is under way."""
+"""Called with the amount done, and the name of the work that is under way."""
 
 
 class Table(NamedTuple):
@@ -38,10 +38,10 @@ class Section(NamedTuple):
     """Charts that belong together.
 
     Attributes:
-        title: what they show; "": all measurements.
+        title: what the charts show; "": all measurements.
         lines: the findings, one sentence each.
-        charts: as SVG.
-        folded: as SVG; a page shows them on demand.
+        charts: SVG texts.
+        folded: SVG texts of charts that a page shows on demand.
     """
 
     title: str = ""
@@ -52,10 +52,10 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Desk:
-    """The place where one call of a command reports.
+    """The outputs of one call of a command.
 
     Attributes:
-        typed: the command line, for the results file.
+        typed: the command line as typed, for the results file.
         console: for findings.
         errors: for progress.
         note: gets a line about the work done so far, which Ctrl-C reports.
@@ -70,7 +70,7 @@ class Desk:
 
     @contextmanager
     def status(self, text: str) -> Iterator[None]:
-        """Show what is under way, without progress; on a terminal only until it is done."""
+        """Show the text while the context runs; without a terminal it is printed as a line."""
         if not self.errors.is_terminal:
             self._tell(text)
             yield
@@ -82,28 +82,34 @@ class Desk:
         self.errors.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, total: int, of: str, first: str = "") -> Iterator[Report]:
-        """On a terminal a bar with the remaining time, which vanishes when done. Elsewhere a line
-        at once, and then one every few seconds.
+    def progress(self, total: int, unit: str, first: str = "") -> Iterator[Report]:
+        """Show progress while the context runs; yields the function to report it with.
 
-        The bar is drawn only by updates: a thread that redraws it would take time from a step.
+        On a terminal it is a bar with the remaining time, which vanishes when done. Elsewhere it
+        is a line at once, and then a line every few seconds. The bar is drawn only by updates: a
+        thread that redraws it would take time from a step.
+
+        Args:
+            unit: plural name of what `total` counts.
+            first: name of the first work.
         """
-        is_terminal, said = self.errors.is_terminal, -math.inf
+        is_terminal, printed_at = self.errors.is_terminal, -math.inf
         bar = Progress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(), console=self.errors, auto_refresh=False, transient=True,
             disable=not is_terminal,
         )  # fmt: skip
-        task = bar.add_task(of, total=total)
+        task = bar.add_task(unit, total=total)
 
-        def report(done: int, what: str) -> None:
-            nonlocal said
+        def report(done: int, work: str) -> None:
+            nonlocal printed_at
             now = time.monotonic()
-            if not is_terminal and done < total and now - said > _EVERY_S:
-                self._tell(f"{done:,} of {total:,} {of} done" + (f"; now {what}" if what else ""))
-                said = now
-            bar.update(task, completed=done, description=f"{of} {what}", refresh=True)
-            self.note(f"{done:,} of {total:,} {of} were done.")
+            if not is_terminal and done < total and now - printed_at > _EVERY_S:
+                current = f"; now {work}" if work else ""
+                self._tell(f"{done:,} of {total:,} {unit} done{current}")
+                printed_at = now
+            bar.update(task, completed=done, description=f"{unit} {work}", refresh=True)
+            self.note(f"{done:,} of {total:,} {unit} were done.")
 
         with bar:
             report(0, first)
@@ -114,6 +120,7 @@ class Desk:
             self.console.print(line, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def show(self, tables: Mapping[str, Table], lines: Sequence[str]) -> None:
+        """Print tables with their titles, then lines; nothing with `as_json`."""
         for title, table in tables.items():
             self.say(title, "bold")
             self.say(as_text(table))
@@ -121,40 +128,43 @@ class Desk:
             self.say(line)
 
     def write(
-        self, found: Results, output: Sequence[str], tables: Mapping[str, Table],
+        self, results: Results, output: Sequence[str], tables: Mapping[str, Table],
         sections: Sequence[Section],
     ) -> None:  # fmt: skip
-        """Print the results as JSON for `as_json`, and write the files by their suffixes."""
+        """Write the files in the format of their suffix; with `as_json`, print the results."""
         if self.as_json:
-            data = asdict(found)
+            data = asdict(results)
             validate(data)
             self.console.print(json.dumps(data), markup=False, soft_wrap=True)
         for path in map(Path, output):
             if path.suffix == ".json":
-                write_file(found, path)
+                write_file(results, path)
             elif path.suffix == ".csv":
-                replace_text(path, as_csv(found.rows))
+                replace_text(path, as_csv(results.rows))
             elif path.suffix == ".svg":
-                every = [chart for part in sections for chart in (*part.charts, *part.folded)]
-                replace_text(path, page(every))
+                charts = [chart for part in sections for chart in (*part.charts, *part.folded)]
+                replace_text(path, page(charts))
             else:
-                replace_text(path, as_html(found, tables, sections))
+                replace_text(path, as_html(results, tables, sections))
         if output:
             self._tell(f"Wrote {' and '.join(output)}.")
 
 
-def as_text(made: Table) -> str:
+def as_text(table: Table) -> str:
     """A table for a terminal: the first column left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(made.header, *made.lines, strict=True)]
+    widths = [max(map(len, column)) for column in zip(table.header, *table.lines, strict=True)]
     text = ""
-    for first, *cells in (made.header, *made.lines):
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        text += "  ".join([first.ljust(widths[0]), *numbers]).rstrip() + "\n"
+    for first, *cells in (table.header, *table.lines):
+        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        text += "  ".join([first.ljust(widths[0]), *aligned]).rstrip() + "\n"
     return text
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line per row and value: the case, its labels, and the spread, or only a median."""
+    """CSV with one line per value of each row: the case, its labels, and the value's spread.
+
+    A plain number is written as the median.
+    """
     labels = list(dict.fromkeys(name for row in rows for name in row.labels))
     spread = [field.name for field in fields(Spread)]
     text = io.StringIO()
@@ -162,25 +172,26 @@ def as_csv(rows: Sequence[Row]) -> str:
     lines.writeheader()
     for row in rows:
         for name, value in row.values.items():
-            numbers = asdict(value) if isinstance(value, Spread) else {"median": value}
-            lines.writerow({"case": row.case, **row.labels, "value": name, **numbers})
+            summary = asdict(value) if isinstance(value, Spread) else {"median": value}
+            lines.writerow({"case": row.case, **row.labels, "value": name, **summary})
     return text.getvalue()
 
 
-def as_html(found: Results, tables: Mapping[str, Table], sections: Sequence[Section]) -> str:
+def as_html(results: Results, tables: Mapping[str, Table], sections: Sequence[Section]) -> str:
     """A report in one file: contents, tables, charts, notes, and the machine."""
     about: dict[str, Any] = {
-        name: getattr(found, name) for name in ("command", "date", "commit", "hardware", "versions")
+        name: getattr(results, name)
+        for name in ("command", "date", "commit", "hardware", "versions")
     }
-    titled = {part.title: part.lines for part in sections if part.title}
-    contents = [html_contents(titled)] if len(titled) > 1 else []
-    numbers = [html_table(title, made.header, made.lines) for title, made in tables.items()]
-    pictures = [html_charts(*part) for part in sections]
-    parts = contents + (pictures + numbers if titled else numbers + pictures)
-    parts.append(html_list("What the figures mean", found.notes))
+    lines_of = {part.title: part.lines for part in sections if part.title}
+    contents = [html_contents(lines_of)] if len(lines_of) > 1 else []
+    figures = [html_table(title, table.header, table.lines) for title, table in tables.items()]
+    charts = [html_charts(*part) for part in sections]
+    parts = contents + (charts + figures if lines_of else figures + charts)
+    parts.append(html_list("What the figures mean", results.notes))
     pairs = [
         [name, value if isinstance(value, str) else json.dumps(value)]
-        for name, value in (about | found.shapes).items()
+        for name, value in (about | results.shapes).items()
     ]
     parts.append(html_table("What was measured, and where", ["", ""], pairs, "words"))
-    return html(" ".join(found.command.split()[:2]), parts)
+    return html(" ".join(results.command.split()[:2]), parts)

@@ -11,7 +11,7 @@ from textwrap import wrap
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 400
-FEW = 6  # so many charts stand below one another in a file; more are set in rows
+COLUMN_LIMIT = 6  # up to so many charts of a file are in one column; more are set in rows
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
 LETTER = 7.5  # width of a letter in the legend, px
 TITLE_LETTERS, NOTE_LETTERS = 64, 92  # per line
@@ -19,7 +19,7 @@ COLOURS = (  # distinguishable on white and on near-black
     *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
     *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
 )
-INK = "currentColor"  # of references: plain decoding, a limit
+INK = "currentColor"  # the colour of references such as plain decoding or a limit
 STYLE = """
 svg { color: #1f2328; background: #fff; }
 text { font: 13px system-ui, sans-serif; fill: currentColor; }
@@ -60,12 +60,12 @@ summary { line-height: 44px; cursor: pointer; }
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its points in order of x, each with a range.
+    """A line of a chart: its points in order of x, each with a range.
 
     Attributes:
-        name: in the legend; lines of one name and colour appear there once.
-        points: (x, median, least, most).
-        colour: of `COLOURS`, or `INK`; "": by its place among the lines.
+        name: its text in the legend, where lines of equal name and colour appear once.
+        points: (x, median, minimum, maximum).
+        colour: one of `COLOURS`, or `INK`; "": the next colour.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Bar:
 
     Attributes:
         name: its label below the axis.
-        group: the label that it shares with its neighbours, below the names.
-        parts: name -> size, from the axis up.
+        group: a label that it shares with its neighbours, below the names.
+        parts: name -> size, from the axis upwards.
         mark: a height to mark on the bar, or None.
-        reach: the range of its end, or of its mark: least and most, or None.
+        reach: minimum and maximum of the bar's height, or of its mark; None: no range.
     """
 
     name: str
@@ -98,9 +98,10 @@ class Axes:
     """The axes of a line chart.
 
     Attributes:
-        x, y: their labels.
-        logarithmic: both axes, for positive numbers; otherwise both begin at 0.
-        x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
+        x, y: labels of the axes.
+        logarithmic: whether both axes are logarithmic; otherwise both begin at 0.
+        x_marks: the ticks of x, positive numbers in order. If given, x is logarithmic and extends
+            from the first tick to the last.
     """
 
     x: str
@@ -109,21 +110,21 @@ class Axes:
     x_marks: Sequence[float] = ()
 
 
-def ticks(most: float, count: int = 5) -> list[float]:
-    """Round numbers from 0 up to the first one >= `most`."""
-    step = 10.0 ** math.floor(math.log10(most / count))
-    step *= next(m for m in (1, 2, 5, 10) if m * step * count >= most)
-    return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
+def ticks(highest: float, count: int = 5) -> list[float]:
+    """Round numbers from 0 to the first one >= `highest`, about `count` of them."""
+    step = 10.0 ** math.floor(math.log10(highest / count))
+    step *= next(m for m in (1, 2, 5, 10) if m * step * count >= highest)
+    return [i * step for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-def decades(least: float, most: float) -> list[float]:
-    """Powers of ten from the last one <= `least` to the first one >= `most`."""
-    first, last = math.floor(math.log10(least) + 1e-9), math.ceil(math.log10(most) - 1e-9)
+def decades(lowest: float, highest: float) -> list[float]:
+    """Powers of ten from the last one <= `lowest` to the first one >= `highest`."""
+    first, last = math.floor(math.log10(lowest) + 1e-9), math.ceil(math.log10(highest) - 1e-9)
     return [10.0**i for i in range(first, max(last, first + 1) + 1)]
 
 
-def _share(low: float, high: float, logarithmic: bool) -> Callable[[float], float]:
-    """Maps a value to its place between an axis's two ends, 0 to 1; 0.5 if they are equal."""
+def _axis_share(low: float, high: float, logarithmic: bool) -> Callable[[float], float]:
+    """A function from a value to its place on an axis, 0 to 1; 0.5 if the axis has no length."""
     scale = math.log if logarithmic else float
     width = scale(high) - scale(low)
     return lambda value: (scale(value) - scale(low)) / width if width else 0.5
@@ -141,25 +142,25 @@ def line_chart(
     """A chart of lines, with a dot and a range for each point.
 
     Args:
-        level: a line across the chart: its name in the legend and its height.
-        legend: False if another chart has the same lines in the same colours.
+        level: a horizontal line across the chart: its name in the legend, and its height.
+        legend: False: no legend, because another chart has the same lines in the same colours.
         note: how to read the chart, below the title.
     """
-    points = [point for one in series for point in one.points]
-    across = axes.x_marks or [p[0] for p in points]
+    points = [point for line in series for point in line.points]
+    x_values = axes.x_marks or [p[0] for p in points]
     limit = level[1] if level else 0.0
     lowest, highest = min(p[2] for p in points), max(limit, *(p[3] for p in points))
-    low, high = min(across) if axes.logarithmic or axes.x_marks else 0.0, max(across)
+    low, high = min(x_values) if axes.logarithmic or axes.x_marks else 0.0, max(x_values)
     x_ticks = axes.x_marks or (decades(low, high) if axes.logarithmic else ticks(high))
     x_ticks = [tick for tick in x_ticks if low <= tick <= high]
-    x_share = _share(low, high, axes.logarithmic or bool(axes.x_marks))
+    x_share = _axis_share(low, high, axes.logarithmic or bool(axes.x_marks))
     y_ticks = decades(lowest, highest) if axes.logarithmic else ticks(highest)
-    y_share = _share(y_ticks[0], y_ticks[-1], axes.logarithmic)
+    y_share = _axis_share(y_ticks[0], y_ticks[-1], axes.logarithmic)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    colours = [one.colour or COLOURS[i % len(COLOURS)] for i, one in enumerate(series)]
-    named = {one.name: colour for one, colour in zip(series, colours, strict=True)}
-    named, mark = (named, level[0] if level else "") if legend else ({}, "")
-    head, top = _head(title, note, named, mark)
+    colours = [line.colour or COLOURS[i % len(COLOURS)] for i, line in enumerate(series)]
+    colour_of = {line.name: colour for line, colour in zip(series, colours, strict=True)}
+    colour_of, mark = (colour_of, level[0] if level else "") if legend else ({}, "")
+    heading, top = _heading(title, note, colour_of, mark)
 
     def at_x(x: float) -> float:
         return round(LEFT + (right - LEFT) * x_share(x), 1)
@@ -167,21 +168,21 @@ def line_chart(
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y_share(y), 1)
 
-    parts = [*head, *_frame(y_ticks, at_y, axes.y)]
+    parts = [*heading, *_frame(y_ticks, at_y, axes.y)]
     for tick in x_ticks:
         parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
         parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
     parts.append(_text((LEFT + right) / 2, HEIGHT - 10, axes.x, "middle"))
     if level is not None:
         parts.append(_line(LEFT, at_y(limit), right, at_y(limit), "mark"))
-    for one, colour in zip(series, colours, strict=True):
-        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y, _, _ in one.points)
-        dashes = ' stroke-dasharray="6 4"' if one.dashed else ""
+    for line, colour in zip(series, colours, strict=True):
+        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y, _, _ in line.points)
+        dashes = ' stroke-dasharray="6 4"' if line.dashed else ""
         parts.append(f'<g stroke="{colour}" fill="{colour}">')
         parts.append(f'<polyline points="{path}" fill="none" stroke-width="2"{dashes}/>')
-        for x, y, least, most in one.points:
-            if least < most:
-                parts.append(_line(at_x(x), at_y(least), at_x(x), at_y(most)))
+        for x, y, minimum, maximum in line.points:
+            if minimum < maximum:
+                parts.append(_line(at_x(x), at_y(minimum), at_x(x), at_y(maximum)))
             parts.append(f'<circle cx="{at_x(x)}" cy="{at_y(y)}" r="3"/>')
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -193,7 +194,7 @@ def bar_chart(
     """A chart of bars that begin at 0, with a legend if there are marks or several parts.
 
     Args:
-        mark: the meaning of the bars' marks.
+        mark: the meaning of the bars' marks, for the legend.
         note: how to read the chart, below the title.
     """
     bottom = HEIGHT - BOTTOM
@@ -202,41 +203,43 @@ def bar_chart(
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)
     shades = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    head, top = _head(title, note, shades if len(names) > 1 or mark else {}, mark)
+    heading, top = _heading(title, note, shades if len(names) > 1 or mark else {}, mark)
 
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y / y_ticks[-1], 1)
 
-    drawn = [*head, *_frame(y_ticks, at_y, y_label)]
+    elements = [*heading, *_frame(y_ticks, at_y, y_label)]
     small = "small" if width < 60 else ""
     for i, bar in enumerate(bars):
         left, middle, base = LEFT + width * (i + 0.2), LEFT + width * (i + 0.5), 0.0
         for name, size in bar.parts.items():
             high, low = at_y(base + size), at_y(base)
-            drawn.append(
+            elements.append(
                 f'<rect x="{left:.1f}" y="{high:g}" width="{0.6 * width:.1f}" '
                 f'height="{low - high:.1f}" fill="{shades[name]}"/>'
             )
             base += size
         if bar.mark is not None:
             ends = LEFT + width * (i + 0.12), LEFT + width * (i + 0.88)
-            drawn.append(_line(ends[0], at_y(bar.mark), ends[1], at_y(bar.mark), "mark"))
+            elements.append(_line(ends[0], at_y(bar.mark), ends[1], at_y(bar.mark), "mark"))
         if bar.reach:
-            drawn.append(_line(middle, at_y(bar.reach[0]), middle, at_y(bar.reach[1]), "mark"))
-        drawn.append(_text(middle, bottom + 18, bar.name, "middle", small))
-    drawn += _groups([bar.group for bar in bars], width, bottom + 38)
-    return "\n".join([*drawn, "</svg>"]) + "\n"
+            elements.append(_line(middle, at_y(bar.reach[0]), middle, at_y(bar.reach[1]), "mark"))
+        elements.append(_text(middle, bottom + 18, bar.name, "middle", small))
+    elements += _groups([bar.group for bar in bars], width, bottom + 38)
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def page(charts: Sequence[str]) -> str:
-    """Charts in one SVG: a few below one another, many in rows that make the picture square."""
-    columns = 1 if len(charts) <= FEW else math.ceil(math.sqrt(len(charts) * HEIGHT / WIDTH))
-    drawn = [_open(WIDTH * columns, HEIGHT * math.ceil(len(charts) / columns))]
+    """Charts in one SVG: a few in one column, many in rows that make the picture about square."""
+    columns = (
+        1 if len(charts) <= COLUMN_LIMIT else math.ceil(math.sqrt(len(charts) * HEIGHT / WIDTH))
+    )
+    elements = [_svg_tag(WIDTH * columns, HEIGHT * math.ceil(len(charts) / columns))]
     for i, chart in enumerate(charts):
         row, column = divmod(i, columns)
-        at = f"translate({WIDTH * column} {HEIGHT * row})"
-        drawn.append(f'<g transform="{at}">\n{chart}</g>')
-    return "\n".join([*drawn, "</svg>"]) + "\n"
+        place = f"translate({WIDTH * column} {HEIGHT * row})"
+        elements.append(f'<g transform="{place}">\n{chart}</g>')
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def html(title: str, sections: Sequence[str]) -> str:
@@ -250,7 +253,7 @@ def html(title: str, sections: Sequence[str]) -> str:
 def html_table(
     title: str, header: Sequence[str], lines: Sequence[Sequence[str]], kind: str = ""
 ) -> str:
-    """A section with a table; the first column is left-aligned, for `kind="words"` all are."""
+    """A section with a table. Its first column is left-aligned; with `kind="words"`, all are."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -258,11 +261,14 @@ def html_table(
     return f'<h2>{escape(title)}</h2>\n<div class="table">{table}</div>'
 
 
-def html_contents(titled: Mapping[str, Sequence[str]]) -> str:
-    """A section with a link to each title's section of charts, and that section's first line."""
+def html_contents(lines_of: Mapping[str, Sequence[str]]) -> str:
+    """A section with a link to each section of charts, and that section's first line.
+
+    lines_of: title of a section -> its lines
+    """
     items = (
         f'<li><a href="#{_anchor(title)}">{escape(title)}</a>{escape("".join(lines[:1]))}</li>'
-        for title, lines in titled.items()
+        for title, lines in lines_of.items()
     )
     return f"<nav><ul>{''.join(items)}</ul></nav>"
 
@@ -270,10 +276,10 @@ def html_contents(titled: Mapping[str, Sequence[str]]) -> str:
 def html_charts(
     title: str, lines: Sequence[str], charts: Sequence[str], folded: Sequence[str]
 ) -> str:
-    """A section of lines and charts; a click on a line opens the folded charts."""
+    """A section of lines and charts; the folded charts are shown after a click."""
     heading = f'<h2 id="{_anchor(title)}">{escape(title)}</h2>\n' if title else ""
-    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    text = f'{heading}{said}<div class="charts">{"".join(charts)}</div>'
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    text = f'{heading}{paragraphs}<div class="charts">{"".join(charts)}</div>'
     if folded:
         text += f"<details><summary>More charts: {len(folded)}</summary>"
         text += f'<div class="charts">{"".join(folded)}</div></details>'
@@ -290,14 +296,16 @@ def html_list(title: str, items: Sequence[str]) -> str:
     return f"<h2>{escape(title)}</h2>\n<ul>{body}</ul>"
 
 
-def _open(width: int, height: int) -> str:
+def _svg_tag(width: int, height: int) -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
 
 
-def _head(title: str, note: str, named: Mapping[str, str], mark: str) -> tuple[list[str], int]:
-    """Title, note and legend above the axes, and the height at which they end."""
-    parts = [_open(WIDTH, HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>"]
+def _heading(
+    title: str, note: str, colour_of: Mapping[str, str], mark: str
+) -> tuple[list[str], int]:
+    """Title, note and legend above the axes, and the y at which they end."""
+    parts = [_svg_tag(WIDTH, HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>"]
     y = TOP - 22
     for line in wrap(title, TITLE_LETTERS):
         parts.append(_text(LEFT, y, line, "start", "title"))
@@ -305,14 +313,14 @@ def _head(title: str, note: str, named: Mapping[str, str], mark: str) -> tuple[l
     for line in wrap(note, NOTE_LETTERS):
         parts.append(_text(LEFT, y, line, "start", "note"))
         y += 16
-    if not named:
+    if not colour_of:
         return parts, max(y, TOP)
-    legend, top = _legend(named, mark, y + 4)
+    legend, top = _legend(colour_of, mark, y + 4)
     return [*parts, *legend], top
 
 
 def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: str) -> list[str]:
-    """Both axes, with the vertical one's ticks and label."""
+    """Both axes, with ticks, grid lines and label of the vertical axis."""
     top, bottom, right = at_y(y_ticks[-1]), HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y_ticks:
@@ -328,14 +336,14 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
     return parts
 
 
-def _legend(named: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int]:
-    """Names next to their colours from height `y` on, and the height at which they end."""
+def _legend(colour_of: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int]:
+    """The legend, with names next to their colours, below `y`; and the y at which it ends."""
     parts, x = [], float(LEFT)
-    for name in (*named, mark) if mark else named:
+    for name in (*colour_of, mark) if mark else colour_of:
         if x + 18 + LETTER * len(name) > WIDTH and x > LEFT:
             x, y = float(LEFT), y + 18
-        if name in named:
-            shade = named[name]
+        if name in colour_of:
+            shade = colour_of[name]
             parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{shade}"/>')
         else:
             parts.append(_line(x, y - 4, x + 12, y - 4, "mark"))
@@ -345,7 +353,7 @@ def _legend(named: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int
 
 
 def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:
-    """Each group's name once, below the middle of its bars."""
+    """The name of each group of neighbouring bars, below the middle of the group."""
     parts, first = [], 0
     for group, members in groupby(groups):
         count = len(list(members))
@@ -355,10 +363,10 @@ def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{named}>{escape(text)}</text>'
+    css_class = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{css_class}>{escape(text)}</text>'
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"{named}/>'
+    css_class = f' class="{kind}"' if kind else ""
+    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"{css_class}/>'

@@ -3,16 +3,16 @@
 A results file is one JSON object, with one line per field, row and note:
 
     schema    the version of this format
-    name      which benchmark: also the stem of the file's name
-    date      when it was written, ISO 8601 with the time zone
-    commit    of the code that ran, `dirty` if tracked code differed from it
-    command   as typed, from the repository root
+    name      the name of the benchmark, which is also the stem of the file's name
+    date      when the file was written, ISO 8601 with the time zone
+    commit    the commit of the code that ran; `dirty`: whether tracked code differed from it
+    command   the command as typed, from the repository root
     hardware  cpu, vector_instructions, read_gb_per_s, cores, threads, memory_gib, accelerator, and
-              tunings: what native decoders measured and chose when they were made
+              tunings: what native decoders measured and chose when they were loaded
     versions  python, torch, transformers, foretoken
     shapes    settings shared by all rows: models, prompts, tokens, options
-    rows      one per case: `case`, its `labels`, its `values`
-    notes     what a reader must know to understand the figures
+    rows      one row per case: `case`, its `labels`, its `values`
+    notes     sentences that a reader needs to understand the figures
 
 A value is a plain number (a count) or a `Spread`: unit, repeats, median, quartiles, min, max.
 """
@@ -62,8 +62,8 @@ class Spread:
         if not measured:
             raise ConfigError("measured", [], "at least one measurement")
         ordered = sorted(measured)
-        several = ordered if len(ordered) > 1 else ordered * 2  # quantiles need two at least
-        q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
+        enough = ordered if len(ordered) > 1 else ordered * 2  # quantiles need two numbers
+        q1, median, q3 = statistics.quantiles(enough, n=4, method="inclusive")
         return cls(unit, len(ordered), median, ordered[0], q1, q3, ordered[-1])
 
 
@@ -104,14 +104,14 @@ def collect(
     notes: Sequence[str] = (),
     code: tuple[str, bool] | None = None,
 ) -> Results:
-    """Results of a run that just ended here: adds the date, the machine and the commit.
+    """Make the results of a run that has just ended; adds the date, the machine and the commit.
 
     Args:
-        code: the result of `commit()` when the run began; None: its result now.
+        code: the result of `commit()` when the run began; None: the result of `commit()` now.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    ran = code or commit()
-    return Results(name, command, shapes, rows, [*notes], date, *ran, hardware(), versions())
+    code = code or commit()
+    return Results(name, command, shapes, rows, [*notes], date, *code, hardware(), versions())
 
 
 def write(results: Results, folder: Path) -> Path:
@@ -130,7 +130,7 @@ def write_file(results: Results, path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: an interruption leaves the former one."""
+    """Replace a file's text. If this is interrupted, the file keeps its former text."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
@@ -139,13 +139,13 @@ def replace_text(path: Path, text: str) -> None:
 def as_text(data: Mapping[str, Any]) -> str:
     """A JSON object with one line per field, row and note, so that diffs show single lines."""
 
-    def shown(value: Any) -> str:
+    def encoded(value: Any) -> str:
         if not isinstance(value, list):
             return json.dumps(value, ensure_ascii=False)
         items = ",".join(f"\n  {json.dumps(item, ensure_ascii=False)}" for item in value)
         return f"[{items}\n ]"
 
-    fields = ",".join(f"\n {json.dumps(name)}: {shown(value)}" for name, value in data.items())
+    fields = ",".join(f"\n {json.dumps(name)}: {encoded(value)}" for name, value in data.items())
     return f"{{{fields}\n}}\n"
 
 
@@ -165,7 +165,7 @@ def read(path: Path) -> Results:
 
 
 def validate(data: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first thing in `data` that violates the format."""
+    """Raise `ConfigError` for the first violation of the format in `data`."""
     _has("results", data, set(Results.__slots__))
     if data["schema"] != SCHEMA:
         raise ConfigError("schema", data["schema"], f"{SCHEMA}")
@@ -193,13 +193,15 @@ def validate(data: Mapping[str, Any]) -> None:
 
 
 def _has(
-    field_name: str, given: Mapping[str, Any], names: set[str], optional: Set[str] = frozenset()
+    field_name: str, data: Mapping[str, Any], names: set[str], optional: Set[str] = frozenset()
 ) -> None:
-    if not names <= set(given) <= names | optional:
-        raise ConfigError(field_name, sorted(given), f"an object of {', '.join(sorted(names))}")
+    """Raise `ConfigError` unless `data` has all fields `names`, and no others but `optional`."""
+    if not names <= set(data) <= names | optional:
+        raise ConfigError(field_name, sorted(data), f"an object of {', '.join(sorted(names))}")
 
 
 def _check_value(field_name: str, value: Any) -> None:
+    """Raise `ConfigError` unless a value is a number or a valid spread."""
     if isinstance(value, Mapping):
         _has(field_name, value, set(Spread.__slots__))
         order = [value[k] for k in ("min", "q1", "median", "q3", "max")]
@@ -211,7 +213,7 @@ def _check_value(field_name: str, value: Any) -> None:
 
 def hardware() -> dict[str, Any]:
     """The properties of this machine that explain figures."""
-    import torch  # takes two seconds: a command has shown its status by now
+    import torch  # not at the top: the import takes two seconds, before a command shows its status
 
     from foretoken.ops import get_backend, unavailable
 
@@ -231,12 +233,12 @@ def hardware() -> dict[str, Any]:
 def read_bandwidth(device: torch.device | str = "cpu") -> float:
     """GB/s at which a device reads its memory: the best of five passes.
 
-    On a CPU all of PyTorch's threads read 512 MiB: machines of one name differ threefold in this,
-    and a decode step is mostly reading. On a GPU it is 1 GiB, ten times per pass, so that the time
-    of launching does not matter.
+    On a CPU all of PyTorch's threads read 512 MiB. Machines with the same name differ threefold in
+    this speed, which decides the time of a decode step. On a GPU 1 GiB is read ten times per pass,
+    so that the time of launching does not matter.
 
     Raises:
-        torch.OutOfMemoryError: the GPU lacks that room.
+        torch.OutOfMemoryError: the GPU does not have 1 GiB of free memory.
     """
     import torch
 
@@ -244,18 +246,18 @@ def read_bandwidth(device: torch.device | str = "cpu") -> float:
     if device.type == "cpu":
         numbers = torch.ones(2**27)
         return numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=5)) / 1e9
-    numbers, times = torch.ones(2**28, device=device), 10
+    numbers, repeats = torch.ones(2**28, device=device), 10
 
     def read() -> None:
-        for _ in range(times):
+        for _ in range(repeats):
             numbers.sum()
         torch.cuda.synchronize(device)
 
-    return times * numbers.nbytes / min(timeit.repeat(read, number=1, repeat=5)) / 1e9
+    return repeats * numbers.nbytes / min(timeit.repeat(read, number=1, repeat=5)) / 1e9
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that decides speed and tokens."""
+    """Versions of the software that affects speed and tokens."""
     installed = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), "foretoken": __version__, **installed}
 
@@ -268,14 +270,18 @@ def _cpu_name() -> str:
 
 
 def commit() -> tuple[str, bool]:
-    """The commit of this code, and whether the code differs from it; `unknown` if installed."""
+    """The commit of this code, and whether the code differs from the commit.
+
+    ("unknown", False) if the code is not in its git repository, for example if it was installed.
+    """
 
     def git(*args: str, folder: Path = Path(__file__).parent) -> str:
         command = ["git", "-C", str(folder), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not a copy in another repository
+        # Fails if this file is only a copy inside another repository.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
         code = ("src", "benchmarks/*.py", "pyproject.toml")
         changed = git(
             "status", "--porcelain", "--", *code, folder=Path(git("rev-parse", "--show-toplevel"))
@@ -286,7 +292,10 @@ def commit() -> tuple[str, bool]:
 
 
 def stem(output: Sequence[str], default: str) -> str:
-    """The name of results: the JSON file's stem in lower-case letters, digits, underscores."""
+    """The name of results: the stem of the first JSON file in `output`, or else of `default`.
+
+    In lower case; characters other than letters and digits become underscores.
+    """
     path = next((path for path in output if path.endswith(".json")), default)
     name = Path(path).stem.lower()
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)

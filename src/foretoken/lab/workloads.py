@@ -1,4 +1,4 @@
-"""Prompts to measure on: files that the embedded pair was not trained on, and chats."""
+"""Prompts for measurements: files that the embedded pair was not trained on, and chats."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class HeldOutChat:
 
 
 def heldout_chats() -> list[HeldOutChat]:
-    """Conversations that SmolLM2's head was not trained on; the kinds alternate."""
+    """Conversations that SmolLM2's head was not trained on; `chat` and `code` alternate."""
     return [HeldOutChat(**fields) for fields in _lines("smollm2-135m-eagle3")]
 
 
 def heldout(limit: int | None = None) -> list[HeldOut]:
-    """The held-out prompts in file order, the first `limit` of them if given."""
+    """The first `limit` held-out prompts in file order; None: all of them."""
     prompts = [HeldOut(**fields) for fields in _lines("tiny-python")]
     if limit is None:
         return prompts

@@ -72,7 +72,7 @@ def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
     """The concatenated biases, with zeros for a layer without one; None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
-    biases = [
+    biases: list[Tensor] = [
         linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
         for linear in linears
     ]

@@ -59,6 +59,7 @@ def _load(name: str, deterministic: bool) -> Backend:
 
 
 def _package(name: str) -> Any:
+    """Import the folder of a backend; `ConfigError` if there is no such backend."""
     if name not in BACKENDS:
         former = {"torch_cpu": "torch", "native_cpu": "native"}
         hint = f"It is called `{former[name]}` now." if name in former else ""

@@ -79,9 +79,9 @@ class Backend:
         """Draw a token per row of raw logits, processed on load; exact (Gumbel-max): int64 [N].
 
         Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
-        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the survivors;
-        others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
-        argmax(logit + G_token) within it.
+        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the kept tokens.
+        All other rows use hierarchical noise over blocks of 1024 ids: block = argmax(log-mass +
+        G_block), then token = argmax(logit + G_token) within the block.
 
         A row that is not finite gives a meaningless id in [0, V), without a mark. With `TARGET`
         streams, `verify` without drafts draws the same tokens, and marks such rows.

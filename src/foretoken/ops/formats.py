@@ -92,8 +92,8 @@ def round_rows(x: Tensor) -> Tensor:
     return rounded.flatten(-2).to(x.dtype)
 
 
-def _float16_at(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at byte `offset` of each block, as float32 [N, G, 1]."""
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    """The half-precision number (float16) at byte `offset` of each block, as float32 [N, G, 1]."""
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
@@ -110,7 +110,7 @@ def _bits(packed: Tensor) -> Tensor:
 
 def _decode_32(kind: str, blocks: Tensor) -> Tensor:
     """Blocks of 32 numbers [N, G, bytes] as float32 [N, G, 32]."""
-    scale = _float16_at(blocks, 0)
+    scale = _halves(blocks, 0)
     if kind == "Q8_0":
         return scale * blocks[..., 2:].view(torch.int8).float()
     has_minimum, has_fifth_bits = kind.endswith("_1"), kind.startswith("Q5")
@@ -119,7 +119,7 @@ def _decode_32(kind: str, blocks: Tensor) -> Tensor:
     if has_fifth_bits:
         codes = codes | _bits(blocks[..., offset : offset + 4]) << 4
     if has_minimum:
-        return scale * codes.float() + _float16_at(blocks, 2)
+        return scale * codes.float() + _halves(blocks, 2)
     return scale * (codes.float() - (16 if has_fifth_bits else 8))
 
 
@@ -134,8 +134,8 @@ def _decode_256(kind: str, blocks: Tensor) -> Tensor:
     if kind == "Q5_K":
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
         codes = codes | (blocks[..., None, 16:48] >> shifts & 1) << 4
-    scale_NG8 = _float16_at(blocks, 0) * scale_NG8
-    minimum_NG8 = _float16_at(blocks, 2) * minimum_NG8
+    scale_NG8 = _halves(blocks, 0) * scale_NG8
+    minimum_NG8 = _halves(blocks, 2) * minimum_NG8
     return scale_NG8[..., None] * codes.float() - minimum_NG8[..., None]
 
 
@@ -157,5 +157,5 @@ def _decode_q6(blocks: Tensor) -> Tensor:
     codes = _nibbles(low).reshape(*shape, 2, 4, 32)
     codes = codes | (high.reshape(*shape, 2, 1, 32) >> shifts & 3) << 4
     factor = blocks[..., 192:208].contiguous().view(torch.int8).float()  # of 16 numbers each
-    scale_NGS = (_float16_at(blocks, 208) * factor)[..., None]
+    scale_NGS = (_halves(blocks, 208) * factor)[..., None]
     return scale_NGS * (codes.reshape(*shape, 16, 16).float() - 32)

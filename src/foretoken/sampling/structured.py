@@ -263,12 +263,10 @@ def _subschemas(
 
     Schemas that need a reference to have an effect come only `with_definitions`.
     """
-    map_keywords, single_keywords = _MAP_KEYWORDS, _SINGLE_KEYWORDS
+    map_keywords, single_keywords = [*_MAP_KEYWORDS], [*_SINGLE_KEYWORDS]
     if with_definitions:
-        map_keywords, single_keywords = (
-            map_keywords + _DEFINITION_MAPS,
-            single_keywords + _UNUSED_SINGLES,
-        )
+        map_keywords += _DEFINITION_MAPS
+        single_keywords += _UNUSED_SINGLES
     for key in map_keywords:
         if isinstance(schemas := schema.get(key), dict):
             yield from ((f"{place}.{key}.{name}", part) for name, part in schemas.items())

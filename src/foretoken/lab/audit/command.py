@@ -17,7 +17,7 @@ from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.options import AuditOptions
 from foretoken.lab.audit.reference import Reference
 from foretoken.lab.audit.server import Client, ServerAudit
-from foretoken.lab.audit.subjects import Subject, bind, load, of_backend, of_callable
+from foretoken.lab.audit.subjects import Subject, backend_subject, bind, callable_subject, load
 from foretoken.lab.audit.verdict import INCONCLUSIVE, Finding, audit
 from foretoken.lab.desk import Desk, Section, Table
 from foretoken.lab.plot import Axes, Bar, Series, bar_chart, line_chart
@@ -39,7 +39,7 @@ MEANING = [
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """One line per subject and source."""
+    """A table with one line per source of each subject."""
     lines = []
     for finding in findings:
         sources = finding.evidence.sources
@@ -54,7 +54,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def row(finding: Finding) -> Row:
-    """One subject in a results file."""
+    """The row of one subject in a results file."""
     evidence, num = finding.evidence, len(finding.evidence.sources)
     labels: dict[str, Label] = {
         "verdict": finding.verdict,
@@ -86,25 +86,30 @@ def results(
     findings: Sequence[Finding], name: str, command: str, shapes: dict[str, Any]
 ) -> Results:
     """The findings in the shared schema of results files."""
-    cut = [f"Interrupted: `{f.subject.name}` is partial." for f in findings if not f.complete]
-    said = [f"{f.subject.name}: {f.verdict}" for f in findings]
-    return collect(name, command, shapes, [row(f) for f in findings], [*said, *MEANING, *cut])
+    verdicts = [f"{f.subject.name}: {f.verdict}" for f in findings]
+    partial = [f"Interrupted: `{f.subject.name}` is partial." for f in findings if not f.complete]
+    notes = [*verdicts, *MEANING, *partial]
+    return collect(name, command, shapes, [row(f) for f in findings], notes)
 
 
 def sections(findings: Sequence[Finding]) -> list[Section]:
-    """For each subject: findings, the evidence, the source that differs most; others are folded."""
-    made = []
+    """A section per subject, with charts of the evidence and of the source that differs most.
+
+    Charts of its other sources are folded.
+    """
+    result = []
     for finding in findings:
         sources = sorted(finding.evidence.sources, key=lambda source: source.p_value)
-        drawn = [_outcomes(finding, source) for source in sources if source.draws]
-        first = [_path(finding)] if finding.evidence.draws else []
-        said = [finding.verdict, *finding.exact, *finding.notes]
-        made.append(Section(finding.subject.name, said, [*first, *drawn[:1]], drawn[1:]))
-    return made
+        outcomes = [_outcomes(finding, source) for source in sources if source.draws]
+        evidence = [_path(finding)] if finding.evidence.draws else []
+        lines = [finding.verdict, *finding.exact, *finding.notes]
+        charts = [*evidence, *outcomes[:1]]
+        result.append(Section(finding.subject.name, lines, charts, outcomes[1:]))
+    return result
 
 
 def _path(finding: Finding) -> str:
-    """A chart of the evidence up to a refutation or the end."""
+    """A chart of a subject's evidence by number of draws."""
     evidence = finding.evidence
     limit = -math.log10(evidence.alpha)
     path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
@@ -120,7 +125,7 @@ def _path(finding: Finding) -> str:
 
 
 def _outcomes(finding: Finding, source: Source) -> str:
-    """A chart of the outcomes drawn from a source, compared with the target."""
+    """A chart of the outcomes drawn from a source, compared with the target's distribution."""
     shown, draws = source.model.shown, source.draws
     names = shown.names or [*map(str, range(len(source.counts)))]
     shares, targets = source.counts / draws, source.expected / draws
@@ -145,9 +150,9 @@ class AuditScope:
     """What one call of the command audits.
 
     Attributes:
-        parts: see `AuditOptions.parts`.
-        engine: options of an `LLM`; an audit of operators reads `backend` and `device` only.
-        params: of an engine's requests.
+        parts: kinds of subjects, see `AuditOptions.parts`.
+        engine: options of an `LLM`; an audit of operators reads only `backend` and `device`.
+        params: sampling parameters of an engine's requests.
     """
 
     parts: tuple[str, ...]
@@ -156,15 +161,15 @@ class AuditScope:
     params: SamplingParams
 
     def subjects(self, status: Status) -> Iterator[Subject]:
-        """The subjects, each made when its turn comes; `status` shows slow preparations."""
+        """The subjects, each made only when it is needed; `status` shows slow preparations."""
         seed = self.options.seed
         for part in self.parts:
             if part == "callable":
                 name = str(self.options.callable)
-                yield of_callable(name, load(name), seed)
+                yield callable_subject(name, load(name), seed)
             elif part == "gallery":
                 for name in (*LOSSLESS, *(bug.key for bug in BUGS)):
-                    yield of_callable(name, bind(member(name)), seed)
+                    yield callable_subject(name, bind(member(name)), seed)
             elif part == "operators":
                 yield from self._operators()
             elif part == "engine":
@@ -175,13 +180,15 @@ class AuditScope:
                 yield subject
 
     def _operators(self) -> Iterator[Subject]:
+        """The operators of a backend, under each lossless rule."""
         device = choose_device(self.engine.get("device", "auto"))
         backend = choose_backend(self.engine.get("backend", "auto"), device)
         for rule in RULES:
             name = f"{backend.name}, {rule.name.lower()}"
-            yield of_backend(name, backend, device, rule, self.options.seed, alpha=self.alpha)
+            yield backend_subject(name, backend, device, rule, self.options.seed, alpha=self.alpha)
 
     def _engine(self, status: Status) -> Iterator[Subject]:
+        """An engine in this process, which is loaded with its references."""
         with ExitStack() as stack:
             with status(f"Loading {self.engine['model']}, and what it is compared with"):
                 from foretoken.llm import LLM
@@ -195,6 +202,7 @@ class AuditScope:
             yield audit.subject(f"{Path(llm.config.model).name}, {drafter}")
 
     def _server(self) -> Subject:
+        """A server, compared with a reference of the checkpoint that it serves."""
         client = Client(str(self.options.url), self.options.api_key)
         model, revision = self.engine["model"], self.engine.get("revision")
         reference = Reference(model, revision)
@@ -204,18 +212,18 @@ class AuditScope:
 
     @property
     def alpha(self) -> float:
-        """Of one subject: the chance of any false refutation is at most `options.alpha`."""
+        """alpha of one subject; the chance of any false refutation is at most `options.alpha`."""
         num = sum({"operators": len(RULES)}.get(part, 1) for part in self.parts)
         return self.options.alpha / (1 if self.options.gallery else num)
 
 
 class Command:
-    """One call of the command."""
+    """One call of `foretoken audit`."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self.findings: list[Finding] = []
-        self._said = 0
+        self._num_shown = 0
 
     def run(self, scope: AuditScope) -> int:
         """Audit each subject and report, also after an exception; returns the exit code."""
@@ -229,14 +237,15 @@ class Command:
         if stopped and not any(finding.refuted for finding in self.findings):
             bound = "a server that answers to the end of the audit"
             raise ConfigError("url", scope.options.url, bound, f"It did not: {stopped[0]}.")
-        if scope.options.gallery:  # lossless members have no bug, the others their own
-            found = [(f.bug, f.subject.name) for f in self.findings]
-            return int(any(bug != (None if name in LOSSLESS else name) for bug, name in found))
+        if scope.options.gallery:  # each bug must be named; lossless members must have none
+            names = [(f.bug, f.subject.name) for f in self.findings]
+            return int(any(bug != (None if name in LOSSLESS else name) for bug, name in names))
         if any(finding.refuted for finding in self.findings):
             return 1
         return 2 if any(f.verdict.startswith(INCONCLUSIVE) for f in self.findings) else 0
 
     def _audit(self, subject: Subject, scope: AuditScope) -> None:
+        """Audit a subject with a progress bar, and show its finding."""
         finding = Finding(subject, Evidence(subject.models, scope.alpha * subject.drawn))
         draws = scope.options.draws or subject.budget
         self.findings.append(finding)
@@ -244,26 +253,28 @@ class Command:
             first = "" if subject.exact is None else "what is checked without draws"
             with self._desk.progress(draws, f"draws of `{subject.name}`", first) as report:
                 audit(subject, draws, lambda done: report(done, "" if done else first), finding)
-        except RequestError:  # its output cannot be audited at all
+        except RequestError:  # the subject's output cannot be audited
             self.findings.pop()
             raise
         self._say(finding)
 
     def _say(self, finding: Finding) -> None:
-        self._said += 1
+        """Show a finding."""
+        self._num_shown += 1
         style = "bold red" if finding.refuted else "bold"
         self._desk.say(f"{finding.subject.name}: {finding.verdict}", style)
         for note in [*finding.exact, *finding.notes]:
             self._desk.say(f"  {note}")
 
     def _finish(self, scope: AuditScope) -> None:
+        """Show findings that are not shown yet, then the table; write the files."""
         options = scope.options
-        given = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
-        shapes = {"of": ", ".join(scope.parts), **given}
+        values = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
+        shapes = {"of": ", ".join(scope.parts), **values}
         name = stem(options.output, "audit")
-        found = results(self.findings, name, self._desk.typed, shapes)
-        for finding in self.findings[self._said :]:
+        file = results(self.findings, name, self._desk.typed, shapes)
+        for finding in self.findings[self._num_shown :]:
             self._say(finding)
-        made = {"Evidence": table(self.findings)}
-        self._desk.show(made, [])
-        self._desk.write(found, options.output, made, sections(self.findings))
+        tables = {"Evidence": table(self.findings)}
+        self._desk.show(tables, [])
+        self._desk.write(file, options.output, tables, sections(self.findings))

@@ -1,11 +1,12 @@
 """A live engine compared with the reference's probabilities, token by token.
 
-The distribution of every token is known, so no second sample is needed. If the engine is lossless,
-a token's rank in its distribution is uniform (`reference.ranks`), whatever the text before it,
-except for a token that is known to end a round: it may have replaced a draft. If the draft model
-can be loaded as well, q is known, and with it how many drafts `standard` or `block` accepts and
-what replaces a rejected one. At temperature 0 each token must be the likeliest, except at numeric
-ties. `coupled` must give the same text without drafts. Every sampling parameter must take effect.
+The distribution of every token is known, so that no second sample is needed. If the engine is
+lossless, a token's rank in its distribution is uniform (`reference.ranks`), whatever the text
+before it. The exception is a token that is known to end a round: it may have replaced a draft. If
+the draft model can be loaded, too, q is known; then it is known how many drafts `standard` or
+`block` accepts, and from which distribution a rejected draft is replaced. At temperature 0 each
+token must be the likeliest, except at numeric ties. `coupled` must give the same text without
+drafts. Every sampling parameter must take effect.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 CELLS, SIDE = 16, 4
 FLAT = np.full(CELLS, 1 / CELLS)
 LENGTH, PROMPT_TOKENS, BATCH = 16, 32, 32
-NEAR_TIE = 1e-4  # logits closer than this may swap between passes over 1 row and K + 1 rows
+NEAR_TIE = 1e-4  # closer logits may change their order between passes over 1 row and K + 1 rows
 FEW: dict[str, Any] = {"top_k": 3, "top_p": 1.0, "min_p": 0.0}  # two or three outcomes per token
 PARAMETERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.5},
@@ -47,8 +48,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 2.0},
     "frequency_penalty": {"frequency_penalty": 2.0},
     "repetition_penalty": {"repetition_penalty": 1.5},
-    "logit_bias": {"logit_bias": {}},  # of the likeliest tokens
-    "allowed_token_ids": {"allowed_token_ids": ()},  # half of all
+    "logit_bias": {"logit_bias": {}},  # `_value` fills in the likeliest tokens
+    "allowed_token_ids": {"allowed_token_ids": ()},  # `_value` fills in half of all tokens
 }
 RANK = "A token's rank is where it fell in the distribution that the target's module computes there"
 UNRELATED = "all pairs are as frequent, if the two know nothing of each other."
@@ -77,15 +78,15 @@ SHOWN = {
         f"As `tokens`, under top_k {FEW['top_k']}, where each draw decides between few. {RANK}.",
     ),
 }
-MOST_WAVES = 8  # of 256 tokens each, within which a parameter must show its effect
+MOST_WAVES = 8  # number of waves of 256 tokens in which a parameter must show its effect
 MIXED = 0.01  # weight of the other distribution in each mixture of `_gain`
-DRAWN = 0.5  # share of alpha for the draws; the parameters share the rest
+DRAWN = 0.5  # share of alpha for the draws; the checks of parameters share the rest
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
 EDITS = {
     "logit_bias": None, "allowed_token_ids": None, "repetition_penalty": 1.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-ODDS = 0.01  # weight of the shared-noise probability in the null's: it bounds their ratio
+ODDS = 0.01  # weight of shared noise in the null's probability, which bounds the likelihood ratio
 TINY = 1e-30
 
 
@@ -93,10 +94,11 @@ class EngineAudit:
     """The audit of an engine.
 
     Args:
-        llm: with any model, drafter and rule.
-        params: temperature, filters, edits, rule, K; length, stopping and seed are set here.
-        reference: of the same checkpoint.
-        drafted: of the draft model's checkpoint, see `draft_reference`.
+        llm: the engine, with any model, drafter and lossless rule.
+        params: temperature, filters, edits, rule, K. The audit sets length, stopping and seed.
+        reference: a reference of the engine's checkpoint.
+        drafted: a reference of the draft model's checkpoint, see `draft_reference`; None: q is not
+            known.
         alpha: upper bound of the probability that a lossless engine is refuted, by draws or
             parameters.
     """
@@ -120,9 +122,9 @@ class EngineAudit:
         self.generator = torch.Generator().manual_seed(seed)
         tokenizer: Any = llm.tokenizer
         if tokenizer is None:
-            every = torch.Generator().manual_seed(1)
+            generator = torch.Generator().manual_seed(1)
             size = (BATCH, PROMPT_TOKENS)
-            ids = torch.randint(reference.vocabulary, size, generator=every).tolist()
+            ids = torch.randint(reference.vocabulary, size, generator=generator).tolist()
         else:
             ids = [tokenizer.encode(item.prompt)[:PROMPT_TOKENS] for item in heldout(BATCH)]
         self.prompts: list[list[int]] = ids
@@ -131,7 +133,10 @@ class EngineAudit:
         self._p: list[torch.Tensor] = []
 
     def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
-        """Completions of the prompts in turn, with new seeds, or seeds counted from `first`."""
+        """`count` completions of the prompts in turn.
+
+        first: the first seed; None: new seeds
+        """
         start = self._num_requests if first is None else first
         self._num_requests += count * (first is None)
         seeded = [replace(params, seed=(self.seed << 32) + start + i) for i in range(count)]
@@ -146,37 +151,43 @@ class EngineAudit:
         ]
 
     def ranked(self, params: SamplingParams, count: int) -> tuple[list[Text], torch.Tensor]:
-        """Texts, and the ranks of their tokens [texts, LENGTH]."""
+        """New texts, and the ranks of their tokens, [texts, LENGTH]."""
         texts = self.texts(params, count)
         self._p = self.reference.probabilities(texts, params)
-        found = [
+        ranks_of_texts = [
             ranks(p_RV, text.output, self.generator)
             for p_RV, text in zip(self._p, texts, strict=True)
         ]
-        return texts, torch.stack(found)
+        return texts, torch.stack(ranks_of_texts)
 
     def subject(self, name: str) -> Subject:
-        """Its sources: ranks alone and in pairs, uniforms given ranks, ranks with few outcomes."""
-        sampled = self.params.temperature > 0
+        """The subject of this audit.
+
+        Its sources are ranks of single tokens, ranks in pairs, uniforms in pairs, and ranks of
+        tokens that have few outcomes.
+        """
+        samples = self.params.temperature > 0
         bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
         rounds, rule = self._drafts_of_an_outcome()
-        given = np.full(CELLS, 1 / SIDE)
+        null_in_group = np.full(CELLS, 1 / SIDE)
         models = [
             Model("tokens", FLAT, bugs, rounds, together=LENGTH, usual_rule=rule),
             Model("neighbours", FLAT, {}, together=LENGTH // 2),
             Model("requests", FLAT, {}, together=LENGTH),
-            Model("uniforms after ranks", given, {}, together=LENGTH, given=SIDE),
-            Model("uniforms in turn", given, {}, together=LENGTH, given=SIDE),
+            Model("uniforms after ranks", null_in_group, {}, together=LENGTH, groups=SIDE),
+            Model("uniforms in turn", null_in_group, {}, together=LENGTH, groups=SIDE),
             Model("two or three outcomes", FLAT, {}, together=LENGTH),
         ]
         models = [model._replace(shown=SHOWN[model.name]) for model in models]
-        drawn = models if sampled else []
-        return Subject(name, drawn, self._draw, self.checks, BATCH, DRAWS, drawn=DRAWN)
+        return Subject(
+            name, models if samples else [], self._draw, self.checks, BATCH, DRAWS, drawn=DRAWN
+        )
 
     def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
+        """Outcomes of model `number`; all except the last are of the texts that model 0 draws."""
         if number == 0:
             self._texts, self._ranks = self.ranked(self.params, BATCH)
-            return (cells(self._ranks), *self._decided())
+            return (cells(self._ranks), *self._acceptance())
         if number == 1:
             return (pairs(self._ranks[:, ::2], self._ranks[:, 1::2]),)
         if number == 2:
@@ -186,98 +197,102 @@ class EngineAudit:
         return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
 
     def _drafts_of_an_outcome(self) -> tuple[int, str]:
-        """The most accepted drafts reported with one token, and the rule; see `_decided`."""
+        """The largest number of accepted drafts in one outcome of `_acceptance`, and the rule."""
         speculation = self.llm.config.speculative_config
         if speculation is None:
             return 1, "standard"
         rule = self.params.rejection_sample_method or speculation.rejection_sample_method
         return (speculation.num_drafts, "block") if rule == "block" else (1, "standard")
 
-    def _rounds(self) -> tuple[Any, Any]:
-        """Accepted drafts and their expected number under `block`, at the last token of each round.
+    def _block_acceptance(self) -> tuple[Any, Any]:
+        """By token: the number of accepted drafts, and their expected number under `block`.
 
-        p and q are computed along all drafts of a round, also those after a rejected one. Where q
-        is neither one-hot nor known, the engine's own thresholds are used.
+        The numbers of a round are at its last token; they are 0 at all other tokens. p and q are
+        computed along all drafts of a round, including drafts after a rejected draft. Where q is
+        neither one-hot nor known, the engine's own thresholds are used.
         """
-        seen, paths = np.zeros((len(self._texts), LENGTH), dtype=int), []
-        chance = np.zeros(seen.shape)
+        num_accepted, paths = np.zeros((len(self._texts), LENGTH), dtype=int), []
+        expected = np.zeros(num_accepted.shape)
         for number, text in enumerate(self._texts):
             for first, last, drafts in block_rounds(text.trace):
-                seen[number, last] = sum(draft.origin == "accepted" for draft in drafts)
+                num_accepted[number, last] = sum(draft.origin == "accepted" for draft in drafts)
                 ids = [draft.token_id for draft in drafts]
                 path = Text(text.prompt, [*text.output[:first], *ids])
                 if drafts[0].q is None or self.drafted is not None:
                     paths.append((number, first, last, drafts, path))
                 else:
-                    missed = 1 - np.array([draft.threshold for draft in drafts])
-                    chance[number, last] = (1 - missed[::-1].cumprod()).sum()
+                    chance_to_fail = 1 - np.array([draft.threshold for draft in drafts])
+                    expected[number, last] = (1 - chance_to_fail[::-1].cumprod()).sum()
         texts = [path for *_, path in paths]
         p = self.reference.probabilities(texts, self.params)
         q = self.drafted.probabilities(texts, self.params) if self.drafted else p
         for (number, first, last, drafts, _), p_RV, q_RV in zip(paths, p, q, strict=True):
             ids = [draft.token_id for draft in drafts]
-            # Rounding may put a draft outside of the reference's filters: q must not be 0 there.
-            rows = np.maximum(q_RV[first:].numpy(), TINY)
+            # q must not be 0 for a draft, which rounding may put outside the reference's filters.
+            q_KV = np.maximum(q_RV[first:].numpy(), TINY)
             if drafts[0].q is None:
-                rows = one_hot(ids, rows.shape[1])
-            chance[number, last] = block_keeps(p_RV[first:].numpy(), rows, ids)
-        return seen.flatten(), chance.flatten()
+                q_KV = one_hot(ids, q_KV.shape[1])
+            expected[number, last] = block_keeps(p_RV[first:].numpy(), q_KV, ids)
+        return num_accepted.flatten(), expected.flatten()
 
-    def _decided(self) -> tuple[Any, ...]:
-        """Accepted drafts, their chance under `standard`, and likelihood ratios of two bugs.
+    def _acceptance(self) -> tuple[Any, ...]:
+        """By token: number of accepted drafts, its expected value, likelihood ratios of two bugs.
 
         A draft without a q of its own was not drawn: its q is one-hot.
 
-        `residual_is_p`: a token has probability min(p, q), plus p times the chance that another
-        draft is rejected. Without the bug its probability is p, under any rule. `shared_noise`
-        concerns replacements only, and only where the engine says that it verified with q: other
-        replacements come from other distributions.
+        Under the bug `residual_is_p`, a token has probability min(p, q), plus p times the chance
+        that a draft is rejected; without the bug its probability is p, under any rule. The bug
+        `shared_noise` affects only tokens in place of drafts that the engine verified with q.
         """
         if self._drafts_of_an_outcome()[1] == "block":
-            return self._rounds()
+            return self._block_acceptance()
         if self.drafted is None:
             return accepted(self._texts, self._p)
-        seen, chance, plain, shared = [], [], [], []
+        num_accepted, expected, plain_ratios, shared_ratios = [], [], [], []
         q = self.drafted.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
             for p_V, q_V, record in zip(p_RV.numpy(), q_RV.numpy(), text.trace, strict=True):
-                draft, token = decided(record), record.token_id
+                draft, token = decided_draft(record), record.token_id
                 is_accepted = record.origin == "accepted"
                 if draft is not None and draft.q is None:
                     q_V = one_hot([draft.token_id], len(q_V))[0]
                 overlap = np.minimum(p_V, q_V).sum()
-                seen.append(int(is_accepted))
-                chance.append(float(is_accepted) if draft is None else overlap)
-                wrong = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
-                plain.append(wrong / p_V[token] if draft is not None and p_V[token] > 0 else 1.0)
-                shared.append(1.0)
+                num_accepted.append(int(is_accepted))
+                expected.append(float(is_accepted) if draft is None else overlap)
+                plain_ratio = shared_ratio = 1.0
+                if draft is not None and p_V[token] > 0:
+                    chance = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
+                    plain_ratio = chance / p_V[token]
                 if draft is not None and not is_accepted and draft.q is not None:
-                    rest_V, raced = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
-                    own = rest_V[token] / rest_V.sum()
-                    shared[-1] = raced / max((1 - ODDS) * own + ODDS * raced, TINY)
-        ratios = {"residual_is_p": np.array(plain), "shared_noise": np.array(shared)}
-        return np.array(seen), np.array(chance), ratios
+                    rest_V, shared = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
+                    null = rest_V[token] / rest_V.sum()
+                    shared_ratio = shared / max((1 - ODDS) * null + ODDS * shared, TINY)
+                plain_ratios.append(plain_ratio)
+                shared_ratios.append(shared_ratio)
+        ratios = {"residual_is_p": np.array(plain_ratios), "shared_noise": np.array(shared_ratios)}
+        return np.array(num_accepted), np.array(expected), ratios
 
     def _uniforms(self) -> tuple[Any, Any]:
-        """Pairs with the uniform of each round's first draft: the rank of the token before it, and
-        the uniform that decided last in the round before.
+        """Pairs of numbers, as cells; the second number is the uniform of a round's first draft.
 
-        Only the first draft's uniform is used: it decides whether `block` reads further ones.
-        Neither ranks nor uniforms are uniform where a round is known to have ended.
+        The first number is the rank of the token before the draft, or the uniform that decided last
+        in the round before. Of a round only the first uniform is used, since it decides whether
+        `block` reads further uniforms. Where a round is known to have ended, neither ranks nor
+        uniforms are distributed uniformly.
         """
         after_ranks: list[tuple[float, float]] = []
         in_turn: list[tuple[float, float]] = []
         for text, ranks_L in zip(self._texts, self._ranks.tolist(), strict=True):
-            spent = None
+            last_u = None
             for i, record in enumerate(text.trace):
-                looked_at = [x for x in (record, *record.dropped[:1]) if x.u is not None]
-                for draft in looked_at:
+                tested = [x for x in (record, *record.dropped[:1]) if x.u is not None]
+                for draft in tested:
                     if draft.draft_index == 0 and i > 0:
                         after_ranks.append((ranks_L[i - 1], draft.u))
-                        in_turn += [(spent, draft.u)] if spent is not None else []
-                spent = looked_at[-1].u if looked_at else spent
-        found = (torch.tensor(pairs_).reshape(-1, 2) for pairs_ in (after_ranks, in_turn))
-        first, second = (pairs(found_N2[:, 0], found_N2[:, 1]) for found_N2 in found)
+                        in_turn += [(last_u, draft.u)] if last_u is not None else []
+                last_u = tested[-1].u if tested else last_u
+        pairs_N2 = (torch.tensor(numbers).reshape(-1, 2) for numbers in (after_ranks, in_turn))
+        first, second = (pairs(x_N2[:, 0], x_N2[:, 1]) for x_N2 in pairs_N2)
         return first, second
 
     # Checks without draws -------------------------------------------------------------------------
@@ -291,43 +306,46 @@ class EngineAudit:
         return classify(texts, self.reference.logits(texts), params, self._ulp())
 
     def _ulp(self) -> float:
-        """Relative spacing of the engine's numbers, or of the codes that inputs are rounded to."""
+        """The relative spacing of the engine's numbers: of its dtype, or of rounded inputs."""
         if rounds(self.llm):
             return 1 / 127
         return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
 
     def _coupled(self) -> tuple[str | None, str]:
+        """Check that `coupled` gives the same texts with and without drafts."""
         params = replace(self.params, rejection_sample_method="coupled", trace=False)
         if params.temperature == 0:
             params = replace(params, temperature=1.0)
         drafted = self.texts(params, BATCH, first=0)
         plain = self.texts(replace(params, num_speculative_tokens=0), BATCH, first=0)
-        apart = sum(a.output != b.output for a, b in zip(drafted, plain, strict=True))
-        line = f"`coupled` again without drafts: {BATCH - apart} of {BATCH} texts are equal."
-        return ("replay_differs" if apart > BATCH // 8 else None), line
+        differ = sum(a.output != b.output for a, b in zip(drafted, plain, strict=True))
+        line = f"`coupled` again without drafts: {BATCH - differ} of {BATCH} texts are equal."
+        return ("replay_differs" if differ > BATCH // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
-        """Each parameter in turn, added to the audited ones; refuted only if it is shown ignored.
+        """Check that each sampling parameter, added to the audited parameters, has an effect.
 
-        If a parameter acts, exp(-gain) is a supermartingale that starts at 1: with n parameters it
-        *ever* exceeds n/alpha with probability at most alpha/n.
+        The engine is refuted only if a parameter is shown to be ignored. If a parameter acts,
+        exp(-gain) is a supermartingale that starts at 1: with n parameters it *ever* exceeds
+        n/alpha with probability at most alpha/n.
         """
-        acts_at = math.log(len(PARAMETERS) / ((1 - DRAWN) * self.alpha))
-        found: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
+        limit = math.log(len(PARAMETERS) / ((1 - DRAWN) * self.alpha))
+        names_of: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         for name, change in PARAMETERS.items():
             other, gain = replace(params, **self._value(name, change)), 0.0
             for _ in range(MOST_WAVES):
                 gain += self._gain(self.texts(other, BATCH // 2), other, params)
-                if abs(gain) > acts_at:
+                if abs(gain) > limit:
                     break
-            acts, ignored, open_ = found.values()
-            (acts if gain > acts_at else ignored if gain < -acts_at else open_).append(name)
-        said = "; ".join(f"{', '.join(names)} {verb}" for verb, names in found.items() if names)
-        bug = "parameter_ignored" if found["ARE IGNORED"] else None
-        return bug, f"Sampling parameters: {said}."
+            acts, ignored, unclear = names_of.values()
+            (acts if gain > limit else ignored if gain < -limit else unclear).append(name)
+        parts = [f"{', '.join(names)} {verb}" for verb, names in names_of.items() if names]
+        bug = "parameter_ignored" if names_of["ARE IGNORED"] else None
+        return bug, f"Sampling parameters: {'; '.join(parts)}."
 
     def _value(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
+        """The change of a parameter, with token ids of the model filled in."""
         if name == "allowed_token_ids":
             return {name: tuple(range(0, self.reference.vocabulary, 2))}
         if name == "logit_bias":
@@ -338,19 +356,19 @@ class EngineAudit:
     def _gain(
         self, texts: Sequence[Text], params: SamplingParams, without: SamplingParams
     ) -> float:
-        """Log-likelihood of all tokens under `params`, less that under `without`.
+        """Log-likelihood of all tokens under `params`, minus their log-likelihood under `without`.
 
-        Each distribution is mixed with `MIXED` of the other. So no token at the edge of a filter,
-        which rounding may move, contributes more than log(1/MIXED). For probabilities f and g the
-        ratio ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f, and 1 where g/f = 1. By
-        Jensen its mean under f is at most 1.
+        Each distribution is mixed with a share `MIXED` of the other. So a token at the edge of a
+        filter, which rounding may move, contributes at most log(1/MIXED). For probabilities f and g
+        the ratio ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f, and 1 where g/f = 1. By
+        Jensen's inequality its mean under f is at most 1.
         """
         gain = 0.0
         for text, raw in zip(texts, self.reference.logits(texts), strict=True):
             index_R1 = torch.tensor(text.output)[:, None]
             f, g = (
-                filtered(edited(raw.double(), text, each), each).gather(1, index_R1).clamp(min=TINY)
-                for each in (params, without)
+                filtered(edited(raw.double(), text, x), x).gather(1, index_R1).clamp(min=TINY)
+                for x in (params, without)
             )
             mixed = torch.log((1 - MIXED) * f + MIXED * g) - torch.log((1 - MIXED) * g + MIXED * f)
             gain += float(mixed.sum())
@@ -373,8 +391,10 @@ def classify(
 ) -> tuple[str | None, str]:
     """Check that tokens at temperature 0 are the likeliest; returns a bug or None, and a line.
 
-    Any other token is a *numeric tie* if its logit is within `NEAR_TIE` of the best, or within 4
-    units in the last place of the subject's dtype; otherwise it is a *bug*.
+    A token that is not the likeliest counts as a *numeric tie* if its logit is within `NEAR_TIE` of
+    the best, or within 4 units in the last place of the subject's dtype. Otherwise it is a *bug*.
+
+    ulp: relative size of a unit in the last place
     """
     tokens, ties, bugs, widest, in_ulps = 0, 0, 0, 0.0, 0.0
     for text, raw in zip(texts, logits, strict=True):
@@ -395,17 +415,17 @@ def classify(
 
 
 def cells(rank: torch.Tensor) -> Any:
-    """The sixteenth in which each rank lies."""
+    """The cell of each rank: the sixteenth of [0, 1) in which it lies."""
     return (rank.flatten() * CELLS).long().clamp(max=CELLS - 1).numpy()
 
 
 def pairs(first: torch.Tensor, second: torch.Tensor) -> Any:
-    """The pair of quarters in which two ranks lie, for ranks that should be independent."""
+    """The cell of each pair of ranks, which should be independent: the two quarters of [0, 1)."""
     quarter = [(x.flatten() * SIDE).long().clamp(0, SIDE - 1) for x in (first, second)]
     return (quarter[0] * SIDE + quarter[1]).numpy()
 
 
-def decided(record: Any) -> Any | None:
+def decided_draft(record: Any) -> Any | None:
     """The draft that `standard` accepted or replaced at this token, or None."""
     if record.rule != "standard" or record.origin not in ("accepted", "resampled"):
         return None
@@ -421,8 +441,10 @@ def one_hot(ids: Sequence[int], vocabulary: int) -> Any:
 
 
 def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """For each round of `block`: indices of its first and last token, and its drafts up to the
-    first placeholder."""
+    """For each round of `block`: the indices of its first and last token, and its drafts.
+
+    Drafts from the first placeholder onwards are left out.
+    """
     for _, numbered in groupby(enumerate(trace), key=lambda item: item[1].round):
         members = list(numbered)
         last, ending = members[-1]
@@ -435,20 +457,20 @@ def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
 def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """For each token: whether it is an accepted draft, and the chance of that under `standard`.
 
-    The chance of a one-hot draft is its probability under the target, p [R, V]. If only the engine
-    knows q, the chance is the engine's threshold. Under other rules the chance does not depend on
-    one draft alone: there the chance is taken to be the observation.
+    For a one-hot draft it is the draft's probability under the target, p [R, V]. If only the engine
+    knows q, it is the engine's threshold. Under other rules it does not depend on a single draft;
+    then the observation itself, 0 or 1, is used.
     """
-    seen, chance = [], []
+    observed, chance = [], []
     for text, p_RV in zip(texts, p, strict=True):
         for p_V, record in zip(p_RV, text.trace, strict=True):
-            draft, is_accepted = decided(record), record.origin == "accepted"
-            seen.append(int(is_accepted))
+            draft, is_accepted = decided_draft(record), record.origin == "accepted"
+            observed.append(int(is_accepted))
             if draft is None:
                 chance.append(float(is_accepted))
             else:
                 chance.append(float(p_V[draft.token_id]) if draft.q is None else draft.threshold)
-    return np.array(seen), np.array(chance)
+    return np.array(observed), np.array(chance)
 
 
 def rounds(llm: LLM) -> bool:
@@ -469,10 +491,10 @@ def reference_of(llm: LLM) -> Reference:
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:
-    """A reference of the draft model; None: no draft model, or another vocabulary."""
+    """A reference of the draft model; None if there is none, or if its vocabulary differs."""
     speculation = llm.config.speculative_config
     drafter = speculation and speculation.members.get(str(speculation.method))
     if drafter is None or drafter.method != "draft_model":
         return None
-    found = Reference(drafter.model or BUILT_IN_DRAFTS[llm.config.model], drafter.revision)
-    return found if found.vocabulary == reference.vocabulary else None
+    draft = Reference(drafter.model or BUILT_IN_DRAFTS[llm.config.model], drafter.revision)
+    return draft if draft.vocabulary == reference.vocabulary else None

@@ -1,11 +1,11 @@
 """The exact distribution of a Python function of random numbers: every branch, with its weight.
 
-The function is run many times with a symbolic generator. Its numbers are `Uniform`s, which know the
-interval that they lie in. A comparison with a threshold inside the interval forks the run in two,
-weighted by the threshold's position. The result covers *all* uniforms, with no grid and no sample.
-Thresholds may be floats, `Fraction`s for an exact result, numbers of numpy and tensors of torch. A
-uniform may be scaled, shifted and given to `np.log` before it is compared; arrays of uniforms are
-numpy arrays of dtype object.
+The function is run many times with a symbolic generator. This generator returns `Uniform`s, which
+only know the interval that they lie in. A comparison with a threshold inside the interval forks the
+run in two, weighted by the threshold's position. The result covers *all* uniforms, without a grid
+or a sample. Thresholds may be floats, `Fraction`s for an exact result, numpy numbers and torch
+tensors. A uniform may be scaled, shifted and given to `np.log` before it is compared. Arrays of
+uniforms are numpy arrays of dtype object.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 MOST_RUNS = 200_000
-TWICE = 500  # so many runs are made twice
+TWICE = 500  # the first so many runs are made twice
 MOST_STEPS = 4096  # `int(u * n)` may give integers below this
-SLIVER = 1e-14  # no branch is narrower: a cumulative sum in float64 may end at 1 - 1e-16
+SLIVER = 1e-14  # narrower branches are ignored: a cumulative sum in float64 may end at 1 - 1e-16
 REMEDY = (
     "For an enumeration draw every random number from `rng`, and use it only in comparisons such "
     "as `rng.random() < p[i][x] / q[i][x]`, or draw by `rng.choice(V, p=...)`"
@@ -55,7 +55,7 @@ class Interval:
 
 
 class Uniform:
-    """A strictly monotone function of a number in [0, 1) that is known only by its interval.
+    """A strictly monotone function of a random number in [0, 1) of which only an interval is known.
 
     Args:
         inverse: maps a value of the function to the number; None: the identity.
@@ -70,17 +70,21 @@ class Uniform:
         self.interval, self.inverse, self.rises = interval, inverse, rises
 
     def _is(self, above: bool, threshold: Any) -> bool:
-        if threshold is self:  # `np.searchsorted` compares so
+        """Whether the value is above (or below) a threshold; the run may fork."""
+        if threshold is self:  # `np.searchsorted` compares a uniform with itself
             return False
         if isinstance(threshold, Uniform):
             raise NotEnumerableError("it compares or combines two random numbers")
         if threshold != threshold:  # nan
             return False
-        at = threshold if self.inverse is None else self.inverse(threshold)
-        return self.interval.below(at) == (self.rises != above)
+        limit = threshold if self.inverse is None else self.inverse(threshold)
+        return self.interval.below(limit) == (self.rises != above)
 
     def _compare(self, above: bool, other: Any) -> Any:
-        """The result has the type of `float < other`: `~(u < x)` depends on it."""
+        """Compare with a number, an array or a tensor.
+
+        The result has the type that a float would give, since `~(u < x)` depends on the type.
+        """
         if isinstance(other, torch.Tensor):
             truths = [self._is(above, x) for x in other.flatten().tolist()]
             return torch.tensor(truths, dtype=torch.bool).reshape(other.shape)
@@ -102,56 +106,59 @@ class Uniform:
     def __ge__(self, other: Any) -> Any:
         return True if other is self else self._compare(True, other)
 
-    def _with(self, other: Any, change: Callable[[Any], Any]) -> Any:
+    def _combine(self, other: Any, change: Callable[[Any], Any]) -> Any:
+        """`change` of a number, or of each number of a tensor; numpy does arrays by itself."""
         if isinstance(other, torch.Tensor) and other.ndim:
-            made = np.array([change(x) for x in other.flatten().tolist()], dtype=object)
-            return made.reshape(other.shape)
+            values = np.array([change(x) for x in other.flatten().tolist()], dtype=object)
+            return values.reshape(other.shape)
         if isinstance(other, np.ndarray):
             return NotImplemented
         if isinstance(other, Uniform):
             raise NotEnumerableError("it compares or combines two random numbers")
         return change(other.item() if isinstance(other, (np.generic, torch.Tensor)) else other)
 
-    def _then(self, inverse: Callable[[Any], Any], rises: bool = True) -> Uniform:
-        before = self.inverse
-        both = inverse if before is None else lambda value: before(inverse(value))
+    def _apply(self, inverse: Callable[[Any], Any], rises: bool = True) -> Uniform:
+        """A further monotone function of the value, given by its inverse."""
+        first = self.inverse
+        both = inverse if first is None else lambda value: first(inverse(value))
         return Uniform(self.interval, both, self.rises == rises)
 
     def __add__(self, other: Any) -> Any:
-        return self._with(other, lambda b: self._then(lambda value: value - b))
+        return self._combine(other, lambda b: self._apply(lambda value: value - b))
 
     def __sub__(self, other: Any) -> Any:
-        return self._with(other, lambda b: self._then(lambda value: value + b))
+        return self._combine(other, lambda b: self._apply(lambda value: value + b))
 
     def __rsub__(self, other: Any) -> Any:
-        return self._with(other, lambda b: self._then(lambda value: b - value, False))
+        return self._combine(other, lambda b: self._apply(lambda value: b - value, False))
 
     def __mul__(self, other: Any) -> Any:
-        def by(a: float) -> Any:
+        def multiply(a: float) -> Any:
             if a == 0 or math.isnan(a):
                 return 0 * a
-            return self._then(lambda value: value / a, a > 0)
+            return self._apply(lambda value: value / a, a > 0)
 
-        return self._with(other, by)
+        return self._combine(other, multiply)
 
     def __truediv__(self, other: Any) -> Any:
-        def by(a: float) -> Any:
-            if a == 0:  # as in NumPy; a draft that the filters exclude has p = 0
+        def divide(a: float) -> Any:
+            if a == 0:  # as in NumPy; p of a draft outside the filters is 0
                 return math.inf if self > 0 else -math.inf
-            return a if math.isnan(a) else self._then(lambda value: value * a, a > 0)
+            return a if math.isnan(a) else self._apply(lambda value: value * a, a > 0)
 
-        return self._with(other, by)
+        return self._combine(other, divide)
 
     def __neg__(self) -> Uniform:
-        return self._then(lambda value: -value, False)
+        return self._apply(lambda value: -value, False)
 
     __radd__, __rmul__ = __add__, __mul__
 
     def log(self) -> Uniform:
         """Called by `np.log`."""
-        return self._then(lambda value: math.exp(min(value, 700.0)))
+        return self._apply(lambda value: math.exp(min(value, 700.0)))
 
     def __int__(self) -> int:
+        """The number rounded down: the run forks for each possible integer."""
         if self < 0:
             raise NotEnumerableError("it rounds a negative random number to an integer")
         for whole in range(MOST_STEPS):
@@ -169,55 +176,70 @@ class Uniform:
 
 
 class SymbolicRandom:
-    """One run's generator, with the methods of numpy's that verifiers use; each draw forks."""
+    """The generator of one run, with those methods of numpy's generator that verifiers use.
 
-    def __init__(self, taken: list[int]) -> None:
-        self.taken, self.weight, self.others = taken, 1, list[list[int]]()
-        self._at = 0
+    Args:
+        branches: the first branches that the run takes.
+
+    Attributes:
+        branches: all branches that the run has taken.
+        weight: their probability.
+        unexplored: the first branches of further runs, which take another branch at some fork.
+    """
+
+    def __init__(self, branches: list[int]) -> None:
+        self.branches, self.weight, self.unexplored = branches, 1, list[list[int]]()
+        self._num_forks = 0
 
     def fork(self, weights: Sequence[Any]) -> int:
-        """The branch that this run takes; other branches with weight are left for later runs."""
-        if self._at == len(self.taken):
-            live = [k for k, weight in enumerate(weights) if weight > 0]
-            self.others += [[*self.taken, k] for k in live[1:]]
-            self.taken = [*self.taken, live[0]]
-        branch = self.taken[self._at]
+        """Fork into branches with these probabilities; returns the branch that this run takes.
+
+        Other branches with a probability above 0 are left for later runs.
+        """
+        if self._num_forks == len(self.branches):
+            possible = [k for k, weight in enumerate(weights) if weight > 0]
+            self.unexplored += [[*self.branches, k] for k in possible[1:]]
+            self.branches = [*self.branches, possible[0]]
+        branch = self.branches[self._num_forks]
         if branch >= len(weights) or not weights[branch] > 0:
             raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
-        self._at += 1
+        self._num_forks += 1
         self.weight = self.weight * weights[branch]
         return branch
 
     def random(self, size: Any = None, dtype: Any = np.float64) -> Any:
-        """One uniform, or an array of them; exact whatever the dtype."""
+        """A uniform, or an array of uniforms; exact whatever the dtype."""
         return _array(lambda: Uniform(Interval(self)), size, object)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
-        """A random number of [low, high), or an array of them."""
+        """A random number in [low, high), or an array of such numbers."""
         if (low, high) == (0, 1):
             return self.random(size)
         return self.random(size) * (high - low) + low
 
     def exponential(self, scale: float = 1.0, size: Any = None) -> Any:
-        """A time, or an array of them; two of them cannot be compared."""
+        """An exponential time, or an array of times; two times cannot be compared."""
         return _array(lambda: -(1 - self.random()).log() * scale, size, object)
 
     def integers(
         self, low: int, high: int | None = None, size: Any = None, *, endpoint: bool = False
     ) -> Any:
-        """One of low .., or of range(low), or an array of them."""
+        """An integer in low..high - 1, or in range(low); or an array of integers."""
         first, last = (0, low) if high is None else (low, high)
         count = int(last) - int(first) + endpoint
         return _array(lambda: np.int64(first + self.fork([1 / count] * count)), size, np.int64)
 
     def choice(self, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
-        """One of `a`, or of range(a), with probabilities `p`; with replacement, an array."""
+        """An element of `a`, or of range(a), drawn with probabilities `p`.
+
+        With a size, an array of elements, drawn with replacement.
+        """
         if size is not None and not replace:
             raise NotEnumerableError("it draws several without replacement by `rng.choice`")
         options = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
-        given = [1] * len(options) if p is None else list(np.asarray(p).tolist())
-        weights = [weight / sum(given) for weight in given]
-        return _array(lambda: options[self.fork(weights)], size, options.dtype)
+        weights = [1] * len(options) if p is None else list(np.asarray(p).tolist())
+        chances = [weight / sum(weights) for weight in weights]
+        return _array(lambda: options[self.fork(chances)], size, options.dtype)
 
     def multinomial(self, n: int, pvals: Any, size: Any = None) -> Any:
         """How often each of `pvals` was drawn in `n` draws."""
@@ -237,49 +259,55 @@ class SymbolicRandom:
 
 
 def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
-    """One result of `draw`, or an array of them with shape `size`."""
+    """A result of `draw`, or an array of results with shape `size`."""
     if size is None:
         return draw()
     shape = np.empty(size, bool).shape
-    made = np.empty(math.prod(shape), dtype)
-    made[:] = [draw() for _ in made]
-    return made.reshape(shape)
+    results = np.empty(math.prod(shape), dtype)
+    results[:] = [draw() for _ in results]
+    return results.reshape(shape)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    """An error, and its chain of causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
-    """P(outcome) of `function(rng)`; `NotEnumerableError` if it cannot be found.
+    """The probability of each outcome of `function(rng)`, by enumeration.
 
-    The first runs are made twice, and every run begins as an earlier one did. A function with
-    random numbers of its own is found out, because its runs differ sooner or later.
+    A function that draws random numbers from elsewhere is detected: the first runs are made twice,
+    and every run repeats the beginning of an earlier run, so that some runs differ.
+
+    Raises:
+        NotEnumerableError: the distribution cannot be enumerated; the message says why.
     """
     distribution: dict[_T, Any] = {}
     todo, runs = [list[int]()], 0
     while todo:
-        taken, runs = todo.pop(), runs + 1
-        first, again = SymbolicRandom(taken), SymbolicRandom(taken)
+        branches, runs = todo.pop(), runs + 1
+        first, again = SymbolicRandom(branches), SymbolicRandom(branches)
         try:
             outcome = function(first)
-            same = runs > TWICE or (function(again) == outcome and again.taken == first.taken)
+            is_same = runs > TWICE or (
+                function(again) == outcome and again.branches == first.branches
+            )
         except NotEnumerableError:
             raise
         except Exception as error:  # arithmetic, or a library's own conversion
-            known = next((e for e in _causes(error) if isinstance(e, NotEnumerableError)), None)
-            if known is not None:
-                raise known from error
+            own = next((e for e in _causes(error) if isinstance(e, NotEnumerableError)), None)
+            if own is not None:
+                raise own from error
             first_line = str([*_causes(error)][-1]).partition("\n")[0]
-            said = f"it fails where its random numbers are intervals ({first_line})"
-            raise NotEnumerableError(said) from error
-        if not same:
+            message = f"it fails where its random numbers are intervals ({first_line})"
+            raise NotEnumerableError(message) from error
+        if not is_same:
             raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
         if runs > MOST_RUNS:
             raise NotEnumerableError(f"it takes {runs} runs and more")
         distribution[outcome] = distribution.get(outcome, 0) + first.weight
-        todo += first.others
+        todo += first.unexplored
     return distribution

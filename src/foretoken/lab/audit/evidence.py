@@ -1,21 +1,21 @@
 """The evidence against losslessness, draw by draw: an average of e-values, valid at any time.
 
-An e-value is a product of betting factors, each of mean 1 if the subject is lossless. Therefore the
-product *ever* exceeds 1/alpha with probability at most alpha (Ville's inequality). An average of
-e-values is an e-value. The average here is over:
+An e-value is a product of betting factors, each with mean 1 if the subject is lossless. Therefore
+the product *ever* exceeds 1/alpha with probability at most alpha (Ville's inequality). An average
+of e-values is an e-value, too. The average here is over:
 
 - for each bug of the gallery, the likelihood ratio of its distribution to the target's, over all
   toys;
 - for each toy, a Dirichlet mixture of all distributions, for unknown bugs;
 - bets that more drafts are accepted than any lossless rule could accept.
 
-Where a model allows for a distance `delta`, likelihoods are compared with the largest likelihood
-of any distribution within that distance. It is no less than the true distribution's, so the bound
-on e holds (universal inference, Wasserman et al. 2020). Such evidence is read once per call of
-`add`.
+If a model allows for a distance `delta`, likelihoods are compared with the largest likelihood of
+any distribution within that distance. This is at least the likelihood of the true distribution, so
+that the bound on e holds (universal inference, Wasserman et al. 2020). Such evidence is read once
+per call of `add`.
 
-The verdict names the bug with the largest share of the evidence. Each source also has a bound on
-total variation and a G-test.
+The verdict names the bug with the largest share of the evidence. For each source there are also a
+bound on total variation and a G-test.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ import numpy as np
 from foretoken.lab.laws.findings import g_test, upper_tail
 
 ALPHA = 1e-3
-CONFIDENCE = 0.99  # of bounds
+CONFIDENCE = 0.99  # of all bounds
 UNKNOWN, TOO_MUCH = "unknown", "accepts_too_much"
 WEIGHTS = {"bugs": 0.4, UNKNOWN: 0.4, TOO_MUCH: 0.2}
-# Pseudo-counts of the Dirichlet mixtures: few detect gross differences quickly, many detect small
-# ones that few would miss.
+# Pseudo-counts of the Dirichlet mixtures. Few pseudo-counts detect large differences quickly; many
+# detect small differences that few would miss.
 CONCENTRATIONS = (8.0, 300.0, 10_000.0)
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.8)  # of the bets on acceptance
 LEAST = 1e-30  # used as the probability of impossible outcomes
-OWN = 0.98  # weight of a bug's distribution; the rest is the target's: a bug may act only in part
-SURE = 0.99  # share of the evidence that a name must have
+# Weight of a bug's own distribution; the rest is the target's, since a bug may act only in part.
+OWN = 0.98
+SURE = 0.99  # share of the evidence that a bug needs to be named
 
 
 class PlotText(NamedTuple):
-    """How a plot describes the outcomes of one source.
+    """The texts in a plot of a source's outcomes.
 
     Attributes:
-        axis: what the names of the outcomes are.
-        about: sentences: what an outcome is, and where the target's share of it comes from.
-        names: of the outcomes in order; () for their numbers.
+        axis: the meaning of the outcomes' names.
+        about: sentences that say what an outcome is, and where the target's share comes from.
+        names: names of the outcomes in order; (): their numbers.
     """
 
     axis: str = "number of the outcome"
@@ -58,20 +59,23 @@ class PlotText(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known about one source of outcomes before any is drawn.
+    """What is known about one source of outcomes before the draws.
 
     Attributes:
         null: P(outcome) of a lossless subject, [cells].
-        bugs: the same for each bug; `null` where ratios are given with each outcome.
-        rounds: drafts of a round; 0: acceptance is unknown.
-        most_accepted: how many of them the best lossless rule accepts on average.
-        usual_accepted: how many `usual_rule` accepts; 0: as given with each outcome.
-        together: number of outcomes that may depend on each other: tokens of one text.
-        delta: total variation by which arithmetic alone may move the subject from `null`.
-        closed: the last cell is for impossible outcomes: `delta` adds nothing to its probability.
-        given: number of groups of equally many consecutive cells. The test is of an outcome's cell
-            given its group: `null` is P(cell | group), and groups may have any frequency.
-        shown: for plots.
+        bugs: P(outcome) under each bug; `null` for bugs whose likelihood ratios come with outcomes.
+        rounds: number of drafts of a round; 0: acceptance is unknown.
+        most_accepted: mean number of drafts of a round that the best lossless rule accepts.
+        usual_accepted: mean number that `usual_rule` accepts; 0: the number that comes with
+            each outcome.
+        together: number of outcomes that may depend on each other, such as tokens of one text.
+        delta: total variation from `null` that may be due only to arithmetic.
+        closed: whether the last cell is for impossible outcomes; `delta` then does not add to its
+            probability.
+        groups: number of groups, each of equally many consecutive cells. The test is about an
+            outcome's cell given its group: `null` is P(cell | group), and the frequencies of groups
+            do not matter.
+        shown: texts for plots.
     """
 
     name: str
@@ -84,13 +88,19 @@ class Model(NamedTuple):
     delta: float = 0.0
     usual_rule: str = "standard"
     closed: bool = False
-    given: int = 1
+    groups: int = 1
     shown: PlotText = PlotText()
 
 
 @dataclass
 class Source:
-    """Outcomes drawn from one model: tokens of an engine, first rounds of a toy."""
+    """The outcomes drawn from one model, as counts; for example the tokens of an engine.
+
+    Attributes:
+        counts: number of draws by cell.
+        accepted: number of drafts accepted in all draws.
+        best: mean number of drafts that the best lossless rule accepts in as many draws.
+    """
 
     model: Model
     counts: Any
@@ -100,32 +110,37 @@ class Source:
 
     @property
     def distance(self) -> float:
-        """Total variation between the outcomes drawn and `null`."""
+        """Total variation between the drawn outcomes and `null`."""
         if self.draws == 0:
             return 1.0
         return float(np.abs(self.counts - self.expected).sum() / 2 / self.draws)
 
     @property
     def expected(self) -> Any:
-        """Mean counts of a lossless subject, for groups of the observed sizes."""
-        grouped = self.counts.reshape(self.model.given, -1)
+        """The expected counts of a lossless subject, for the observed number of draws per group."""
+        grouped = self.counts.reshape(self.model.groups, -1)
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
 
     @property
     def reach(self) -> Any:
-        """Half-width around each expected share that holds a correct share with `CONFIDENCE`, for
-        each outcome by itself (normal approximation)."""
-        grouped = self.counts.reshape(self.model.given, -1).sum(axis=1, keepdims=True)
-        null = self.model.null.reshape(self.model.given, -1)
+        """Half-widths of intervals around the expected shares of outcomes.
+
+        Each interval contains the observed share of a correct subject with `CONFIDENCE` (normal
+        approximation).
+        """
+        grouped = self.counts.reshape(self.model.groups, -1).sum(axis=1, keepdims=True)
+        null = self.model.null.reshape(self.model.groups, -1)
         spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)
         return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread + self.model.delta
 
     def distance_bound(self, sources: int) -> float:
-        """Bound of the true total variation; those of all sources hold together with `CONFIDENCE`.
+        """Upper bound of the true total variation.
 
-        The mean of `distance` is not below the truth (it is convex in the counts). `distance` falls
-        short of its mean by e with probability at most exp(-2 n e^2) (McDiarmid), where n counts
-        independent draws. The bound is for a number of draws fixed beforehand.
+        The bounds of all `sources` sources hold together with `CONFIDENCE`. The mean of `distance`
+        is not below the true value, since `distance` is convex in the counts. `distance` falls
+        short of its mean by e with probability at most exp(-2 n e^2) (McDiarmid), where n is the
+        number of independent draws. The bound assumes that the number of draws was fixed
+        beforehand.
         """
         if self.draws == 0:
             return 1.0
@@ -135,8 +150,11 @@ class Source:
 
     @property
     def p_value(self) -> float:
-        """Of the G-test (of groups: of their summed statistics); for draws fixed beforehand."""
-        shape = self.model.given, -1
+        """p-value of the G-test; with groups, of the sum of the groups' statistics.
+
+        It assumes that the number of draws was fixed beforehand.
+        """
+        shape = self.model.groups, -1
         rows = zip(self.counts.reshape(shape), self.model.null.reshape(shape), strict=True)
         tests = [g_test(counts.tolist(), null.tolist()) for counts, null in rows]
         degrees = sum(max(test.degrees, 0) for test in tests)
@@ -144,11 +162,12 @@ class Source:
 
     @property
     def allowance(self) -> float:
-        """Largest gain in log-likelihood over `null` of any distribution within `delta`.
+        """The largest gain in log-likelihood over `null` of any distribution within `delta`.
 
-        The best one raises the cells with the most draws relative to their probability to one
-        common ratio, and lowers those with the fewest to another, each by `delta` in all. If the
-        model is `closed`, the last cell keeps its probability, however many draws it has.
+        The best distribution differs from `null` in two sets of cells. In cells with many draws for
+        their probability, the probability is raised until their ratios of draws to probability are
+        equal; in cells with few draws it is lowered in the same way. Each set changes by `delta` in
+        total. If the model is `closed`, the probability of the last cell is not raised.
         """
         delta, null = self.model.delta, np.maximum(self.model.null, LEAST)
         if delta == 0 or self.draws == 0:
@@ -170,7 +189,7 @@ class Source:
 
     @property
     def acceptance(self) -> tuple[float, float, float]:
-        """Drafts accepted per draw, its confidence half-width (Hoeffding, Azuma), the optimum."""
+        """Accepted drafts per draw, its confidence half-width (Hoeffding, Azuma), the optimum."""
         draws = max(self.draws, 1)
         reach = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * draws))
         return self.accepted / draws, self.model.rounds * reach, self.best / draws
@@ -183,11 +202,13 @@ class Source:
 
 @dataclass
 class Evidence:
-    """E-values of one subject; `add` consumes draws in order.
+    """The e-values of one subject; `add` consumes draws in order.
 
     Attributes:
+        draws: number of draws so far.
         refuted_at: number of draws after which the average first exceeded 1/alpha, or None.
-        path: (draws, log10 of the average), for plots.
+        highest: log of the highest average so far.
+        path: (number of draws, log10 of the average), for plots.
     """
 
     models: Sequence[Model]
@@ -211,6 +232,7 @@ class Evidence:
         self._logs = np.zeros(len(groups))
 
     def _ratios_of(self, model: Model) -> Any:
+        """Log-likelihood ratios of each bug to `null`, [bugs, cells]."""
         null = np.maximum(model.null, LEAST)
         rows = [
             np.log(OWN * np.maximum(model.bugs.get(bug, null), 0) / null + 1 - OWN)
@@ -228,16 +250,16 @@ class Evidence:
     ) -> None:
         """Consume outcomes of model `number`.
 
-        Tokens of one text are outcomes of several models at once, and the starts of rounds give
-        information about neighbouring tokens. Factors have mean 1 from one wave of texts to the
-        next, not within a wave. The evidence of such models is therefore read only when all of
-        them have had their outcomes.
+        If tokens of one text are outcomes of several models, their betting factors are not
+        independent: the factors of a whole wave of texts have mean 1, but not those of single
+        outcomes. The evidence of such models is therefore read only after the last model of a wave.
 
         Args:
-            accepted: drafts accepted in each outcome's first round.
-            chance: the mean that the best lossless rule accepts there, for each outcome; None: the
-                model's `most_accepted`.
-            ratios: for some bugs, the likelihood ratio of each outcome, given all before it.
+            cells: the outcomes' cells.
+            accepted: number of drafts accepted in each outcome's first round.
+            chance: for each outcome, the mean number that the best lossless rule accepts in that
+                round; None: the model's `most_accepted`.
+            ratios: for some bugs, the likelihood ratio of each outcome, given all earlier outcomes.
         """
         source, model = self.sources[number], self.models[number]
         steps = np.zeros((len(self._logs), len(cells)))
@@ -247,12 +269,13 @@ class Evidence:
         first = len(self._bugs) + number * len(CONCENTRATIONS)
         steps[first : first + len(CONCENTRATIONS)] = self._mixtures(source, cells)
         if accepted is not None and model.rounds:
-            most = np.full(len(cells), model.most_accepted) if chance is None else chance
-            gain = (accepted - most) / model.rounds
-            source.best += float(most.sum())
+            optimum = np.full(len(cells), model.most_accepted) if chance is None else chance
+            gain = (accepted - optimum) / model.rounds
+            source.best += float(optimum.sum())
             steps[-len(STAKES) :] = np.log1p(np.array(STAKES)[:, None] * gain)
             source.accepted += int(accepted.sum())
-        logs = np.column_stack([self._logs, steps]).cumsum(axis=1)  # before, and after each
+        # Columns: before these outcomes, and after each of them; `after` counts the draws.
+        logs = np.column_stack([self._logs, steps]).cumsum(axis=1)
         self._logs, after = logs[:, -1], np.arange(len(cells) + 1) + self.draws
         source.counts += np.bincount(cells, minlength=len(model.null))
         source.draws += len(cells)
@@ -262,7 +285,7 @@ class Evidence:
                 return
             logs, after = logs[:, -1:], after[-1:]
         if any(model.delta for model in self.models):
-            logs, after = self._allowed()[:, None], after[-1:]
+            logs, after = self._logs_within_delta()[:, None], after[-1:]
         total = _log_sum(logs + self._prior[:, None])
         above = np.flatnonzero(total >= -math.log(self.alpha))
         if self.refuted_at is None and len(above):
@@ -271,18 +294,22 @@ class Evidence:
         self.path.append((self.draws, float(total[-1]) / math.log(10)))
 
     def _mixtures(self, source: Source, cells: Any) -> Any:
-        """Log of each outcome's predictive probability, given earlier ones, over that of `null`."""
-        null, each = np.maximum(source.model.null, LEAST), np.arange(len(cells))
-        hot = np.zeros((len(cells) + 1, len(null)))
-        hot[each + 1, cells] = 1
-        known = source.counts + hot.cumsum(axis=0)[:-1]
-        given, size = source.model.given, len(null) // source.model.given
-        before = known.reshape(len(cells), given, size).sum(axis=2)[each, cells // size]
-        prior = np.array(CONCENTRATIONS)[:, None]
-        return np.log((prior * null[cells] + known[each, cells]) / (prior + before) / null[cells])
+        """Log-likelihood ratios of each outcome: the Dirichlet mixtures to `null`.
 
-    def _allowed(self) -> Any:
-        """Logs of all e-values against the best distribution within each model's `delta`."""
+        A mixture's probability of an outcome depends on the earlier outcomes.
+        """
+        null, index = np.maximum(source.model.null, LEAST), np.arange(len(cells))
+        one_hot = np.zeros((len(cells) + 1, len(null)))
+        one_hot[index + 1, cells] = 1
+        earlier = source.counts + one_hot.cumsum(axis=0)[:-1]  # counts before each outcome
+        groups, size = source.model.groups, len(null) // source.model.groups
+        in_group = earlier.reshape(len(cells), groups, size).sum(axis=2)[index, cells // size]
+        prior = np.array(CONCENTRATIONS)[:, None]
+        chance = (prior * null[cells] + earlier[index, cells]) / (prior + in_group)
+        return np.log(chance / null[cells])
+
+    def _logs_within_delta(self) -> Any:
+        """Logs of all e-values, with the best distribution within `delta` in place of `null`."""
         gains = [source.allowance for source in self.sources]
         logs = self._logs.copy()
         logs[: len(self._bugs)] -= sum(gains)
@@ -294,7 +321,10 @@ class Evidence:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the evidence by bug; bets on acceptance count only if no likelihood is up."""
+        """The share of each bug in the evidence.
+
+        Bets on acceptance count only if no likelihood ratio speaks for a bug.
+        """
         logs: dict[str, float] = {}
         for name, log in zip(self._names, self._logs + self._prior, strict=True):
             logs[name] = np.logaddexp(logs.get(name, -math.inf), log)
@@ -307,16 +337,16 @@ class Evidence:
 
     @property
     def name(self) -> str | None:
-        """The bug (or `UNKNOWN`) with at least `SURE` of the evidence, or None.
+        """The bug (or `UNKNOWN`) with a share of at least `SURE` in the evidence, or None.
 
-        An unknown bug is named `TOO_MUCH` if the bets on acceptance weigh more.
+        An unknown bug is called `TOO_MUCH` if the bets on acceptance are stronger evidence.
         """
         best, share = max(self.shares.items(), key=lambda item: item[1])
         if share < SURE:
             return None
         logs = zip(self._logs + self._prior, self._names, strict=True)
-        _, most = max((log, name) for log, name in logs if name in (UNKNOWN, TOO_MUCH))
-        return most if best == UNKNOWN else best
+        _, strongest = max((log, name) for log, name in logs if name in (UNKNOWN, TOO_MUCH))
+        return strongest if best == UNKNOWN else best
 
     @property
     def log10_e(self) -> float:
@@ -325,7 +355,7 @@ class Evidence:
 
     @property
     def accepts_less(self) -> Source | None:
-        """The first source with an acceptance surely below the usual one, or None."""
+        """The first source that accepts fewer drafts than usual, with `CONFIDENCE`; or None."""
         for source in self.sources:
             mean, reach, _ = source.acceptance
             if source.model.rounds and mean + reach < source.usual:
@@ -339,7 +369,10 @@ def _log_sum(logs: Any) -> Any:
 
 
 def _level(falling: Callable[[float], float], low: float, high: float, goal: float) -> float:
-    """Where a non-increasing function reaches `goal`, by bisection of logarithms."""
+    """The argument between `low` and `high` at which a non-increasing function reaches `goal`.
+
+    Found by bisection of logarithms.
+    """
     for _ in range(100):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if falling(middle) > goal else (low, middle)

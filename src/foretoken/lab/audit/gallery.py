@@ -1,9 +1,9 @@
-"""The rules as plain functions, and published bugs: a rule with one thing wrong each.
+"""The rules as plain functions, and published bugs: each is a rule with one thing wrong.
 
-All have the signature of a third party's verifier (`subjects.Verifier`): p [K + 1, V], q [K, V], K
-drafts, a generator, K + 1 uniforms to use instead of it. They return the emitted tokens, accepted
-drafts first. Their enumerated distributions are the simple alternatives of an audit
-(`evidence.py`).
+All functions have the signature of a third party's verifier (`subjects.Verifier`): p [K + 1, V],
+q [K, V], K drafts, a generator, and K + 1 uniforms to use instead of the generator. They return the
+emitted tokens, accepted drafts first. The bugs' enumerated distributions are the alternatives that
+an audit compares with the target's distribution (`evidence.py`).
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ import numpy as np
 from foretoken.errors import ConfigError
 
 Tokens = list[int]
-LOW_Q = 0.3  # below this probability the truncating drafter drops its own draft
+LOW_Q = 0.3  # the truncating drafter drops drafts with lower q
 
 
 def pick(weights: Any, u: Any) -> int:
-    """The token at which the cumulative distribution passes u; weights need not add up to 1."""
-    total, reached = sum(weights), 0
+    """The token at which the cumulative distribution exceeds u; weights need not add up to 1."""
+    total, cumulative = sum(weights), 0
     for token, weight in enumerate(weights[:-1]):
-        reached = reached + weight
-        if u < reached / total:
+        cumulative = cumulative + weight
+        if u < cumulative / total:
             return token
     return max(token for token, weight in enumerate(weights) if weight > 0)
 
 
 def residual(p: Any, q: Any, weight: Any = 1) -> Any:
-    """max(weight p - q, 0), or p if that is 0 everywhere."""
+    """max(weight p - q, 0), or p if the former is 0 everywhere."""
     rest = np.maximum(weight * p - q, 0)
     return rest if sum(rest) > 0 else p
 
 
-def own_each(u: Any) -> tuple[Any, Any]:
-    """The usual deal: a uniform for each test, the last one for the final draw."""
+def separate_uniforms(u: Any) -> tuple[Any, Any]:
+    """The correct split of uniforms: one for each test, the last one for any draw."""
     return u[:-1], [u[-1]] * len(u)
 
 
 class Ways(NamedTuple):
-    """The steps of `standard`; replacing one breaks the rule.
+    """The steps of `standard` as functions; a bug replaces one of them.
 
     Attributes:
-        chance: of accepting a draft, given p, q and the draft.
-        rest: the weights from which a rejected draft is replaced.
-        deal: splits K + 1 uniforms into those of the tests and those of the draws.
-        below: compares a test's uniform with its chance.
-        drops: whether the round ends before a draft, given q and the draft.
-        bonus: the weights of the token after the last draft, given p there and the last q.
+        chance: the probability to accept a draft, from p, q and the draft.
+        rest: the weights of tokens in place of a rejected draft, from p, q and the draft.
+        deal: splits K + 1 uniforms into uniforms for tests and uniforms for draws.
+        below: compares a test's uniform with the chance of acceptance.
+        drops: whether the round ends before a draft, from q and the draft.
+        bonus: the weights of the token after the last draft, from its p and the last draft's q.
     """
 
     chance: Callable[[Any, Any, int], Any] = lambda p, q, x: p[x] / q[x]
     rest: Callable[[Any, Any, int], Any] = lambda p, q, x: residual(p, q)
-    deal: Callable[[Any], tuple[Any, Any]] = own_each
+    deal: Callable[[Any], tuple[Any, Any]] = separate_uniforms
     below: Callable[[Any, Any], Any] = operator.lt
     drops: Callable[[Any, int], bool] = lambda q, x: False
     bonus: Callable[[Any, Any], Any] = lambda p, q: p
@@ -68,7 +68,10 @@ RIGHT = Ways()
 def standard(
     p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, ways: Ways = RIGHT
 ) -> Tokens:
-    """Leviathan et al. 2023: accept draft i while u_i < p(x_i) / q(x_i)."""
+    """Leviathan et al. 2023: accept draft i while u_i < p(x_i) / q(x_i); returns emitted tokens.
+
+    ways: the steps, of which a bug replaces one
+    """
     kept = next((i for i, x in enumerate(drafts) if ways.drops(q[i], x)), len(drafts))
     tests, draws = ways.deal(uniforms if uniforms is not None else rng.random(len(drafts) + 1))
     for i, x in enumerate(drafts[:kept]):
@@ -79,9 +82,10 @@ def standard(
 
 
 def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
-    """The thresholds h_1, .. of `block` (u_i < h_i keeps i drafts) and its weights w_0, w_1, ..
+    """The thresholds h_1, .. of `block` and its weights w_0, w_1, ..
 
-    Only the rows of p at drafts are read.
+    If u_i < h_i, at least i drafts are accepted. Only the rows of p that decide drafts are read.
+    `flaw` names a step to break.
     """
     w, h, joint = [1], [], 1
     for i, x in enumerate(drafts, 1):
@@ -99,7 +103,7 @@ def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], 
 def block(
     p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, flaw: str = ""
 ) -> Tokens:
-    """Sun et al. 2024, algorithm 2; `flaw` names a step to break."""
+    """Sun et al. 2024, algorithm 2; returns the emitted tokens. `flaw` names a step to break."""
     tau, (h, w) = 0, heights(p, q, drafts, flaw)
     u = uniforms if uniforms is not None else rng.random(len(drafts) + 1)
     for i in range(len(drafts)):
@@ -114,41 +118,44 @@ def block(
 
 
 def block_keeps(p: Any, q: Any, drafts: Tokens) -> float:
-    """Mean number of these drafts that `block` accepts.
+    """The mean number of these drafts that `block` accepts.
 
-    On average over drafts from q, no lossless rule accepts more if later rounds keep the plain
+    Averaged over drafts from q, no lossless rule accepts more, if later rounds use the unchanged
     target.
     """
-    missed = 1 - np.array(heights(p, q, drafts)[0], dtype=float)
-    return float((1 - missed[::-1].cumprod()).sum())
+    chance_to_fail = 1 - np.array(heights(p, q, drafts)[0], dtype=float)
+    return float((1 - chance_to_fail[::-1].cumprod()).sum())
 
 
 # Bugs ---------------------------------------------------------------------------------------------
 
 
 def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
-    """P(argmin E_v / r_v | argmin E_v / q_v = x): the residual r drawn with the draft's own noise.
+    """The distribution of a token drawn from the residual r with the noise E that drew the draft x.
 
-    Given that x wins the race of q with time m ~ Exp(1), the others have E_v = m q_v + fresh
-    Exp(1). Let c_v = q_v / r_v, and s the winning time in units of m. Integrating m out leaves
-    P(y) = r_y * integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2, which does not depend on x
-    and is elementary between one c_v and the next.
+    It is P(argmin E_v / r_v | argmin E_v / q_v = x), for a race of exponential times E_v. Given
+    that x wins the race of q with time m ~ Exp(1), other tokens have E_v = m q_v + a new Exp(1).
+    Let c_v = q_v / r_v, and s the winning time in units of m. The integral over m is P(y) = r_y *
+    integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2. It does not depend on x, and is
+    elementary between one c_v and the next.
     """
     rest = residual(p, q)
     r = rest / sum(rest)
-    live = np.flatnonzero(r > 0)
-    live = live[np.argsort(q[live] / r[live], kind="stable")]
-    at, slope = q[live] / r[live], r[live].cumsum()
-    depth = 1 + np.append(0, (slope[:-1] * np.diff(at)).cumsum())
-    area = (1 / depth - np.append(1 / depth[1:], 0)) / slope
+    v = np.flatnonzero(r > 0)
+    v = v[np.argsort(q[v] / r[v], kind="stable")]
+    c, slope = q[v] / r[v], r[v].cumsum()
+    base = 1 + np.append(0, (slope[:-1] * np.diff(c)).cumsum())  # 1 + sum_v .. at each c
+    area = (1 / base - np.append(1 / base[1:], 0)) / slope  # integral from each c to the next
     chance = np.zeros(len(r))
-    chance[live] = r[live] * area[::-1].cumsum()[::-1]
+    chance[v] = r[v] * area[::-1].cumsum()[::-1]
     return chance
 
 
 def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
-    """Rows of p after temperature and top-k, the only filters that these bugs get wrong; ties at
-    the k-th token stay."""
+    """Rows of p after temperature and top-k, the only filters that these bugs get wrong.
+
+    Tokens that tie with the k-th token are kept.
+    """
     heated = p ** (1 / params["temperature"])
     if params["top_k"]:
         heated = heated * (heated >= np.sort(heated)[..., -params["top_k"], None])
@@ -165,36 +172,41 @@ def filtered_after_test(
     *,
     late: Mapping[str, Any],
 ) -> Tokens:
-    """Drafts are tested against p without the `late` filters; other tokens are drawn with all."""
-    tested = sampled_from(p, {**params, **late})
-    known = iter(tested)
+    """`standard`, but drafts are tested against p under the `late` parameters.
+
+    Other tokens are drawn with all real parameters.
+    """
+    test_rows = iter(sampled_from(p, {**params, **late}))
     ways = Ways(
-        chance=lambda row, q, x: next(known)[x] / q[x], rest=lambda row, q, x: residual(row, q)
+        chance=lambda row, q, x: next(test_rows)[x] / q[x], rest=lambda row, q, x: residual(row, q)
     )
     return standard(sampled_from(p, params), q, drafts, rng, uniforms, ways=ways)
 
 
-def of_24_bits(u: Any) -> tuple[Any, Any]:
-    """Uniforms rounded to float32 within its bounds; symbolic ones stay as they are."""
-    if all(isinstance(each, float) for each in u):
-        u = [min(max(float(np.float32(each)), 2.0**-24), 1 - 2.0**-24) for each in u]
-    return own_each(u)
+def with_24_bits(u: Any) -> tuple[Any, Any]:
+    """Uniforms rounded to float32, in [2^-24, 1 - 2^-24]; symbolic uniforms are not changed."""
+    if all(isinstance(x, float) for x in u):
+        u = [min(max(float(np.float32(x)), 2.0**-24), 1 - 2.0**-24) for x in u]
+    return separate_uniforms(u)
 
 
 class ReusedAcrossRounds:
-    """The uniform that rejects also tests the first draft of the next round: a counter's offset
-    moves by the number of accepted drafts, not of tested ones."""
+    """`standard`, but the uniform that rejects a draft also tests the next round's first draft.
+
+    In such a bug the offset of a counter advances by the number of accepted drafts instead of the
+    number of tested drafts.
+    """
 
     def __init__(self) -> None:
-        self.left: Any = None
+        self.reused: Any = None
 
     def __call__(self, p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None) -> Tokens:
         u = [*(uniforms if uniforms is not None else rng.random(len(drafts) + 1))]
-        if self.left is not None:
-            u[0] = self.left
+        if self.reused is not None:
+            u[0] = self.reused
         tokens = standard(p, q, drafts, rng, u)
         num = len(tokens) - 1
-        self.left = u[num] if num < len(drafts) else None
+        self.reused = u[num] if num < len(drafts) else None
         return tokens
 
 
@@ -203,9 +215,9 @@ class Bug(NamedTuple):
 
     Attributes:
         key: its name in results and in tables.
-        what: what is wrong.
+        what: what is wrong, as part of a sentence.
         verify: the function, or a class with an instance per sample.
-        by_uniforms: whether it shows only under injected uniforms.
+        by_uniforms: whether the bug shows only with injected uniforms.
     """
 
     key: str
@@ -258,7 +270,7 @@ BUGS = (
     Bug("accept_at_zero", "u = 0 accepts a draft of probability 0",
         _standard(below=operator.le), True),
     Bug("float32_tail", "uniforms of 24 bits can never draw a token of probability 2^-27",
-        _standard(deal=of_24_bits), True),
+        _standard(deal=with_24_bits), True),
 )  # fmt: skip
 LOSSLESS = {
     "standard": standard,

@@ -14,15 +14,15 @@ class AuditOptions:
     """What `foretoken audit` examines, and where it writes.
 
     Attributes:
-        callable: `module:function`, a verifier(p, q, drafts, rng) that returns tokens.
+        callable: `module:function`, a function verifier(p, q, drafts, rng) that returns tokens.
         url: an OpenAI-compatible server of the model that `model` names, such as
             `http://localhost:8000/v1`.
-        api_key: the server's, sent as a bearer token.
-        gallery: audit the published bugs instead, which must all be refuted and named.
-        draws: at most so many outcomes of each subject; None: 60,000, or 12,000 tokens of an
-            engine.
+        api_key: the server's API key, sent as a bearer token.
+        gallery: audit the published bugs; each of them must be refuted and named.
+        draws: upper bound of the number of outcomes of each subject; None: 60,000, or 12,000 tokens
+            of an engine.
         alpha: upper bound of the probability that a lossless subject is refuted.
-        seed: of everything that is drawn.
+        seed: seed of everything that is drawn.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """
 
@@ -36,10 +36,12 @@ class AuditOptions:
     output: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [name for name in ("callable", "url", "gallery") if getattr(self, name)]
-        if len(given) > 1:
-            bound = f"left out with --{given[0]}"
-            raise ConfigError(given[1], getattr(self, given[1]), bound, "Audit one at a time.")
+        subjects = [name for name in ("callable", "url", "gallery") if getattr(self, name)]
+        if len(subjects) > 1:
+            bound = f"left out with --{subjects[0]}"
+            raise ConfigError(
+                subjects[1], getattr(self, subjects[1]), bound, "Audit one at a time."
+            )
         if self.draws is not None:
             check_int("draws", self.draws, 1)
         if self.api_key is not None and self.url is None:
@@ -49,7 +51,7 @@ class AuditOptions:
         check_outputs(self.output)
 
     def parts(self, model: str | None, backend: str | None) -> tuple[str, ...]:
-        """The kinds of subjects to audit; `model` and `backend` are the engine options given."""
+        """The kinds of subjects to audit; `model` and `backend` are options of the engine."""
         if self.callable is not None:
             return ("callable",)
         if self.url is not None:

@@ -1,4 +1,4 @@
-"""An independent copy of the target: its module under eager attention, and its own sampling code.
+"""An independent copy of the target: its module with eager attention, and other sampling code.
 
 It shares only the checkpoint with the engine: no paged attention, no kernels, no edits.
 Shape suffixes: R rows (one per generated token), V vocabulary.
@@ -23,16 +23,18 @@ from foretoken.sampling.params import SamplingParams
 
 Ids = Sequence[int]
 _BATCH = 16
-_LIKELY = 32  # tokens of a row that may be drawn
-# On busy cores, for example next to the server under audit, two OpenMP threads spent 22 s of CPU on
-# work that one does in 1.5 s: with 15M parameters each has too little to do between two barriers.
+_LIKELY = 32  # number of likeliest tokens of a row that `rounding` looks at
+# Models with fewer parameters use one thread. On busy cores, for example next to the server under
+# audit, two OpenMP threads spent 22 s of CPU time on work that one thread does in 1.5 s: with 15M
+# parameters each thread has too little to do between two barriers.
 _SMALL = 100_000_000
-# Parameters that the reference cannot apply: ignoring them would look like a bug of the subject.
+# Sampling parameters that the reference cannot apply. If it ignored them, this would look like a
+# bug of the subject.
 _UNKNOWN = ("structured_outputs", "bad_words", "min_tokens")
 
 
 class Text(NamedTuple):
-    """A prompt, the tokens generated after it, and their trace."""
+    """A prompt, the tokens generated after it, and the engine's trace of these tokens."""
 
     prompt: list[int]
     output: list[int]
@@ -40,12 +42,12 @@ class Text(NamedTuple):
 
 
 class Reference:
-    """Probabilities of a checkpoint, float32 on the CPU.
+    """A checkpoint's own probabilities, computed in float32 on the CPU.
 
     Args:
-        rounds: linear layers round their inputs to eight bits, as the engine's do where weights
-            are quantised: that is part of such a model.
-        plain_head: the output layer does not round.
+        rounds: whether linear layers round their inputs to eight bits, like the engine's layers
+            with quantised weights. This rounding is part of the definition of such a model.
+        plain_head: whether the output layer does not round its inputs.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `load_plain`.
@@ -60,40 +62,40 @@ class Reference:
         plain_head: bool = False,
     ) -> None:
         self.module: Any = load_plain(resolve_checkpoint(model, revision=revision))
-        spared = self.module.get_output_embeddings() if plain_head else None
+        not_rounded = self.module.get_output_embeddings() if plain_head else None
         for layer in self.module.modules() if rounds else ():
-            if isinstance(layer, torch.nn.Linear) and layer is not spared:
+            if isinstance(layer, torch.nn.Linear) and layer is not not_rounded:
                 layer.register_forward_pre_hook(lambda _, inputs: (round_rows(inputs[0]),))
-        ends = self.module.generation_config.eos_token_id
-        self.stop_ids = [*ends] if isinstance(ends, list) else [ends]
+        eos = self.module.generation_config.eos_token_id
+        self.stop_ids = [*eos] if isinstance(eos, list) else [eos]
         self.vocabulary: int = self.module.config.get_text_config().vocab_size
         self._threads = 1 if self.module.num_parameters() < _SMALL else torch.get_num_threads()
 
     def logits(self, texts: Sequence[Text]) -> list[Tensor]:
-        """Raw logits of each text's rows, float32 [R, V]."""
+        """The raw logits from which each text's generated tokens are drawn, float32 [R, V]."""
         rows: list[Tensor] = []
         torch.set_num_threads(self._threads)  # an engine sets its own for each step
         for start in range(0, len(texts), _BATCH):
             part = texts[start : start + _BATCH]
             ids = [[*text.prompt, *text.output][:-1] for text in part]
-            wide = max(map(len, ids))
-            padded = torch.tensor([[*line, *[0] * (wide - len(line))] for line in ids])
-            with torch.inference_mode():  # causal: padding after a text changes nothing
+            longest = max(map(len, ids))
+            padded = torch.tensor([[*line, *[0] * (longest - len(line))] for line in ids])
+            with torch.inference_mode():  # attention is causal: padding after a text has no effect
                 logits = self.module(padded, use_cache=False).logits
-            for text, each in zip(part, logits, strict=True):
+            for text, text_logits in zip(part, logits, strict=True):
                 first = len(text.prompt) - 1
-                rows.append(each[first : first + len(text.output)].float())
+                rows.append(text_logits[first : first + len(text.output)].float())
         return rows
 
     def rounding(self, prompts: Sequence[list[int]]) -> float:
-        """Standard deviation of the change in likely tokens' logits due to bfloat16.
+        """How far bfloat16 moves the logits of likely tokens: the standard deviation.
 
-        Weights and every module's outputs are rounded to nearest; everything else is computed in
-        float32. So the result is the same on each machine, whatever its own bfloat16 arithmetic.
+        Weights and the outputs of all modules are rounded to bfloat16; everything else is computed
+        in float32. So the result is the same on each machine, whatever its bfloat16 arithmetic.
         """
         texts = [Text(ids, [0]) for ids in prompts]
-        exact, plain = self.module, self.logits(texts)
-        self.module = copy.deepcopy(exact)
+        original, exact = self.module, self.logits(texts)
+        self.module = copy.deepcopy(original)
         for parameter in self.module.parameters():
             parameter.data = _bfloat16(parameter.data)
         for module in self.module.modules():
@@ -101,15 +103,15 @@ class Reference:
         try:
             rounded = self.logits(texts)
         finally:
-            self.module = exact
-        moved = []
-        for row_1V, other_1V in zip(plain, rounded, strict=True):
-            likely = row_1V[0].topk(min(_LIKELY, self.vocabulary)).indices
-            moved.append((other_1V - row_1V)[0, likely].var(correction=0))
-        return float(torch.stack(moved).mean().sqrt())
+            self.module = original
+        variances = []
+        for exact_1V, rounded_1V in zip(exact, rounded, strict=True):
+            likely = exact_1V[0].topk(min(_LIKELY, self.vocabulary)).indices
+            variances.append((rounded_1V - exact_1V)[0, likely].var(correction=0))
+        return float(torch.stack(variances).mean().sqrt())
 
     def probabilities(self, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
-        """p of each text's rows, after edits, temperature and filters: float64 [R, V]."""
+        """The distributions of each text's tokens, edited and filtered: float64 [R, V]."""
         check_known(params)
         return [
             filtered(edited(logits.double(), text, params), params)
@@ -132,7 +134,7 @@ def check_known(params: SamplingParams) -> None:
 
 
 def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
-    """Logits after bias and allowed tokens, then after penalties for the tokens before each row."""
+    """Logits after bias, allowed tokens, and penalties for the tokens before each row."""
     logits_RV = logits_RV.clone()
     for token, bias in (params.logit_bias or {}).items():
         logits_RV[:, token] += bias
@@ -156,12 +158,15 @@ def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
 
 
 def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
-    """p after temperature, min-p, top-k, top-p; ties at a threshold stay. One-hot at T = 0."""
+    """The distributions after temperature, min-p, top-k and top-p; one-hot at T = 0.
+
+    Tokens that tie with a filter's threshold are kept.
+    """
     if params.temperature == 0:
         return torch.nn.functional.one_hot(logits_RV.argmax(dim=1), logits_RV.shape[1]).double()
     x_RV = logits_RV / params.temperature
-    least_R = x_RV.amax(dim=1) + (math.log(params.min_p) if params.min_p > 0 else -math.inf)
-    x_RV = x_RV.masked_fill(x_RV < least_R[:, None], -math.inf)
+    threshold_R = x_RV.amax(dim=1) + (math.log(params.min_p) if params.min_p > 0 else -math.inf)
+    x_RV = x_RV.masked_fill(x_RV < threshold_R[:, None], -math.inf)
     if 0 < params.top_k < x_RV.shape[1]:
         kth_R1 = x_RV.topk(params.top_k, dim=1).values[:, -1:]
         x_RV = x_RV.masked_fill(x_RV < kth_R1, -math.inf)
@@ -175,16 +180,17 @@ def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def ranks(p_RV: Tensor, output: Ids, generator: torch.Generator) -> Tensor:
-    """Randomised probability integral transform: uniform on [0, 1) if tokens come from p; [R].
+    """The tokens' ranks in their distributions, [R]: uniform on [0, 1) if tokens come from p.
 
-    A rank is the mass of likelier tokens plus a random share of the token's own. A wrong verifier
-    moves mass between likely tokens and unlikely ones. A token without mass gets exactly 1.
+    This is a randomised probability integral transform. A rank is the mass of all likelier tokens
+    plus a random share of the token's own mass. A wrong verifier moves mass between likely and
+    unlikely tokens. The rank of a token without mass is exactly 1.
     """
     index_R1 = torch.tensor(output)[:, None]
-    own_R1 = p_RV.gather(1, index_R1)
+    token_p_R1 = p_RV.gather(1, index_R1)
     id_V = torch.arange(p_RV.shape[1])
-    before_RV = (p_RV > own_R1) | ((p_RV == own_R1) & (id_V < index_R1))
-    above_R = (p_RV * before_RV).sum(dim=1)
+    is_before_RV = (p_RV > token_p_R1) | ((p_RV == token_p_R1) & (id_V < index_R1))
+    mass_before_R = (p_RV * is_before_RV).sum(dim=1)
     share_R = torch.rand(len(p_RV), dtype=torch.float64, generator=generator)
-    ranked_R = above_R + share_R * own_R1[:, 0]
-    return torch.where(own_R1[:, 0] > 0, ranked_R.clamp(max=1 - 1e-12), 1.0)
+    rank_R = mass_before_R + share_R * token_p_R1[:, 0]
+    return torch.where(token_p_R1[:, 0] > 0, rank_R.clamp(max=1 - 1e-12), 1.0)

@@ -1,8 +1,8 @@
 """Callables and backends as sources of outcomes, on toys: small models with known distributions.
 
-A toy is a pair of chains (`laws/chain.py`) on few tokens. An *outcome* is its first `length`
-tokens, emitted by as many rounds as are needed. It has the target's distribution if and only if the
-subject is lossless on that toy. Together the toys tell the gallery's bugs from each other.
+A toy is a pair of chains (`laws/chain.py`) on few tokens. An *outcome* is the first `length` tokens
+of a sample, emitted by as many rounds as are needed. Outcomes have the target's distribution if and
+only if the subject is lossless on that toy. Together, the toys distinguish the gallery's bugs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Prefix = tuple[int, ...]
 
 
 class VerifierInputs(NamedTuple):
-    """Inputs of one round: p [K + 1, V], q [K, V], K drafts, and p before its filters."""
+    """A verifier's inputs in one round: p [K + 1, V], q [K, V], K drafts, p without filters."""
 
     p: Any
     q: Any
@@ -47,7 +47,7 @@ class VerifierInputs(NamedTuple):
 
 
 class ToyOutcomes(NamedTuple):
-    """A verifier on a toy: P(outcome) [cells], and the mean of drafts accepted in round one."""
+    """A verifier on a toy: P(outcome) [cells], and the mean of accepted drafts in round one."""
 
     probabilities: Any
     mean_accepted: float
@@ -58,11 +58,11 @@ class Toy:
     """A target and a draft on `vocabulary` tokens.
 
     Attributes:
-        length: tokens of an outcome.
-        num_drafts: drafts of every round.
+        length: number of tokens of an outcome.
+        num_drafts: number of drafts of every round.
         spread: standard deviation of the logits.
-        filters: of target and draft, as `Setting` names them.
-        drafted: the draft proposes only the first so many tokens; 0: all.
+        filters: filters of target and draft, as `Setting` names them.
+        drafted: the draft proposes only tokens with ids below this; 0: all tokens.
     """
 
     name: str
@@ -80,10 +80,11 @@ class Toy:
 
     @property
     def shown(self) -> PlotText:
-        known = " and ".join(f"{name} {value}" for name, value in self.filters.items())
+        """The description of the toy's outcomes in plots."""
+        filters = " and ".join(f"{name} {value}" for name, value in self.filters.items())
         about = (
             f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
-            f"{', ' * bool(known)}{known}. An outcome is a text of {self.length}; the target's "
+            f"{', ' * bool(filters)}{filters}. An outcome is a text of {self.length}; the target's "
             "share of it is computed from the toy's own tables."
         )
         texts = itertools.product(map(str, range(self.vocabulary)), repeat=self.length)
@@ -101,7 +102,7 @@ class Toy:
 
     @cached_property
     def tables(self) -> tuple[Any, Any, Any]:
-        """p, q and p before its filters, by context: float64 [C, V] of numpy."""
+        """p, q, and p without filters, by context: numpy float64 [C, V]."""
         target, draft = self.chains
         settings = (target, Setting(**self.filters)), (draft, Setting(**self.filters))
         p, q = (setting.next_token(chain).numpy() for chain, setting in settings)
@@ -109,19 +110,19 @@ class Toy:
 
     def context(self, prefix: Prefix) -> int:
         """Index of the tables' row after these tokens; see `Chain`."""
-        none = self.vocabulary
-        last = (none, none, *prefix)[-2:]
-        return last[0] * (none + 1) + last[1]
+        no_token = self.vocabulary
+        previous, last = (no_token, no_token, *prefix)[-2:]
+        return previous * (no_token + 1) + last
 
     def inputs(self, prefix: Prefix, drafts: list[int]) -> VerifierInputs:
-        """Inputs of the verification of these drafts after a prefix."""
+        """The inputs of a verifier for these drafts after a prefix."""
         p, q, unfiltered = self.tables
         rows = [self.context((*prefix, *drafts[:i])) for i in range(len(drafts) + 1)]
         return VerifierInputs(p[rows], q[rows[:-1]], drafts, unfiltered[rows])
 
     @cached_property
     def null(self) -> Any:
-        """P(outcome) of the target alone, float64 [cells]."""
+        """P(outcome) of the target without speculation, float64 [cells]."""
         p = self.tables[0]
         prefixes = itertools.product(range(self.vocabulary), repeat=self.length)
         return np.array(
@@ -129,30 +130,34 @@ class Toy:
         )
 
     def cell(self, tokens: Prefix) -> int:
-        """Index of an outcome."""
-        number = 0
+        """The index of the outcome with these tokens."""
+        index = 0
         for token in tokens[: self.length]:
-            number = number * self.vocabulary + token
-        return number
+            index = index * self.vocabulary + token
+        return index
 
     def outcomes_of(
         self, begin: Callable[[], Any], whole: bool = False, once: bool = False
     ) -> ToyOutcomes:
-        """Enumerate every draft and every branch of a verifier; raises `NotEnumerableError`.
+        """Enumerate every draft and every branch of a verifier.
 
         The results are sums of fewer than 10 000 products of floats, right to 1e-11.
 
         Args:
-            begin: makes the verifier of a sample, as `subjects.Bound` does.
-            whole: the verifier remembers its rounds: enumerate whole samples, not single rounds.
+            begin: makes the verifier for a sample, as `subjects.Bound` does.
+            whole: enumerate whole samples instead of single rounds, for a verifier that remembers
+                earlier rounds.
             once: draw all tokens after the first round from the target itself. This shows whether
-                that round is lossless at a fraction of the runs.
+                the first round is lossless, with a fraction of the runs.
+
+        Raises:
+            NotEnumerableError: see `enumerate_runs`.
         """
         p = self.tables[0]
         mass: dict[Prefix, float] = {(): 1.0}
         outcome, accepted = np.zeros(self.cells), np.zeros(self.num_drafts + 1)
         for length in range(self.length):
-            for prefix in [given for given in mass if len(given) == length]:
+            for prefix in [known for known in mass if len(known) == length]:
                 weight = mass.pop(prefix)
                 runs = (
                     {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
@@ -172,10 +177,14 @@ class Toy:
     def _runs(
         self, begin: Callable[[], Any], prefix: Prefix, whole: bool
     ) -> dict[tuple[Prefix, ...], Any]:
-        """tokens by round -> probability, for the next round or for all rounds up to the end."""
+        """The probability of the emitted tokens, a tuple per round, after a prefix.
+
+        whole: for all rounds of the sample; False: only for the next round
+        """
         q = self.tables[1]
 
         def run(rng: Any) -> tuple[Prefix, ...]:
+            """Draw drafts and verify them, for one round or for a whole sample."""
             verify, tokens, rounds = begin(), prefix, list[Prefix]()
             while not rounds or (whole and len(tokens) < self.length):
                 drafts: list[int] = []
@@ -189,12 +198,13 @@ class Toy:
 
     @cached_property
     def optimum(self) -> tuple[float, float]:
-        """Mean drafts accepted per round by `standard`, and by `block`, which is the optimum.
+        """The mean number of drafts per round that `standard` accepts, and that `block` accepts.
 
-        For one draft both are sum_x min(p(x), q(x)).
+        The latter is the optimum. For one draft both are sum_x min(p(x), q(x)).
         """
-        first, second = (self.outcomes_of(bind(r).begin).mean_accepted for r in (standard, block))
-        return first, second
+        of_standard = self.outcomes_of(bind(standard).begin).mean_accepted
+        of_block = self.outcomes_of(bind(block).begin).mean_accepted
+        return of_standard, of_block
 
 
 # With these seeds every bug of the gallery differs by 0.0029 nats per outcome or more.
@@ -204,8 +214,8 @@ TOYS = (
     Toy("filtered", 4, 2, 2, seed=2, spread=0.7, filters={"top_k": 3}),
     Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
-# These are only enumerated, for one round: some verifiers are right for few tokens only. With few
-# drafts that takes 2,000 runs.
+# Toys that are only enumerated, for one round: some verifiers are right only for few tokens. With
+# few drafts this takes 2,000 runs.
 WIDE = (Toy("wide", 64, 2, 1, seed=5, drafted=16), Toy("wide pairs", 16, 3, 2, seed=6, drafted=4))
 
 
@@ -218,32 +228,34 @@ TAIL_DRAWS = 2**21
 UNFILTERED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 Verifier = Callable[..., Sequence[int]]
-"""verify(p, q, drafts, rng) -> the tokens emitted: accepted drafts, then one more.
+"""verify(p, q, drafts, rng) -> the emitted tokens: accepted drafts, then one more token.
 
 p [K + 1, V] and q [K, V] are float64 arrays, drafts are K ids drawn from q's rows, rng is a
 `numpy.random.Generator`. A parameter named `uniforms` gets K + 1 numbers in [0, 1) to use instead
-(rng may then be left out), the last one for the token after the drafts. A parameter named `params`
-gets the target's filters; p is then unfiltered. If the verifier is a class, each sample has an
-instance, which is called for all its rounds.
+of rng, which may then be left out; the last number is for the token after the drafts. A parameter
+named `params` gets the target's filters; p is then unfiltered. If the verifier is a class, each
+sample has an instance, which is called for all rounds of the sample.
 """
 
 Draw = Callable[[int, int, int], tuple[Any, ...]]
-"""(number of the model, outcomes, wave) -> the arguments of `Evidence.add` after the number."""
+"""(number of the model, number of outcomes, number of the wave) -> the arguments of `Evidence.add`
+after the number of the model."""
 
 Checks = tuple[list[str], list[str]]
 """Bugs found without draws, and a line for each check."""
 
 
 class Subject(NamedTuple):
-    """What is audited: its name, the models that it is tried on, and how it draws from them.
+    """What is audited: its name, its models (sources of outcomes), and how it draws from them.
 
     Attributes:
         exact: a verifier to enumerate, or other checks without draws; None: no such checks.
-        batch: outcomes of a model that are drawn together.
-        budget: outcomes in all, unless another number is asked for.
-        notes: lines to report besides the evidence at the end.
+        batch: number of outcomes of a model that are drawn together.
+        budget: default of the total number of outcomes.
+        notes: returns lines to report at the end, in addition to the evidence.
         drawn: share of alpha for the draws; checks without draws have the rest.
-        of_tokens: number of tokens that its models distinguish, as part of a sentence; "": all.
+        of_tokens: the number of tokens that its models distinguish, as part of a sentence; "" if
+            they distinguish all tokens.
     """
 
     name: str
@@ -258,17 +270,17 @@ class Subject(NamedTuple):
 
 
 def checked(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
-    """Run checks without draws; each returns a bug or None, and a line."""
-    found = [check() for check in checks]
-    return [bug for bug, _ in found if bug], [line for _, line in found]
+    """Run checks without draws; each check returns a bug or None, and a line."""
+    results = [check() for check in checks]
+    return [bug for bug, _ in results if bug], [line for _, line in results]
 
 
 class StoppedError(Exception):
-    """A subject gives no more outcomes: the audit ends with those so far, and says so."""
+    """A subject gives no more outcomes: the audit ends early, and reports that."""
 
 
 class Bound(NamedTuple):
-    """A verifier, and which parameters it takes besides p, q and drafts."""
+    """A verifier, and which parameters it takes in addition to p, q and drafts."""
 
     verify: Verifier
     takes_rng: bool = True
@@ -285,40 +297,45 @@ class Bound(NamedTuple):
         return isinstance(self.verify, type)
 
     def begin(self) -> Bound:
-        """The verifier for the rounds of one sample."""
-        made: Any = self.verify() if self.remembers else self.verify
-        return self._replace(verify=made)
+        """The verifier for the rounds of one sample: of a class, a new instance."""
+        verify: Any = self.verify() if self.remembers else self.verify
+        return self._replace(verify=verify)
 
     def __call__(
-        self, toy: Toy, given: VerifierInputs, rng: Any, uniforms: Sequence[float] | None = None
+        self, toy: Toy, inputs: VerifierInputs, rng: Any, uniforms: Sequence[float] | None = None
     ) -> Prefix:
-        """The tokens emitted; `RequestError` if it raises, or if no round can emit them."""
-        more: dict[str, Any] = {}
+        """The tokens that the verifier emits in one round.
+
+        Raises:
+            RequestError: the verifier raised an error, or no round could emit these tokens.
+        """
+        options: dict[str, Any] = {}
         if self.takes_uniforms:
-            more["uniforms"] = rng.random(len(given.drafts) + 1) if uniforms is None else uniforms
+            drawn = rng.random(len(inputs.drafts) + 1) if uniforms is None else uniforms
+            options["uniforms"] = drawn
         if self.takes_params:
-            more["params"] = {**UNFILTERED, **toy.filters}
-        p = given.unfiltered if self.takes_params else given.p
-        known = (p.copy(), given.q.copy(), list(given.drafts), *[rng] * self.takes_rng)
+            options["params"] = {**UNFILTERED, **toy.filters}
+        p = inputs.unfiltered if self.takes_params else inputs.p
+        arguments = (p.copy(), inputs.q.copy(), list(inputs.drafts), *[rng] * self.takes_rng)
         try:
-            out = self.verify(*known, **more)
+            out = self.verify(*arguments, **options)
         except NotEnumerableError:
             raise
         except Exception as error:
             file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-            said = (
-                f"With {len(given.drafts)} drafts of {toy.vocabulary} tokens it raised {error!r} "
+            remedy = (
+                f"With {len(inputs.drafts)} drafts of {toy.vocabulary} tokens it raised {error!r} "
                 f"in {Path(file).name}, line {line}."
             )
             bound = "a function (p, q, drafts, rng) that returns token ids"
-            raise RequestError("callable", self.name, bound, said) from error
+            raise RequestError("callable", self.name, bound, remedy) from error
         try:
             tokens = tuple(operator.index(token) for token in out)
         except TypeError:
             raise RequestError(f"{self.name}()", out, "a sequence of token ids") from None
         num = len(tokens) - 1
-        if not 0 <= num <= len(given.drafts) or list(tokens[:num]) != list(given.drafts[:num]):
-            bound = f"none, some or all of the drafts {given.drafts}, in order, and one token more"
+        if not 0 <= num <= len(inputs.drafts) or list(tokens[:num]) != list(inputs.drafts[:num]):
+            bound = f"none, some or all of the drafts {inputs.drafts}, in order, and one token more"
             raise RequestError(f"{self.name}()", tokens, bound)
         if not 0 <= tokens[-1] < toy.vocabulary:
             raise RequestError(f"{self.name}()", tokens, f"ids in [0, {toy.vocabulary - 1}]")
@@ -326,20 +343,22 @@ class Bound(NamedTuple):
 
 
 def bind(verify: Verifier) -> Bound:
-    """Look up which parameters a verifier takes."""
+    """Make a `Bound` of a verifier: look up which parameters it takes."""
     try:
-        called = verify.__call__ if isinstance(verify, type) else verify
-        listed = [*inspect.signature(called).parameters.values()][isinstance(verify, type) :]
+        function = verify.__call__ if isinstance(verify, type) else verify
+        parameters = [*inspect.signature(function).parameters.values()]
+        parameters = parameters[isinstance(verify, type) :]  # of a class without `self`
     except (TypeError, ValueError):  # some extension modules have no signature
         return Bound(verify)
-    names = [p.name for p in listed]
-    plain = [p for p in listed if p.name not in ("uniforms", "params") and p.kind != p.KEYWORD_ONLY]
-    rng = len(plain) > 3 or any(p.kind == p.VAR_POSITIONAL for p in plain)
-    return Bound(verify, rng, "uniforms" in names, "params" in names)
+    names = [p.name for p in parameters]
+    positional = [p for p in parameters if p.name not in ("uniforms", "params")]
+    positional = [p for p in positional if p.kind != p.KEYWORD_ONLY]
+    takes_rng = len(positional) > 3 or any(p.kind == p.VAR_POSITIONAL for p in positional)
+    return Bound(verify, takes_rng, "uniforms" in names, "params" in names)
 
 
 def load(name: str) -> Bound:
-    """The function named by `module:function`, of a module or a file in the working folder."""
+    """Import the verifier `module:function`, from a module or from a file in the working folder."""
     module, _, function = name.partition(":")
     remedy = "For example `my_verifier:verify` for `verify` in my_verifier.py."
     if not module or not function:
@@ -348,17 +367,18 @@ def load(name: str) -> Bound:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found: Any = _module(module)
+        verifier: Any = _module(module)
         for part in function.split("."):
-            found = getattr(found, part)
+            verifier = getattr(verifier, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError("callable", name, "what can be imported", f"{error}.") from error
-    if not callable(found):
-        raise ConfigError("callable", name, f"a function, not {type(found).__name__}", remedy)
-    return bind(found)
+    if not callable(verifier):
+        raise ConfigError("callable", name, f"a function, not {type(verifier).__name__}", remedy)
+    return bind(verifier)
 
 
 def _module(name: str) -> Any:
+    """Import a module by its name, or by the path of its file."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -371,7 +391,7 @@ def _module(name: str) -> Any:
 
 @cache
 def models() -> tuple[Model, ...]:
-    """The toys, with the outcomes of every bug of the gallery."""
+    """A model for each toy, with the distributions of every bug of the gallery."""
     bugs = {bug.key: bind(bug.verify) for bug in BUGS if not bug.by_uniforms}
     return tuple(
         Model(
@@ -387,21 +407,22 @@ def models() -> tuple[Model, ...]:
     )
 
 
-def of_callable(name: str, verify: Bound, seed: int = 0) -> Subject:
-    """A Python verifier: one call at a time; each round's drafts are drawn from q."""
+def callable_subject(name: str, verify: Bound, seed: int = 0) -> Subject:
+    """The subject for a Python verifier. Each round's drafts are drawn from q."""
 
     def draw(number: int, trials: int, wave: int) -> tuple[Any, Any]:
+        """Outcomes of `trials` samples of a toy, and the accepted drafts of their first rounds."""
         toy = TOYS[number]
         rng = np.random.default_rng((seed, number, wave))
-        below = toy.tables[1].cumsum(axis=1)[:, :-1].tolist()
+        cumulative_q = toy.tables[1].cumsum(axis=1)[:, :-1].tolist()
         cells, accepted = np.empty(trials, np.int64), np.empty(trials, np.int64)
         for n in range(trials):
-            tokens, sample = Prefix(), verify.begin()
+            tokens, verify_round = Prefix(), verify.begin()
             while len(tokens) < toy.length:
                 drafts: list[int] = []
                 for u in rng.random(toy.num_drafts):
-                    drafts.append(bisect(below[toy.context((*tokens, *drafts))], u))
-                emitted = sample(toy, toy.inputs(tokens, drafts), rng)
+                    drafts.append(bisect(cumulative_q[toy.context((*tokens, *drafts))], u))
+                emitted = verify_round(toy, toy.inputs(tokens, drafts), rng)
                 if not tokens:
                     accepted[n] = len(emitted) - 1
                 tokens += emitted
@@ -411,7 +432,7 @@ def of_callable(name: str, verify: Bound, seed: int = 0) -> Subject:
     return Subject(name, models(), draw, verify, of_tokens=up_to(TOYS))
 
 
-def of_backend(
+def backend_subject(
     name: str,
     backend: Backend,
     device: torch.device,
@@ -420,15 +441,19 @@ def of_backend(
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
     alpha: float = ALPHA,
 ) -> Subject:
-    """A backend's own `draft` and `verify`, with thousands of slots per call.
+    """The subject for a backend's own `draft` and `verify`, with thousands of slots per call.
 
-    For `standard`, half of `alpha` goes to a count of tokens from a far tail, half to the draws.
+    For `standard`, half of `alpha` is for a count of tokens from a far tail, half for the draws.
+
+    Args:
+        mutate: wraps the drafter.
     """
 
     def draw(number: int, trials: int, wave: int) -> tuple[Any, Any]:
+        """Outcomes of `trials` samples of a toy, and the accepted drafts of their first rounds."""
         toy = TOYS[number]
-        target, drafted = (chain.to(device) for chain in toy.chains)
-        make = partial(TableDrafter, backend, drafted, num_drafts=toy.num_drafts)
+        target, draft = (chain.to(device) for chain in toy.chains)
+        make = partial(TableDrafter, backend, draft, num_drafts=toy.num_drafts)
         emission = emit(
             backend, target, lambda params: mutate(make(params)), Setting(rule=rule, **toy.filters),
             length=toy.length, trials=trials, seed=1 + seed * 1009 + wave,
@@ -437,12 +462,13 @@ def of_backend(
         cells = (emission.token_SL * digits).sum(dim=1)
         return cells.cpu().numpy(), emission.first_S.cpu().numpy()
 
-    def ends() -> Checks:
+    def check_ends() -> Checks:
+        """Check u at both ends of its range, and tokens of a far tail."""
         broken = [] if all(f.passed for f in ends_of_u(backend, device)) else ["accept_at_zero"]
         if poisson(*tail_counts(sampler(backend), device, 1024, TAIL_DRAWS)) < alpha / 2:
             broken.append("float32_tail")
-        worst = ", ".join(broken) or "both ends are right"
-        return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {worst}."]
+        result = ", ".join(broken) or "both ends are right"
+        return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {result}."]
 
     subject = Subject(name, models(), draw, batch=4000, of_tokens=up_to(TOYS))
-    return subject._replace(exact=ends, drawn=0.5) if rule is Rule.STANDARD else subject
+    return subject._replace(exact=check_ends, drawn=0.5) if rule is Rule.STANDARD else subject

@@ -1,4 +1,4 @@
-"""From a subject to a verdict: draw until its bug has a name, or the budget ends."""
+"""From a subject to a verdict: draw until the subject's bug has a name, or the budget ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from foretoken.lab.audit.subjects import (
 )
 
 EXACT = 1e-6  # bound of the rounding error of an enumerated probability: 1e-7 in float32
-SAME = 0.25  # a bug is named if its distance from the subject is below this share of p's
+SAME = 0.25  # a bug is named if its distance to the subject is below this share of p's distance
 INCONCLUSIVE = "inconclusive"
-DRAWS_TO_NAME = 4  # after a refutation, go on to at most so many times its draws for a name
+DRAWS_TO_NAME = 4  # to name the bug, at most so many times the draws of the refutation are made
 WHAT = {bug.key: bug.what for bug in BUGS} | {
     TOO_MUCH: "more drafts are accepted than any lossless rule could",
     UNKNOWN: "something is wrong that no bug of the gallery explains",
@@ -40,7 +40,7 @@ WHAT = {bug.key: bug.what for bug in BUGS} | {
 }
 
 Report = Callable[[int], None]
-"""Gets the number of draws done."""
+"""Called with the number of draws so far."""
 
 
 @dataclass
@@ -48,13 +48,14 @@ class Finding:
     """The result of auditing one subject.
 
     Attributes:
-        error: the largest error of an enumerated probability; None: it could not be enumerated.
-        same_as: the bug of the gallery with the enumerated distribution; None: no bug has it.
-        exact: results of enumeration and of injected uniforms, one line each.
+        error: the largest error of an enumerated probability; None: the subject could not be
+            enumerated.
+        same_as: the bug of the gallery that has the enumerated distribution; None: no bug has it.
+        exact: lines about enumeration, injected uniforms, and other checks without draws.
         broken: bugs found by checks without draws.
-        notes: of the subject, besides the evidence.
+        notes: lines of the subject, in addition to the evidence.
         complete: False if the audit was interrupted.
-        stopped: why the subject stopped giving outcomes; None: it gave them all.
+        stopped: the reason why the subject stopped giving outcomes; None: it did not stop.
     """
 
     subject: Subject
@@ -69,17 +70,17 @@ class Finding:
 
     @property
     def enumerated_wrong(self) -> bool:
-        """Whether its enumerated distribution differs from the target's."""
+        """Whether the subject's enumerated distribution differs from the target's."""
         return self.error is not None and self.error > EXACT
 
     @property
     def refuted(self) -> bool:
-        """Whether enumeration, a check or the draws show that it is not lossless."""
+        """Whether enumeration, a check or the draws show that the subject is not lossless."""
         return self.enumerated_wrong or bool(self.broken) or self.evidence.refuted_at is not None
 
     @property
     def bug(self) -> str | None:
-        """The name of the bug, `UNKNOWN` if it has none; None: not refuted."""
+        """The name of the bug, or `UNKNOWN` if it has no name; None if nothing is refuted."""
         if not self.refuted:
             return None
         if self.enumerated_wrong:
@@ -89,33 +90,33 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """One line: refuted by which evidence, or what the draws exclude."""
-        seen = self.evidence
-        cut = "" if self.complete else " INTERRUPTED: partial."
+        """One line: the evidence of a refutation, or the deviation that the draws exclude."""
+        evidence = self.evidence
+        interrupted = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:
             by_uniforms = isinstance(self.subject.exact, Bound)
             how = "by injected uniforms" if by_uniforms else "without a draw"
             if self.enumerated_wrong:
                 how = "by enumeration"
-            if seen.refuted_at is not None:
-                how = f"after {seen.refuted_at:,} draws (e-value 10^{seen.log10_e:.1f})"
-            return f"REFUTED {how}: {WHAT[self.bug or UNKNOWN]}.{cut}"
-        if not seen.sources and self.complete:
+            if evidence.refuted_at is not None:
+                how = f"after {evidence.refuted_at:,} draws (e-value 10^{evidence.log10_e:.1f})"
+            return f"REFUTED {how}: {WHAT[self.bug or UNKNOWN]}.{interrupted}"
+        if not evidence.sources and self.complete:
             return "not refuted: all is as it should be at temperature 0, where nothing is drawn."
-        if seen.draws == 0:
-            return f"{INCONCLUSIVE}: nothing was drawn.{cut}"
-        drafted = [source for source in seen.sources if source.model.rounds]
-        if drafted and not any(source.accepted for source in drafted):
-            return f"{INCONCLUSIVE}: no draft was accepted, so nothing was at stake.{cut}"
-        num = len(seen.sources)
-        bound = max(source.distance_bound(num) for source in seen.sources)
-        cells = max(len(source.counts) for source in seen.sources)
+        if evidence.draws == 0:
+            return f"{INCONCLUSIVE}: nothing was drawn.{interrupted}"
+        with_drafts = [source for source in evidence.sources if source.model.rounds]
+        if with_drafts and not any(source.accepted for source in with_drafts):
+            return f"{INCONCLUSIVE}: no draft was accepted, so nothing was at stake.{interrupted}"
+        num = len(evidence.sources)
+        bound = max(source.distance_bound(num) for source in evidence.sources)
+        cells = max(len(source.counts) for source in evidence.sources)
         line = (
-            f"no difference in {seen.draws:,} draws: TV <= {bound:.3f} with {CONFIDENCE:.0%} "
-            f"confidence over {cells} outcomes{self.subject.of_tokens}.{cut}"
+            f"no difference in {evidence.draws:,} draws: TV <= {bound:.3f} with {CONFIDENCE:.0%} "
+            f"confidence over {cells} outcomes{self.subject.of_tokens}.{interrupted}"
         )
         state = "lossless" if self.error is not None else "not refuted"
-        if (less := seen.accepts_less) is not None:
+        if (less := evidence.accepts_less) is not None:
             state += (
                 f", accepts less than it could ({less.acceptance[0]:.2f} where "
                 f"`{less.model.usual_rule}` accepts {less.usual:.2f})"
@@ -133,59 +134,66 @@ def audit(
     """Draw until the budget ends, or the subject is refuted and its bug has a name.
 
     Args:
-        draws: outcomes in all; None: the subject's own budget.
-        finding: filled as the audit goes, so that an interrupted one keeps its results.
+        draws: total number of outcomes; None: the subject's own budget.
+        finding: filled during the audit, so that an interrupted audit keeps its results.
     """
-    found = finding or Finding(subject, Evidence(subject.models, ALPHA * subject.drawn))
+    finding = finding or Finding(subject, Evidence(subject.models, ALPHA * subject.drawn))
     budget = subject.budget if draws is None else draws
     report(0)
     if isinstance(subject.exact, Bound):
-        found.error, found.same_as, lines = enumerated(subject.exact)
-        found.broken, more = injected(subject.exact)
-        found.exact += [*lines, *more]
+        finding.error, finding.same_as, lines = enumerated(subject.exact)
+        finding.broken, uniform_lines = injected(subject.exact)
+        finding.exact += [*lines, *uniform_lines]
     try:
         if subject.exact is not None and not isinstance(subject.exact, Bound):
-            found.broken, found.exact = subject.exact()
-        most = budget if subject.models and not found.broken else 0
-        _draw_until_sure(found, most, report)
-        found.complete = True
+            finding.broken, finding.exact = subject.exact()
+        limit = budget if subject.models and not finding.broken else 0
+        _draw_until_sure(finding, limit, report)
+        finding.complete = True
     except StoppedError as error:
-        found.stopped = str(error)
-        found.notes.append(f"Ended early: {error}.")
+        finding.stopped = str(error)
+        finding.notes.append(f"Ended early: {error}.")
     finally:
-        found.notes += subject.notes()
+        finding.notes += subject.notes()
     report(budget)
-    return found
+    return finding
 
 
-def _draw_until_sure(found: Finding, most: int, report: Report) -> None:
-    evidence, subject, wave, budget = found.evidence, found.subject, 0, most
+def _draw_until_sure(finding: Finding, budget: int, report: Report) -> None:
+    """Draw `budget` outcomes; stop when the subject is refuted and its bug has a name.
+
+    After a refutation, `DRAWS_TO_NAME` limits the draws for the name.
+    """
+    evidence, subject, wave, limit = finding.evidence, finding.subject, 0, budget
     models = subject.models
-    while evidence.draws < most:
-        share = -(-(most - evidence.draws) // len(models))
+    while evidence.draws < limit:
+        share = -(-(limit - evidence.draws) // len(models))
         for number in range(len(models)):
             evidence.add(number, *subject.draw(number, min(subject.batch, share), wave))
             report(evidence.draws)
         wave += 1
         if evidence.refuted_at is not None:
-            if evidence.name is not None or found.same_as is not None:
+            if evidence.name is not None or finding.same_as is not None:
                 break
-            most = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
+            limit = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
 
 
 def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
-    """The largest error of any outcome's probability on any toy (None: not enumerable), the bug of
-    the gallery with the same distribution, and a line about both. Wide toys are left out once the
-    verifier is wrong."""
+    """Enumerate a verifier on all toys; wide toys are left out once the verifier is wrong.
+
+    Returns:
+        The largest error of an outcome's probability, or None if it cannot be enumerated; the bug
+        of the gallery with the same distributions, or None; and lines about both.
+    """
     distributions, errors = [], dict[int, float]()
     try:
         for toy in (*TOYS, *WIDE):
             wide = toy in WIDE
             if wide and max(errors.values()) > EXACT:
                 continue
-            found = toy.outcomes_of(verify.begin, verify.remembers, once=wide).probabilities
-            distributions += [] if wide else [found]
-            error = float(np.abs(found - toy.null).max())
+            outcomes = toy.outcomes_of(verify.begin, verify.remembers, once=wide)
+            distributions += [] if wide else [outcomes.probabilities]
+            error = float(np.abs(outcomes.probabilities - toy.null).max())
             errors[toy.vocabulary] = max(errors.get(toy.vocabulary, 0.0), error)
     except NotEnumerableError as error:
         return None, None, [f"Not enumerated: {error}. {REMEDY}."]
@@ -201,40 +209,43 @@ def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
 
 
 def same_as(distributions: Sequence[Any]) -> str | None:
-    """The bug of the gallery with these distributions of outcomes on `TOYS`, or nearly so."""
+    """The bug of the gallery that has nearly these distributions of outcomes on `TOYS`, or None."""
 
-    def farthest(others: Sequence[Any]) -> float:
+    def distance(others: Sequence[Any]) -> float:
+        """The largest total variation over the toys."""
         pairs = zip(distributions, others, strict=True)
-        return max(float(np.abs(a - b).sum() / 2) for a, b in pairs)  # total variation
+        return max(float(np.abs(a - b).sum() / 2) for a, b in pairs)
 
-    known = models()
-    away = {bug: farthest([model.bugs[bug] for model in known]) for bug in known[0].bugs}
-    bug = min(away, key=away.__getitem__)
-    return bug if away[bug] < SAME * farthest([model.null for model in known]) else None
+    toys = models()
+    distance_of = {bug: distance([toy.bugs[bug] for toy in toys]) for bug in toys[0].bugs}
+    nearest = min(distance_of, key=distance_of.__getitem__)
+    is_near = distance_of[nearest] < SAME * distance([toy.null for toy in toys])
+    return nearest if is_near else None
 
 
 def injected(verify: Bound) -> tuple[list[str], list[str]]:
-    """Bugs that show only at the ends of a uniform's range, and a line about them.
+    """Bugs that show only with uniforms at the ends of their range, and lines about them.
 
-    A token of probability 2^-27 must be drawn at one end or the other, wherever it stands.
+    For example, a token of probability 2^-27 must be drawn at one of the ends, whatever its id.
     """
     if not verify.takes_uniforms:
         return [], ["Not testable without a parameter `uniforms`: u = 0, tails beyond 24 bits."]
-    begin, rng, rare, met, broken = verify.begin, np.random.default_rng(0), 2.0**-27, False, []
+    begin, rng, rare, is_drawn, broken = verify.begin, np.random.default_rng(0), 2.0**-27, False, []
     p, q = np.array([[0, 0.5, 0.5], [0, 0.5, 0.5]]), np.array([[0.5, 0.25, 0.25]])
     try:
-        given = VerifierInputs(p, q, [0], p)
-        if len(begin()(Toy("", 3, 1, 1, 0), given, rng, [0.0, 0.5])) > 1:
+        inputs = VerifierInputs(p, q, [0], p)
+        if len(begin()(Toy("", 3, 1, 1, 0), inputs, rng, [0.0, 0.5])) > 1:
             broken.append("accept_at_zero")
-        for place in (0, 1):
+        for token in (0, 1):
             row = np.full(2, 1 - rare)
-            row[place] = rare
+            row[token] = rare
             rows, half = np.array([[0.5, 0.5], row]), np.array([[0.5, 0.5]])
             for end in (rare / 2, 1 - rare / 2):
-                given = VerifierInputs(rows, half, [0], rows)
-                met |= begin()(Toy("", 2, 1, 1, 0), given, rng, [0.25, end])[-1] == place
+                inputs = VerifierInputs(rows, half, [0], rows)
+                tokens = begin()(Toy("", 2, 1, 1, 0), inputs, rng, [0.25, end])
+                is_drawn |= tokens[-1] == token
     except RequestError as error:
         return [], [f"Injected uniforms: not tested: {error}"]
-    if not met:
+    if not is_drawn:
         broken.append("float32_tail")
     return broken, [f"Injected uniforms: {', '.join(broken) or 'both ends are right'}."]

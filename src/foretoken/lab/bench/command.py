@@ -17,7 +17,7 @@ from foretoken.sampling.params import SamplingParams
 async def make_bench(
     options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> Bench:
-    """The benchmark of these options; a server is first asked which fields it takes.
+    """Make the benchmark for these options; a server is first asked which fields it takes.
 
     Args:
         engine: options of an engine in this process, as returned by `BenchOptions.sized`.
@@ -30,24 +30,25 @@ async def make_bench(
     names = {"model": options.served_model, "api_key": options.api_key}
     server = Server(options.url, params, timeout=options.timeout, **names)
     await server.prepare()
-    can = {"speculates": server.speculates, "compare": options.compare}
-    return Bench(options, server, server_cases(sweep, temperature, **can))
+    switches = {"speculates": server.speculates, "compare": options.compare}
+    return Bench(options, server, server_cases(sweep, temperature, **switches))
 
 
 def run(desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]) -> None:
-    """Measure and report; an exception ends it early, after a report of the runs so far."""
+    """Measure and report. After an exception, the finished runs are reported, too."""
     asyncio.run(_run(desk, options, params, engine))
 
 
 async def _run(
     desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> None:
-    bench, said, done = await make_bench(options, params, engine), list[str](), 0
+    """See `run`."""
+    bench, notes, done = await make_bench(options, params, engine), list[str](), 0
 
-    def count(now: int, what: str) -> None:
+    def count(ended: int, work: str) -> None:
         nonlocal done
-        done = now
-        report(now, what)
+        done = ended
+        report(ended, work)
 
     try:
         with desk.progress(bench.num_requests, "requests") as report:
@@ -56,14 +57,14 @@ async def _run(
         runs = sum(len(measured.repeats) for measured in bench.measured.values())
         if done < bench.num_requests:
             why = type(error).__name__ if isinstance(error, Exception) else "a signal"
-            said.append(f"Ended early by {why}, after {runs} measured runs.")
+            notes.append(f"Ended early by {why}, after {runs} measured runs.")
         raise
     finally:
-        if (found := results(bench, desk.typed, said)) is not None:
-            lines, made = remarks(found), tables(found.rows)
-            if bandwidth := found.shapes.get("bandwidth_gb_per_s"):
-                origin = "given" if found.shapes["bandwidth_given"] else "measured"
+        if (file := results(bench, desk.typed, notes)) is not None:
+            lines, shown = remarks(file), tables(file.rows)
+            if bandwidth := file.shapes.get("bandwidth_gb_per_s"):
+                origin = "given" if file.shapes["bandwidth_given"] else "measured"
                 floor = f"The floor is for memory that reads {bandwidth:.1f} GB/s ({origin})."
                 lines.insert(0, floor)
-            desk.show(made, lines)
-            desk.write(found, options.output, made, [Section(charts=charts(found.rows))])
+            desk.show(shown, lines)
+            desk.write(file, options.output, shown, [Section(charts=charts(file.rows))])

@@ -1,6 +1,6 @@
-"""The figures of one run: latency, throughput, acceptance, where its time went, and the floor.
+"""The figures of one run: latency, throughput, acceptance, parts of its step time, and the floor.
 
-Charter: arithmetic on the records of a run. Only `device_seconds` says which phases of a step's
+Charter: arithmetic on the records of a run. Only `device_seconds` decides which phases of a step's
 trace belong to drafter, target and verification.
 """
 
@@ -20,7 +20,7 @@ from foretoken.lab.bench.load import Record, Run, Step
 from foretoken.outputs import SpeculationMetrics
 
 PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
-"""Parts of a step on the device, and the phases of a trace that they consist of."""
+"""The parts of a step on the device, and the phases of a trace of which each part consists."""
 LATENCIES = {
     "ttft_ms": "ms",
     "tpot_ms": "ms per token of a request",
@@ -73,12 +73,12 @@ def unit_of(name: str) -> str:
 
 
 def device_seconds(trace: StepTrace) -> dict[str, float]:
-    """Seconds of a step spent in draft, target and verify; the rest of the step is host gap."""
+    """The seconds of a step's parts draft, target and verify; the rest of the step is host gap."""
     seconds = {
         part: sum(trace.seconds.get(phase, 0.0) for phase in phases)
         for part, phases in PARTS.items()
     }
-    if not trace.num_drafts:  # the host's work of finding nothing to draft
+    if not trace.num_drafts:  # the phase `draft` is then the host's work of finding no drafts
         seconds["draft"] = trace.seconds.get("observe", 0.0)
     return seconds
 
@@ -87,56 +87,56 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
     """Every figure that follows from a run, by its name in `UNITS` or `POSITIONS`.
 
     Figures of steps need a step that only decodes, figures of acceptance need drafts, and TPOT and
-    ITL need answers of more than one piece: an answer of several tokens in one piece fails bounds
-    on them. Percentiles are taken over several runs: see `percentiles`.
+    ITL need answers of more than one piece. An answer of several tokens in one piece fails any
+    bound on TPOT and ITL. Percentiles are taken over several runs: see `percentiles`.
 
     Args:
-        floor: of the engine, if it is in this process.
+        floor: the floor of the engine, if it is in this process.
         bounds: the SLO of each request: ms by name in `LATENCIES`.
     """
     done = run.done
-    found: dict[str, float] = {"requests": len(done), "failed_requests": len(run.failed)}
-    found |= _throughput(run) | _sending(run.records)
+    result: dict[str, float] = {"requests": len(done), "failed_requests": len(run.failed)}
+    result |= _throughput(run) | _sending(run.records)
     for name, values in latencies(done).items():
-        found[name] = statistics.fmean(values)
+        result[name] = statistics.fmean(values)
         if name == "ttft_ms":
-            found["ttft_ms_max"] = max(values)
+            result["ttft_ms_max"] = max(values)
         if name == "tpot_ms" and all(values):
-            found["tokens_per_second_per_user"] = statistics.fmean(1000 / x for x in values)
+            result["tokens_per_second_per_user"] = statistics.fmean(1000 / x for x in values)
     if bounds:
-        good = 0
+        num_good = 0
         for record in done:
-            found_ms, unknown = _latencies(record), math.inf if record.num_output > 1 else 0.0
-            good += all(found_ms.get(name, unknown) <= most for name, most in bounds.items())
-        found["goodput_requests_per_second"] = good / run.seconds
-        found["slo_met"] = good / len(run.records)
+            own_ms, unknown_ms = _latencies(record), math.inf if record.num_output > 1 else 0.0
+            num_good += all(own_ms.get(name, unknown_ms) <= ms for name, ms in bounds.items())
+        result["goodput_requests_per_second"] = num_good / run.seconds
+        result["slo_met"] = num_good / len(run.records)
     if run.speculation is not None and run.speculation.num_drafts:
-        found |= _acceptance(run.speculation, *outcomes(run))
+        result |= _acceptance(run.speculation, *outcomes(run))
     if decoding := decode_steps(run.steps, run.concurrency):
-        found |= _decode_steps(decoding, floor)
-    return found
+        result |= _decode_steps(decoding, floor)
+    return result
 
 
 def _latencies(record: Record) -> dict[str, float]:
-    """A request's latencies in ms by name; ITL is its longest."""
+    """The latencies of a request in ms by name; ITL is the request's longest gap."""
     first, last = record.arrivals[0], record.arrivals[-1]
-    found = {"ttft_ms": first - record.due, "e2e_ms": last - record.due}
+    seconds_of = {"ttft_ms": first - record.due, "e2e_ms": last - record.due}
     if len(record.arrivals) > 1:
-        found["tpot_ms"] = (last - first) / max(record.num_output - record.num_first, 1)
-        found["itl_ms"] = max(b - a for a, b in pairwise(record.arrivals))
-    return {name: 1000 * seconds for name, seconds in found.items()}
+        seconds_of["tpot_ms"] = (last - first) / max(record.num_output - record.num_first, 1)
+        seconds_of["itl_ms"] = max(b - a for a, b in pairwise(record.arrivals))
+    return {name: 1000 * seconds for name, seconds in seconds_of.items()}
 
 
 def latencies(done: Sequence[Record]) -> dict[str, list[float]]:
-    """Latencies of all requests in ms by name; ITL has all gaps of all requests."""
-    each = [_latencies(record) for record in done]
-    found = {n: [one[n] for one in each if n in one] for n in ("ttft_ms", "tpot_ms", "e2e_ms")}
-    found["itl_ms"] = [1000 * (b - a) for r in done for a, b in pairwise(r.arrivals)]
-    return {name: values for name, values in found.items() if values}
+    """The latencies of all requests in ms by name; ITL has every gap of every request."""
+    by_request, names = [_latencies(record) for record in done], ("ttft_ms", "tpot_ms", "e2e_ms")
+    by_name = {n: [values[n] for values in by_request if n in values] for n in names}
+    by_name["itl_ms"] = [1000 * (b - a) for r in done for a, b in pairwise(r.arrivals)]
+    return {name: values for name, values in by_name.items() if values}
 
 
 def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The percentiles that a sample is large enough for: P99 takes 100 values at least."""
+    """The percentiles for which a sample is large enough; for example, P99 needs 100 values."""
     return {
         f"{name}_p{p}": float(np.percentile(values, p))
         for name, values in samples.items()
@@ -146,49 +146,51 @@ def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _sending(records: Sequence[Record]) -> dict[str, float]:
-    """Under a rate: how late the client was, and the rates offered and sent."""
+    """Under a request rate: how late the client was, and the offered and the sent rate."""
     sent = [record.sent for record in records if record.sent is not None]
     due = [record.due for record in records]
     if len(sent) < 2:
         return {}
-    most = len(sent) - 1
+    gaps = len(sent) - 1
     return {
         "send_lag_ms": 1000 * statistics.fmean(b - a for a, b in zip(due, sent, strict=True)),
-        "offered_requests_per_second": most / max(due[-1] - due[0], 1e-9),
-        "sent_requests_per_second": most / max(sent[-1] - sent[0], 1e-9),
+        "offered_requests_per_second": gaps / max(due[-1] - due[0], 1e-9),
+        "sent_requests_per_second": gaps / max(sent[-1] - sent[0], 1e-9),
     }
 
 
 def _throughput(run: Run) -> dict[str, float]:
+    """Tokens and requests per second."""
     done = run.done
     tokens, prompts = sum(r.num_output for r in done), sum(r.num_input for r in done)
-    found = {
+    result = {
         "output_tokens_per_second": tokens / run.seconds,
         "requests_per_second": len(done) / run.seconds,
         "wall_s": run.seconds,
         "output_tokens": tokens / len(done),
     }
     if prompts:
-        found["total_tokens_per_second"] = (tokens + prompts) / run.seconds
-    return found
+        result["total_tokens_per_second"] = (tokens + prompts) / run.seconds
+    return result
 
 
 def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
-    """By draft index: acceptances, and rejections, of drafts with all drafts before them accepted.
+    """Numbers of accepted and of rejected drafts, by draft index.
 
-    Counted from the origins of tokens if the client sees them. Otherwise from a server's counts, as
-    if every verification had as many drafts as the longest.
+    Only drafts count before which all drafts were accepted. If the client sees the origins of
+    tokens, they are counted. Otherwise a server's counts are used, as if every verification had as
+    many drafts as the longest.
     """
     accepted, rejected = Counter[int](), Counter[int]()
     for record in run.records:
-        at = 0
+        index = 0
         for origin in record.origins:
             if origin == "accepted":
-                accepted[at] += 1
-                at += 1
+                accepted[index] += 1
+                index += 1
                 continue
-            rejected[at] += origin == "resampled"
-            at = 0
+            rejected[index] += origin == "resampled"
+            index = 0
     if not any(record.origins for record in run.records) and run.speculation is not None:
         at_least = _at_least(run.speculation)
         accepted.update(dict(enumerate(at_least[1:])))
@@ -197,47 +199,54 @@ def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
 
 
 def _at_least(counts: SpeculationMetrics) -> list[int]:
-    """Numbers of verifications with at least 0, 1, .. accepted drafts; a server's K may exceed the
-    case's, so indices that were never drafted are left out."""
-    most = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
-    return [counts.num_drafts, *counts.accepted_per_position[:most]]
+    """The numbers of verifications with at least 0, 1, .. accepted drafts.
+
+    A server's K may be larger than the case's K. So indices that were never drafted are left out.
+    """
+    drafted = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
+    return [counts.num_drafts, *counts.accepted_per_position[:drafted]]
 
 
 def _acceptance(
     counts: SpeculationMetrics, accepted: Mapping[int, int], rejected: Mapping[int, int]
 ) -> dict[str, float]:
-    """Lengths count the token after the accepted drafts; positions count from 1."""
+    """Figures of acceptance. Lengths include the token after the accepted drafts; positions count
+    from 1.
+
+    accepted, rejected: the result of `outcomes`
+    """
     rounds, *at_least = _at_least(counts)
     drafted = counts.drafted_per_position or [rounds] * len(at_least)
-    found = {
+    result = {
         "acceptance_length": counts.mean_acceptance_length,
         "acceptance_rate": counts.acceptance_rate,
     }
     for i, (a, d) in enumerate(zip(at_least, drafted, strict=False), start=1):
-        found[f"unconditional_at_{i}"] = a / d
+        result[f"unconditional_at_{i}"] = a / d
     for i in range(len(at_least)):
         if tested := accepted[i] + rejected[i]:
-            found[f"conditional_at_{i + 1}"] = accepted[i] / tested
+            result[f"conditional_at_{i + 1}"] = accepted[i] / tested
     for i, (a, b) in enumerate(pairwise([rounds, *at_least, 0]), start=1):
-        found[f"length_share_{i}"] = (a - b) / rounds
-    return found
+        result[f"length_share_{i}"] = (a - b) / rounds
+    return result
 
 
 def decode_steps(steps: Sequence[Step], concurrency: int) -> list[Step]:
-    """Steps in which no request computes its prompt, except the first after one that does.
+    """The steps in which all requests decode, except the first such step after a prompt.
 
-    In that first step a draft model computes the prompt, and the step may have waited for it. With
-    a fixed concurrency, only steps of the whole batch count: requests that began together do not
-    all end together.
+    In that first step a draft model computes the prompt, and the step may have waited for the
+    prompt. With a fixed concurrency, only steps of the whole batch count: requests that began
+    together do not all end together.
     """
     is_decode = [0 < s.trace.num_requests == s.trace.num_decoding for s in steps]
-    pairs = zip(chain([False], is_decode), is_decode, steps, strict=False)
-    found = [step for before, now, step in pairs if before and now]
-    most = max((step.trace.num_requests for step in found), default=0)
-    return [step for step in found if step.trace.num_requests >= min(most, concurrency)]
+    triples = zip(chain([False], is_decode), is_decode, steps, strict=False)
+    decoding = [step for before, now, step in triples if before and now]
+    largest = max((step.trace.num_requests for step in decoding), default=0)
+    return [step for step in decoding if step.trace.num_requests >= min(largest, concurrency)]
 
 
 def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float]:
+    """The figures of decode steps: means per step, and the floor if it is known."""
     count, requests = len(steps), sum(step.trace.num_requests for step in steps)
     step_s = sum(step.seconds for step in steps) / count
     device_s = dict.fromkeys(PARTS, 0.0)
@@ -245,7 +254,7 @@ def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float
         for part, seconds in device_seconds(step.trace).items():
             device_s[part] += seconds / count
     tokens = 1 + sum(step.trace.num_accepted for step in steps) / requests
-    found = {
+    result = {
         "requests_per_step": requests / count,
         "step_ms": 1000 * step_s,
         **{f"{part}_ms": 1000 * seconds for part, seconds in device_s.items()},
@@ -254,7 +263,7 @@ def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float
         "decode_ms_per_token": 1000 * step_s / tokens,
     }
     if floor is None:
-        return found
+        return result
     target = drafter = 0.0
     for _, trace in steps:
         batch = trace.num_requests
@@ -263,4 +272,4 @@ def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float
         drafter += passes * floor.drafter.per_pass(batch, context) / count / 1e9
     floor_s = (target + drafter) / floor.bandwidth
     read = {"read_gb": target + drafter, "floor_ms": 1000 * floor_s}
-    return found | read | {"share_of_floor": floor_s / step_s}
+    return result | read | {"share_of_floor": floor_s / step_s}

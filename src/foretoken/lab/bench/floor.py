@@ -1,7 +1,8 @@
 """The bytes that a pass must read at least: every weight once, and the keys and values.
 
-A decode step on few rows is mostly reading. These bytes divided by the memory's bandwidth are a
-lower bound (floor) of its time: the distance to it is the time that could still be saved.
+Most of the time of a decode step on few rows is spent reading. These bytes divided by the memory's
+bandwidth are a lower bound (floor) of the step's time. The difference to the floor is the time that
+could still be saved.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from foretoken.ops.stack import Stack, linears
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Bytes that one pass of a model reads, whatever its kernels do.
+    """The bytes that a pass of a model reads with any kernels.
 
-    All experts of a mixture are counted, also those that no token is sent to.
+    All experts of a mixture are counted, even if no token is sent to them.
 
     Attributes:
-        weights: of all layers and the output layer; the embedding's few rows are left out.
+        weights: bytes of all layers and of the output layer; the embedding's few rows are left out.
         layers: for each layer the bytes of one token's keys and values, and the sliding window or
             None.
     """
@@ -40,6 +41,7 @@ class Reads:
 
     @classmethod
     def of(cls, model: CausalLM) -> Reads:
+        """The reads of a loaded model."""
         if not isinstance(model.network, ModuleNetwork):
             return cls.of_stack(model.network.stack, model.dtype)
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
@@ -48,28 +50,29 @@ class Reads:
 
     @classmethod
     def of_stack(cls, stack: Stack, dtype: torch.dtype) -> Reads:
-        """The reads of a stack; `dtype` is that of its keys and values.
+        """The reads of a stack; `dtype` is the dtype of its keys and values.
 
-        An EAGLE-3 head makes its features once a step by `fc`, which is left out of `weights`. Its
-        pass over the target's rows counts as one of the step's K.
+        An EAGLE-3 head applies `fc` only once per step, so that `fc` is left out of `weights`. The
+        head's pass over the target's rows counts as one of the step's K passes.
         """
-        read = [linear for name, linear in linears(stack) if name != "fc"]
+        layers_read = [linear for name, linear in linears(stack) if name != "fc"]
+        biases = [linear.bias for linear in layers_read if linear.bias is not None]
         norms = [norm for layer in stack.layers for norm in (layer.mixer_norm_C, layer.feed_norm_C)]
-        others = [stack.norm_C, *norms, *(one.bias for one in read if one.bias is not None)]
-        count = sum(one.weight.nbytes for one in read) + sum(tensor.nbytes for tensor in others)
+        count = sum(linear.weight.nbytes for linear in layers_read)
+        count += sum(tensor.nbytes for tensor in (stack.norm_C, *norms, *biases))
         sizes = [KVPool.bytes_per_block([shape], 1, dtype) for shape in stack.layer_shapes]
         layers = zip(sizes, (layer.mixer.options for layer in stack.layers), strict=True)
         return cls(count, tuple((size, options.sliding_window) for size, options in layers))
 
     def per_pass(self, batch: float, context: float) -> float:
         """Bytes of a pass over `batch` requests with contexts of `context` tokens each."""
-        kept = (size * min(context, window or context) for size, window in self.layers)
-        return self.weights + batch * sum(kept)
+        kv_bytes = (size * min(context, window or context) for size, window in self.layers)
+        return self.weights + batch * sum(kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least reads of target and drafter per pass, and the memory's bandwidth in GB/s."""
+    """What passes of target and drafter must read, and the memory's bandwidth in GB/s."""
 
     target: Reads
     drafter: Reads
@@ -77,10 +80,13 @@ class Floor:
 
     @classmethod
     def of(cls, engine: Engine, bandwidth: float | None) -> Floor:
-        """Of a loaded engine, with or without a drafting model; None: the bandwidth is measured.
+        """The floor of a loaded engine, with or without a drafting model.
+
+        Args:
+            bandwidth: None: it is measured.
 
         Raises:
-            EngineMemoryError: the engine leaves no room for measuring.
+            EngineMemoryError: the engine leaves too little memory to measure the bandwidth.
         """
         drafter, reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
@@ -91,27 +97,30 @@ class Floor:
 
 
 def _bandwidth(engine: Engine) -> float:
-    """Read bandwidth of the engine's device; on a CPU with the engine's number of threads."""
+    """Measure the read bandwidth of the engine's device; on a CPU with the engine's threads."""
     device, threads = engine.runner.model.device, torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(engine.threads.most)
     try:
         return read_bandwidth(device)
     except torch.OutOfMemoryError as error:
-        said = f"No room to measure how fast memory is read: {error}. Give the bandwidth with "
-        raise EngineMemoryError(f"{said}--bandwidth, or leave the engine less memory.") from error
+        why = f"No room to measure how fast memory is read: {error}. Give the bandwidth with "
+        raise EngineMemoryError(f"{why}--bandwidth, or leave the engine less memory.") from error
     finally:
         torch.set_num_threads(threads)
 
 
 def _weight_bytes(module: Any) -> int:
-    """Bytes of all weights, including `weight`s that are no longer parameters, but without an
-    embedding that is not also the head."""
-    found: dict[int, Tensor] = {}
+    """The bytes of all weights that a pass reads.
+
+    Tensors named `weight` count even if they are no longer parameters. The embedding counts only if
+    it is also the output layer.
+    """
+    weights: dict[int, Tensor] = {}
     for part in module.modules():
-        own = [*part.parameters(recurse=False), getattr(part, "weight", None)]
-        found.update((id(tensor), tensor) for tensor in own if isinstance(tensor, Tensor))
+        tensors = [*part.parameters(recurse=False), getattr(part, "weight", None)]
+        weights.update((id(tensor), tensor) for tensor in tensors if isinstance(tensor, Tensor))
     embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     if head is None or head.weight is not embedding:
-        found.pop(id(embedding))
-    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+        weights.pop(id(embedding))
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

@@ -1,7 +1,7 @@
 """Send requests at a fixed concurrency or at a Poisson rate, and time each piece of the answers.
 
-Charter: when requests are sent, and the records of them. A `Client` does the sending: `offline.py`
-to an engine in this process, `server.py` to any server with OpenAI's API.
+Charter: when requests are sent, and the records of requests. A `Client` sends them: `offline.py` to
+an engine in this process, `server.py` to any server with OpenAI's API.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from foretoken.lab.bench.options import BenchCase, Load
 from foretoken.outputs import SpeculationMetrics
 
 MOST_FAILURES = 10
-"""So many failed requests in a row end a run."""
+"""A run ends after so many failed requests in a row."""
 
 
 class RequestFailedError(Exception):
-    """One request got no answer or a wrong one; says why. The run counts it and goes on."""
+    """A request got no answer or a wrong answer; the message says why. The run continues."""
 
 
 class ServerGoneError(Exception):
-    """The server refuses connections; says why. The run ends with the records so far."""
+    """The server refuses connections; the message says why. The run ends."""
 
 
 class BenchRequest(NamedTuple):
-    """One request.
+    """A request of a benchmark.
 
     Attributes:
         prompt: token ids, a text, or the messages of a chat.
-        num_output: tokens to generate; fewer may come if the server cannot ignore an end of text.
+        num_output: number of tokens to generate; the answer may have fewer if the server cannot
+            ignore an end of text.
     """
 
     prompt: str | list[int] | list[dict[str, Any]]
@@ -50,18 +51,20 @@ class BenchRequest(NamedTuple):
 class Record:
     """The record of one request; times are seconds of `time.perf_counter`.
 
-    Latencies begin when a request was due: a client that sends late must not hide waiting time.
+    Latencies begin at the time when a request was due, so that a client that sends late does not
+    hide waiting time.
 
     Attributes:
-        due: when it had to be sent: under a rate as drawn beforehand, else once there was room.
-        arrivals: when each piece of the answer that held tokens came.
-        ended: when the answer was complete; None: it is not, or failed.
-        num_input: tokens of the prompt, 0 if unknown.
-        num_output: tokens of the answer.
-        origins: of each token, where the client sees them: `CompletionOutput.origins`.
-        error: why it failed, or None.
-        sent: under a rate, when the client began to connect.
-        num_first: tokens of the first piece.
+        due: the time at which the request had to be sent. Under a rate it was drawn beforehand; at
+            a fixed concurrency it is the time at which the request could be sent.
+        arrivals: the arrival time of each piece of the answer that contained tokens.
+        ended: the time at which the answer was complete; None: it is not complete.
+        num_input: number of tokens of the prompt, 0 if unknown.
+        num_output: number of tokens of the answer.
+        origins: the origin of each token (`CompletionOutput.origins`), if the client knows it.
+        error: the reason why the request failed, or None.
+        sent: under a rate, the time at which the client began to connect.
+        num_first: number of tokens of the first piece.
     """
 
     due: float
@@ -87,12 +90,12 @@ class Run:
     """The records of one case under one load.
 
     Attributes:
-        seconds: from the first request to the last answer, or to the early end.
-        steps: the engine's steps meanwhile, if it is in this process.
-        speculation: counts of these requests, if the client has them.
-        stopped: why the run ended early; empty if it did not.
-        concurrency: requests that were under way at any time; 0 under a rate.
-        failed_in_a_row: failed requests since the last answered one.
+        seconds: time from the first request to the last answer, or to an early end.
+        steps: the engine's steps during the run, if the engine is in this process.
+        speculation: counts of drafts in these requests, if the client knows them.
+        stopped: the reason why the run ended early; empty if it did not.
+        concurrency: number of requests that were under way at any time; 0 under a rate.
+        failed_in_a_row: number of failed requests since the last answered request.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -110,19 +113,19 @@ class Run:
 
     @property
     def failed(self) -> list[str]:
-        """For each failed request, why it failed."""
+        """The reason of each failed request."""
         return [record.error for record in self.records if record.error is not None]
 
 
 class Client(ABC):
-    """The system under test: engines that are made here one after another, or a server.
+    """The connection to the system under test: engines in this process, or a server.
 
-    The defaults of this class suit a system that shows nothing but its answers.
+    The defaults of this class are for a system of which only the answers are known.
 
     Attributes:
-        floor: of the engine that was made last, or None.
-        notes: for readers of the results.
-        keeps_prefixes: whether a prompt that was sent before may cost less.
+        floor: the floor of the last engine, or None.
+        notes: lines for readers of the results.
+        keeps_prefixes: whether a prompt may cost less if it was sent before.
     """
 
     floor: Floor | None = None
@@ -130,36 +133,36 @@ class Client(ABC):
     keeps_prefixes: bool = True
 
     def opened(self, cases: Sequence[BenchCase]) -> AbstractAsyncContextManager[None]:
-        """Inside, requests of these cases can be sent."""
+        """A context in which requests of these cases can be sent."""
         return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
-        """Requests sent inside reach the system all at once, if that is possible."""
+        """A context that collects requests; if possible, they reach the system all at once."""
         return nullcontext()
 
     @abstractmethod
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
-        """Send a request and keep its answer in `record`, piece by piece.
+        """Send a request, and add its answer to `record`, piece by piece.
 
         Raises:
-            RequestFailedError: the answer is wrong, broken off or late.
-            ServerGoneError: no connection.
+            RequestFailedError: the answer is wrong, incomplete or late.
+            ServerGoneError: there is no connection.
             ForetokenError: the engine failed.
         """
 
     @abstractmethod
     async def counts(self) -> SpeculationMetrics | None:
-        """Speculation of all requests so far; None if unknown."""
+        """Counts of drafts in all requests so far; None if unknown."""
 
     def watch(self, steps: list[Step] | None) -> None:  # noqa: B027
-        """From now on add every step of the engine to this list; None: stop."""
+        """Begin to add every step of the engine to this list; None: end this."""
 
     @abstractmethod
     async def tokens(self, text: str) -> list[int]:
         """The token ids of a text; empty if unknown."""
 
     def vocabulary(self) -> list[int]:
-        """Ids to make random prompts of; empty if unknown."""
+        """Token ids for random prompts; empty if unknown."""
         return []
 
     @abstractmethod
@@ -178,15 +181,15 @@ async def drive(
     """Send all requests and wait for their answers; `run` always holds the records so far.
 
     Args:
-        requests: each with the seconds since the one before, which count only under a rate.
-        on_end: called when one has ended.
+        requests: each with the seconds since the previous request, which count only under a rate.
+        on_end: called when a request has ended.
     """
     before, run.concurrency = await client.counts(), load.concurrency
     client.watch(run.steps)
     start = time.perf_counter()
     tasks: list[asyncio.Task[None]] = []
 
-    async def one(request: BenchRequest, due: float | None = None) -> None:
+    async def send_one(request: BenchRequest, due: float | None = None) -> None:
         now = time.perf_counter()
         record = Record(now) if due is None else Record(due, sent=now)
         await _send(client, request, case, run, record)
@@ -194,7 +197,7 @@ async def drive(
 
     async def worker() -> None:
         for _, request in waiting:
-            await one(request)
+            await send_one(request)
             if run.stopped:
                 return
 
@@ -203,14 +206,14 @@ async def drive(
         if load.rate is None:
             with client.together():
                 tasks += [asyncio.create_task(worker()) for _ in range(load.concurrency)]
-                await asyncio.sleep(0)  # all of them begin
+                await asyncio.sleep(0)  # so that all workers begin
         else:
             for gap, request in waiting:
                 due += gap
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 if run.stopped:
                     break
-                tasks.append(asyncio.create_task(one(request, due)))
+                tasks.append(asyncio.create_task(send_one(request, due)))
         await asyncio.gather(*tasks)
     finally:
         run.seconds = time.perf_counter() - start
@@ -242,12 +245,12 @@ async def _send(
 
 
 def difference(before: SpeculationMetrics, after: SpeculationMetrics) -> SpeculationMetrics:
-    """What was counted between two readings of the same counters."""
-    made = SpeculationMetrics()
+    """The counts between two readings of the same counters."""
+    result = SpeculationMetrics()
     for count in fields(SpeculationMetrics):
         old, new = getattr(before, count.name), getattr(after, count.name)
         if isinstance(new, list):
-            setattr(made, count.name, [b - a for a, b in zip_longest(old, new, fillvalue=0)])
+            setattr(result, count.name, [b - a for a, b in zip_longest(old, new, fillvalue=0)])
         elif isinstance(new, int):
-            setattr(made, count.name, new - old)
-    return made
+            setattr(result, count.name, new - old)
+    return result

@@ -22,16 +22,16 @@ from foretoken.sampling.params import SamplingParams
 
 
 class Engines(Client):
-    """Engines of one target, made one after another.
+    """Engines of one target in this process, loaded one after another.
 
     Plain and speculative decoding use the same engine: plain requests have K = 0. So both have the
     same weights, kernels and caches, and plain figures include the drafter's cost of drafting
     nothing.
 
     Args:
-        options: of `AsyncEngine`, with a parsed `speculative_config`.
-        params: shared by all requests.
-        bandwidth: GB/s; None: measured.
+        options: options of `AsyncEngine`, with a parsed `speculative_config`.
+        params: sampling parameters of all requests.
+        bandwidth: GB/s at which the device reads its memory; None: it is measured.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Engines(Client):
         self._options, self._params, self._bandwidth = options, params, bandwidth
         self._shapes: dict[str, Any] = {}
         self._engine: Any = None
-        self._before = 0.0
+        self._last_step_end = 0.0
         self.floor: Floor | None = None
         self.notes: list[str] = []
         self.keeps_prefixes = bool(options.get("enable_prefix_caching", True))
 
     @asynccontextmanager
     async def opened(self, cases: Sequence[BenchCase]) -> AsyncIterator[None]:
-        """Make an engine with the settings of these cases, and close it at the end."""
+        """A context with an engine for these cases: loaded at its start, closed at its end."""
         speculation = speculation_of(self._options["speculative_config"], cases[-1])
         start = time.perf_counter()
         self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
@@ -60,17 +60,18 @@ class Engines(Client):
             await self._engine.close()
 
     def shapes(self) -> dict[str, Any]:
-        """Settings of the first engine; swept ones are labels of the rows."""
+        """The settings of the first engine; swept settings are labels of the rows."""
         return self._shapes
 
     def _describe(self, engine: AsyncEngine, floor: Floor) -> dict[str, Any]:
+        """The settings of an engine, for `shapes`."""
         config, model = engine.config, engine.engine.runner.model
-        given = self._options["speculative_config"]
+        speculation = self._options["speculative_config"]
         return {
             "model": _shown(config.model),
             "device": model.device.type,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "speculation": set_fields(given) if given else None,
+            "speculation": set_fields(speculation) if speculation else None,
             "sampling": set_fields(self._params, without=("seed",)),
             "engine": set_fields(config, without=("model", "speculative_config")),
             "target_weights_gb": floor.target.weights / 1e9,
@@ -82,26 +83,27 @@ class Engines(Client):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """The engine's thread begins no step meanwhile: its first step takes all that was sent."""
-        sent = threading.Event()
-        self._engine._worker.call(lambda engine: sent.wait())
+        """A context without new steps: the engine's next step has all requests sent in it."""
+        all_sent = threading.Event()
+        self._engine._worker.call(lambda engine: all_sent.wait())
         try:
             yield
         finally:
-            sent.set()
+            all_sent.set()
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
         """See `Client.send`; an error of the engine ends the run."""
-        own: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
-        params = replace(self._params, ignore_eos=True, **own, **case.fields)
+        fields: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
+        params = replace(self._params, ignore_eos=True, **fields, **case.fields)
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         submit = self._engine.chat if is_chat else self._engine.generate
         try:
             await self._read(submit(request.prompt, params, deltas=True), record)
-        except RequestError as error:  # this prompt is too long, or there is no chat template
+        except RequestError as error:  # the prompt is too long, or there is no chat template
             raise RequestFailedError(str(error)) from error
 
     async def _read(self, deltas: Any, record: Record) -> None:
+        """Add the pieces of an answer to a record as they arrive."""
         async with aclosing(deltas):
             async for delta in deltas:
                 if delta.error is not None:
@@ -117,28 +119,28 @@ class Engines(Client):
                     record.origins += sample.origins
 
     async def counts(self) -> SpeculationMetrics:
-        """Counts since the engine was made."""
+        """Counts of drafts since the engine was loaded."""
         counts: SpeculationMetrics = self._engine.metrics
         return counts
 
     def watch(self, steps: list[Step] | None) -> None:
-        """Keep every step; called while the engine is idle."""
-        self._before = time.perf_counter()
+        """See `Client.watch`; called while the engine is idle."""
+        self._last_step_end = time.perf_counter()
 
-        def keep(trace: StepTrace) -> None:
+        def add(trace: StepTrace) -> None:
             now = time.perf_counter()
             if steps is not None:
-                steps.append(Step(now - self._before, trace))
-            self._before = now
+                steps.append(Step(now - self._last_step_end, trace))
+            self._last_step_end = now
 
-        self._engine.engine.on_step = None if steps is None else keep
+        self._engine.engine.on_step = None if steps is None else add
 
     async def tokens(self, text: str) -> list[int]:
-        """By the checkpoint's tokenizer, if it has one."""
+        """The token ids of a text, by the checkpoint's tokenizer; empty if it has none."""
         return await self._engine.encode(text) if self._engine.engine.tokenizer else []
 
     def vocabulary(self) -> list[int]:
-        """All but special tokens."""
+        """The ids of all tokens that are not special."""
         engine = self._engine.engine
         special = set(getattr(engine.tokenizer, "all_special_ids", ()))
         return [i for i in range(engine.limits.vocab_size) if i not in special]
@@ -147,7 +149,7 @@ class Engines(Client):
 def set_fields(
     config: SamplingParams | EngineConfig | SpeculativeConfig, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Fields that differ from their defaults."""
+    """The fields of a configuration that differ from their defaults, except `without`."""
     return {
         field.name: _shown(value)
         for field in fields(config)
@@ -158,6 +160,6 @@ def set_fields(
 
 
 def _shown(value: Any) -> Any:
-    """A path without its folder, which concerns this machine only."""
+    """A value for the results file; a path loses its folder, which concerns only this machine."""
     is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
     return Path(value).name if is_path else value

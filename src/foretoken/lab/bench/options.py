@@ -15,11 +15,11 @@ SYNTHETIC = {"length": "synthetic_acceptance_length", "rate": "synthetic_accepta
 SWEPT: dict[str, type] = {
     "k": int, "drafter": str, "rule": str, "temperature": float, "length": float, "rate": float,
 }  # fmt: skip
-"""What can be swept, and the type of its values."""
+"""The options that can be swept, and the types of their values."""
 
 
 class Load(NamedTuple):
-    """How requests come: so many at a time, or at a rate per second, at random (Poisson)."""
+    """How requests arrive: `concurrency` requests at a time, or `rate` per second (Poisson)."""
 
     concurrency: int
     rate: float | None = None
@@ -33,13 +33,13 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BenchCase:
-    """A way to decode that is measured; two cases are never equal.
+    """A way to decode that is measured. Two cases are never equal.
 
     Attributes:
-        name: as in rows of a results file, without settings that all cases share.
-        labels: `method`, `k`, `rule`, `temperature`, and anything else that was swept.
-        fields: of `SamplingParams`, for all requests of the case.
-        speculation: options of the engine, where a request cannot set them.
+        name: the name in rows of a results file, without settings that all cases share.
+        labels: `method`, `k`, `rule`, `temperature`, and all other swept options.
+        fields: fields of `SamplingParams` for all requests of the case.
+        speculation: options of the engine that requests cannot set.
     """
 
     name: str
@@ -49,25 +49,29 @@ class BenchCase:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is drafted: other cases are compared with it."""
+        """Whether the case has no drafts; other cases are compared with such a case."""
         return bool(self.labels["method"] == "plain")
 
 
-def parse_sweep(given: Sequence[str]) -> dict[str, list[Any]]:
-    """Read `k=2,4` and the like as values by name; raises `ConfigError`."""
-    found: dict[str, list[Any]] = {}
-    for text in given:
+def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Read texts such as `k=2,4`; returns the values by name.
+
+    Raises:
+        ConfigError: a name is unknown or repeated, or a value is wrong.
+    """
+    sweep: dict[str, list[Any]] = {}
+    for text in texts:
         name, _, values = text.partition("=")
         bound = f"NAME=VALUE,VALUE with NAME one of {', '.join(SWEPT)}, each of them once"
-        if name not in SWEPT or name in found:
+        if name not in SWEPT or name in sweep:
             raise ConfigError("sweep", text, bound)
         try:
-            found[name] = [SWEPT[name](value.strip()) for value in values.split(",")]
+            sweep[name] = [SWEPT[name](value.strip()) for value in values.split(",")]
         except ValueError:
             raise ConfigError("sweep", text, f"{SWEPT[name].__name__} values of `{name}`") from None
-        if len(set(found[name])) < len(found[name]) or "" in found[name]:
+        if len(set(sweep[name])) < len(sweep[name]) or "" in sweep[name]:
             raise ConfigError("sweep", text, "values that all differ, and are not empty")
-    return found
+    return sweep
 
 
 def engine_cases(
@@ -77,10 +81,12 @@ def engine_cases(
     *,
     compare: bool,
 ) -> list[list[BenchCase]]:
-    """Cases that take turns, in one list per engine.
+    """The cases of engines in this process: for each engine, the list of cases that take turns.
 
     A request sets its own K, drafter, rule and temperature. The rates of synthetic acceptance
-    belong to the engine and its K: every combination of the two takes a separate engine.
+    belong to an engine and its K: every combination of rate and K needs a separate engine.
+
+    compare: whether there are also cases without drafts
     """
     if speculation is None:
         if others := [name for name in sweep if name != "temperature"]:
@@ -97,26 +103,28 @@ def engine_cases(
     for k, value in product(ks, sweep[swept[0]] if swept else [None]):
         options = {"num_speculative_tokens": k}
         if rule != "synthetic" and len(ks) > 1:
-            options["num_speculative_tokens"] = max(ks)  # a request may have fewer
-        mark = ""
+            options["num_speculative_tokens"] = max(ks)  # a request may have fewer drafts
+        suffix = ""
         if swept:
             options |= {**dict.fromkeys(SYNTHETIC.values()), SYNTHETIC[swept[0]]: value}
             options |= {"synthetic_acceptance_rates": None, "rejection_sample_method": "synthetic"}
-            mark = f", {swept[0]} {value:g}"
+            suffix = f", {swept[0]} {value:g}"
         cases = engines.setdefault(tuple(options.values()), [])
         if compare and not cases:
-            apart = f" (K={k}{mark})" if rule == "synthetic" and (swept or len(ks) > 1) else ""
-            cases += _plain(sweep, temperature, apart, options)
-        for made in _drafting(sweep, temperature, str(speculation.method), [k], rule):
-            labels = {**made.labels, swept[0]: value} if swept else made.labels
-            cases.append(replace(made, name=made.name + mark, labels=labels, speculation=options))
+            has_own_engine = rule == "synthetic" and (swept or len(ks) > 1)
+            engine_name = f" (K={k}{suffix})" if has_own_engine else ""
+            cases += _plain(sweep, temperature, engine_name, options)
+        for case in _drafting(sweep, temperature, str(speculation.method), [k], rule):
+            labels = {**case.labels, swept[0]: value} if swept else case.labels
+            name = case.name + suffix
+            cases.append(replace(case, name=name, labels=labels, speculation=options))
     return [*engines.values()]
 
 
 def server_cases(
     sweep: Mapping[str, list[Any]], temperature: float, *, speculates: bool, compare: bool
 ) -> list[list[BenchCase]]:
-    """Cases of a server; only one that speculates lets requests set more than a temperature."""
+    """The cases of a server. Requests can set more than a temperature only if it speculates."""
     known = {"k", "drafter", "rule", "temperature"} if speculates else {"temperature"}
     if others := [name for name in sweep if name not in known]:
         bound = f"of {', '.join(sorted(known))}: no more can be set by requests to this server"
@@ -126,28 +134,28 @@ def server_cases(
     return [[*plain, *_drafting(sweep, temperature, method, sweep.get("k", [None]), None)]]
 
 
-def speculation_of(given: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
-    """The engine's speculative options, with those of a case."""
-    if given is None:
+def speculation_of(config: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
+    """The engine's speculative options, with a case's options in place of the engine's."""
+    if config is None:
         return None
-    kept = {field.name: getattr(given, field.name) for field in fields(given)}
-    return SpeculativeConfig(**{**kept, **case.speculation})
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return SpeculativeConfig(**{**values, **case.speculation})
 
 
 def _plain(
     sweep: Mapping[str, list[Any]],
     temperature: float,
-    apart: str = "",
+    engine_name: str = "",
     speculation: Mapping[str, Any] | None = None,
 ) -> list[BenchCase]:
-    """Cases without drafts, one per temperature; names end with `apart` where engines differ."""
-    made = []
+    """The cases without drafts, one per temperature; their names end with `engine_name`."""
+    cases = []
     for t in sweep.get("temperature", [temperature]):
-        name = "plain" + (f", T={t:g}" if "temperature" in sweep else "") + apart
+        name = "plain" + (f", T={t:g}" if "temperature" in sweep else "") + engine_name
         labels = {"method": "plain", "k": 0, "rule": None, "temperature": t}
         fields = {"temperature": t, "num_speculative_tokens": 0}
-        made.append(BenchCase(name, labels, fields, speculation or {}))
-    return made
+        cases.append(BenchCase(name, labels, fields, speculation or {}))
+    return cases
 
 
 def _drafting(
@@ -157,8 +165,11 @@ def _drafting(
     ks: Sequence[int | str | None],
     own_rule: str | None,
 ) -> list[BenchCase]:
-    """Every combination of the fields of a request; None is left to the engine or server."""
-    made = []
+    """The cases with drafts: every combination of the swept fields of a request.
+
+    A field that is None is not sent: the engine or server decides.
+    """
+    cases = []
     for k, t, drafter, rule in product(
         ks,
         sweep.get("temperature", [temperature]),
@@ -169,16 +180,17 @@ def _drafting(
         name += f", {rule}" if "rule" in sweep else ""
         name += f", T={t:g}" if "temperature" in sweep else ""
         labels = {"method": drafter or method, "k": k, "rule": rule, "temperature": t}
-        given = {"num_speculative_tokens": k, "drafter": drafter, "rejection_sample_method": rule}
-        set_here = {field: value for field, value in given.items() if value is not None}
-        made.append(BenchCase(name, labels, {"temperature": t, **set_here}))
-    return made
+        fields = {"num_speculative_tokens": k, "drafter": drafter, "rejection_sample_method": rule}
+        sent = {field: value for field, value in fields.items() if value is not None}
+        cases.append(BenchCase(name, labels, {"temperature": t, **sent}))
+    return cases
 
 
 DATASETS = (".jsonl", ".json")
 SLO = ("ttft", "tpot", "itl", "e2e")
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-_LEAST_REQUESTS, _UNDER_A_RATE = 8, 32
+# Default numbers of requests: at least so many at a fixed concurrency; so many under a rate.
+_MIN_REQUESTS, _REQUESTS_UNDER_RATE = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,28 +199,31 @@ class BenchOptions:
 
     Attributes:
         url: an OpenAI-compatible server to measure; None: an engine in this process.
-        served_model: the name of a model of the server; None: the first that it lists.
-        api_key: the server's; it is kept out of the results.
+        served_model: the name of a model of the server; None: the first model that it lists.
+        api_key: the server's API key; it is kept out of the results.
         timeout: seconds without data after which a request to a server has failed.
         concurrency: requests that are under way at any time; several numbers, separated by commas,
             are measured one after another; None: 1,4,16, if there is no `request_rate`.
         request_rate: requests that arrive in a second, at random intervals (a Poisson process);
-            several, separated by commas.
-        num_requests: requests of each run, or several numbers, separated by commas, one for each
-            load; as many as the concurrency are all sent at once. None: twice the concurrency and
-            at least 8, or 32 under a rate.
-        input_len: tokens of a prompt; or two numbers with a dash, between which each is drawn.
-        output_len: tokens that a request generates, in the same way: nothing stops it earlier.
+            several rates are separated by commas.
+        num_requests: requests of each run; or several numbers, separated by commas, one for each
+            load. If it is equal to the concurrency, all requests are sent at once. None: twice the
+            concurrency and at least 8, or 32 under a rate.
+        input_len: tokens of a prompt; for two numbers with a dash, such as 64-256, each prompt's
+            length is drawn between them.
+        output_len: tokens that a request generates, or two numbers as for `input_len`; no answer
+            ends earlier.
         repeats: measured runs of each case; their median, quartiles and range are reported.
-        warmup: runs of each case before those, which are not measured.
+        warmup: runs of each case before the measured runs; their figures are left out.
         prompts: `heldout` (pieces of Python code that come with Foretoken), `random` (token ids), a
             file of text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or
             `random` if the model has no tokenizer.
-        seed: of prompts, arrivals and noise; every request of every run has its own.
-        compare: measure plain decoding as well, in turns with speculative decoding.
+        seed: seed of prompts, arrivals and noise; every request of every run has its own seed.
+        compare: measure plain decoding, too, in turns with speculative decoding.
         sweep: NAME=VALUE,VALUE with NAME one of k, drafter, rule, temperature, length and rate (of
             synthetic acceptance); every combination is measured.
-        slo: bounds in ms on each request, such as ttft=200,tpot=50,e2e=4000; itl is the longest.
+        slo: bounds in ms on each request, such as ttft=200,tpot=50,e2e=4000; a bound on itl is for
+            the longest gap of a request.
         bandwidth: GB/s at which the device reads its memory; None: measured at the start.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """
@@ -256,11 +271,11 @@ class BenchOptions:
 
     @property
     def loads(self) -> list[Load]:
-        """The loads, measured one after another; raises `ConfigError`."""
-        at_a_time = self.concurrency
-        if at_a_time is None and self.request_rate is None:
-            at_a_time = "1,4,16"
-        loads = [Load(int(n)) for n in numbers("concurrency", at_a_time, "integers >= 1", int)]
+        """The loads, which are measured one after another; raises `ConfigError`."""
+        concurrency = self.concurrency
+        if concurrency is None and self.request_rate is None:
+            concurrency = "1,4,16"
+        loads = [Load(int(n)) for n in numbers("concurrency", concurrency, "integers >= 1", int)]
         bound = "numbers > 0"
         rates = numbers("request_rate", self.request_rate, bound, float)
         return loads + [Load(0, rate) for rate in rates]
@@ -268,7 +283,7 @@ class BenchOptions:
     def requests_of(self, load: Load) -> int:
         if counts := self._counts:
             return counts[self.loads.index(load) if len(counts) > 1 else 0]
-        return _UNDER_A_RATE if load.rate else max(_LEAST_REQUESTS, 2 * load.concurrency)
+        return _REQUESTS_UNDER_RATE if load.rate else max(_MIN_REQUESTS, 2 * load.concurrency)
 
     @property
     def _counts(self) -> list[int]:
@@ -277,76 +292,88 @@ class BenchOptions:
 
     @property
     def input_lengths(self) -> tuple[int, int]:
-        """Least and most tokens of a prompt."""
-        return _between("input_len", self.input_len)
+        """The smallest and the largest number of tokens of a prompt."""
+        return _read_range("input_len", self.input_len)
 
     @property
     def output_lengths(self) -> tuple[int, int]:
-        """Least and most tokens of an output."""
-        return _between("output_len", self.output_len)
+        """The smallest and the largest number of tokens of an output."""
+        return _read_range("output_len", self.output_len)
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The SLO: ms by the name of a figure."""
-        found = {}
+        """The SLO as upper bounds in ms, by the name of a figure."""
+        result = {}
         for text in self.slo.split(",") if self.slo is not None else ():
             name, _, value = text.strip().partition("=")
             try:
-                most = float(value)
+                ms = float(value)
             except ValueError:
-                most = 0.0
-            if name not in SLO or f"{name}_ms" in found or not 0 < most < float("inf"):
+                ms = 0.0
+            if name not in SLO or f"{name}_ms" in result or not 0 < ms < float("inf"):
                 bound = f"bounds in ms > 0 such as ttft=200,tpot=50, of {', '.join(SLO)}"
                 raise ConfigError("slo", self.slo, bound)
-            found[f"{name}_ms"] = most
-        return found
+            result[f"{name}_ms"] = ms
+        return result
 
     def sized(self, engine: Mapping[str, Any]) -> dict[str, Any]:
-        """Engine options with room for the largest load, unless they set sizes themselves.
+        """The engine's options, with default sizes that have room for the largest load.
 
         Args:
-            engine: the fields of `EngineConfig` that were given.
+            engine: the options that the user gave: fields of `EngineConfig`. Sizes among them are
+                not changed.
+
+        Raises:
+            ConfigError: `max_num_seqs` is smaller than the largest concurrency.
         """
         speculation = SpeculativeConfig.parse(engine.get("speculative_config"))
         largest = max(load.concurrency for load in self.loads)
         sized = {"max_num_seqs": largest or _DEFAULTS["max_num_seqs"], **engine}
         sized["speculative_config"] = speculation
-        most = sized["max_num_seqs"]
-        if largest > most:
-            raise ConfigError("max_num_seqs", most, f"at least {largest}, the most concurrency")
+        max_num_seqs = sized["max_num_seqs"]
+        if largest > max_num_seqs:
+            raise ConfigError(
+                "max_num_seqs", max_num_seqs, f"at least {largest}, the most concurrency"
+            )
         ks = parse_sweep(self.sweep).get("k", [speculation.num_drafts if speculation else 0])
-        tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + max(ks)))
+        tokens = max(_DEFAULTS["max_num_batched_tokens"], max_num_seqs * (1 + max(ks)))
         sized.setdefault("max_num_batched_tokens", tokens)
-        is_sized = {"num_blocks", "kv_cache_gib"} & engine.keys()
-        is_dataset = (self.prompts or "").endswith(DATASETS)  # of prompts of any length
-        if not (is_sized or is_dataset or self.request_rate):
-            from foretoken.engine.devices import choose_device  # which loads torch
+        has_cache_size = {"num_blocks", "kv_cache_gib"} & engine.keys()
+        is_dataset = (self.prompts or "").endswith(DATASETS)  # its prompts may have any length
+        if not (has_cache_size or is_dataset or self.request_rate):
+            from foretoken.engine.devices import choose_device  # imported here: it loads torch
 
             device = choose_device(engine.get("device", "auto"))
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
-            # One block more per request: the scheduler keeps one free for each running request.
+            # One more block per request: the scheduler keeps a free block for each running request.
             blocks = -(-(self.input_lengths[1] + self.output_lengths[1]) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
 
 
-def numbers(name: str, given: str | None, bound: str, kind: type) -> list[float]:
-    """Read positive numbers separated by commas; raises `ConfigError`."""
-    found = []
-    for text in given.split(",") if given is not None else ():
+def numbers(name: str, texts: str | None, bound: str, kind: type) -> list[float]:
+    """Read positive numbers separated by commas; None gives an empty list.
+
+    Raises:
+        ConfigError: option `name` has a wrong number; `bound` says which numbers are allowed.
+    """
+    values = []
+    for text in texts.split(",") if texts is not None else ():
         try:
             number = kind(text)
         except ValueError:
             number = 0
         if not 0 < number < float("inf"):
-            raise ConfigError(name, given, f"{bound}, separated by commas")
-        found.append(number)
-    return found
+            raise ConfigError(name, texts, f"{bound}, separated by commas")
+        values.append(number)
+    return values
 
 
-def _between(name: str, given: str) -> tuple[int, int]:
-    least, dash, most = given.partition("-")
-    numbers = [int(text) if text.isdecimal() else 0 for text in (least, most if dash else least)]
-    if not 1 <= numbers[0] <= numbers[1]:
-        raise ConfigError(name, given, "an integer >= 1, or two such as 64-256")
-    return numbers[0], numbers[1]
+def _read_range(name: str, text: str) -> tuple[int, int]:
+    """Read a range such as `64-256`; for a single number, both ends are this number."""
+    low_text, dash, high_text = text.partition("-")
+    ends = (low_text, high_text if dash else low_text)
+    low, high = (int(end) if end.isdecimal() else 0 for end in ends)
+    if not 1 <= low <= high:
+        raise ConfigError(name, text, "an integer >= 1, or two such as 64-256")
+    return low, high

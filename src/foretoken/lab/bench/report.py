@@ -1,4 +1,4 @@
-"""Results file, tables and charts of a benchmark or a plan, all made from its rows alone."""
+"""Results file, tables and charts of a benchmark or a plan, made only from its rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _PARTS = ("target", "draft", "verify", "host_gap")
 PLAIN = "plain"
 Point = tuple[float, float, float, float]
 Colours = Mapping[str, str]
-"""Colour of each way of decoding, the same in all charts of a file."""
-_LEAST_REPEATS, _LATE = 3, 0.05
+"""The colour of each way of decoding, the same in all charts of a file."""
+_MIN_REPEATS = 3  # with fewer repeats, the spread says little
+_LATE = 0.05  # share by which a client may be late, or send fewer requests, without a remark
 _SHAPES = ("input_len", "output_len", "repeats", "warmup", "prompts", "seed", "slo")
 _SPEEDUPS = {
     "speedup": "output_tokens_per_second", "tpot_speedup": "tpot_ms", "e2e_speedup": "e2e_ms"
@@ -45,8 +46,8 @@ _ENGINE_NOTES = (
 
 
 def rows(bench: Bench) -> list[Row]:
-    """A row for each load and case with a measured run."""
-    found = []
+    """A row for each load and case that has a measured run."""
+    result = []
     cases = [case for group in bench.groups for case in group]
     for load, case in product(bench.options.loads, cases):
         measured = bench.measured.get((load, case), Measured())
@@ -60,12 +61,15 @@ def rows(bench: Bench) -> list[Row]:
         values = _spreads(measured.repeats) | percentiles(measured.samples)
         if (plain := _plain_of(bench, load, case)) is not None:
             values |= _spreads(_speedups(plain, measured.repeats))
-        found.append(Row(f"{load.name}, {case.name}", labels, values))
-    return found
+        result.append(Row(f"{load.name}, {case.name}", labels, values))
+    return result
 
 
 def _plain_of(bench: Bench, load: Load, case: BenchCase) -> list[dict[str, float]] | None:
-    """Figures of plain decoding with the same engine and temperature."""
+    """The figures of plain decoding with the case's engine and temperature.
+
+    None if they were not measured, or if the case itself decodes plainly.
+    """
     if case.plain:
         return None
     group = next(group for group in bench.groups if case in group)
@@ -77,7 +81,7 @@ def _plain_of(bench: Bench, load: Load, case: BenchCase) -> list[dict[str, float
 
 
 def _spreads(repeats: Sequence[dict[str, float]]) -> dict[str, Value]:
-    """A spread per figure, over the repeats that have it."""
+    """The spread of each figure over the repeats that have the figure."""
     measured: dict[str, list[float]] = {}
     for name, value in (pair for repeat in repeats for pair in repeat.items()):
         measured.setdefault(name, []).append(value)
@@ -87,25 +91,27 @@ def _spreads(repeats: Sequence[dict[str, float]]) -> dict[str, Value]:
 def _speedups(
     plain: Sequence[dict[str, float]], drafted: Sequence[dict[str, float]]
 ) -> list[dict[str, float]]:
-    """Speed-ups over plain decoding, turn by turn; an interrupted last turn is left out."""
+    """Speed-ups over plain decoding, repeat by repeat; an interrupted last repeat is left out."""
     return [
         {
-            name: fast[of] / slow[of] if name == "speedup" else slow[of] / fast[of]
-            for name, of in _SPEEDUPS.items()
-            if slow.get(of) and fast.get(of)
+            name: after[figure] / before[figure]
+            if name == "speedup"
+            else before[figure] / after[figure]
+            for name, figure in _SPEEDUPS.items()
+            if before.get(figure) and after.get(figure)
         }
-        for slow, fast in zip(plain, drafted, strict=False)
+        for before, after in zip(plain, drafted, strict=False)
     ]
 
 
 def results(bench: Bench, command: str, notes: Sequence[str] = ()) -> Results | None:
-    """All measurements so far in the shared schema; None if there are none.
+    """All measurements so far in the shared schema; None if there are no measurements.
 
     Args:
-        notes: in addition to those about the meaning of the figures.
+        notes: further notes, after the notes about the meaning of the figures.
     """
-    found, options = rows(bench), bench.options
-    if not found:
+    measured, options = rows(bench), bench.options
+    if not measured:
         return None
     shapes = {
         **bench.client.shapes(),
@@ -114,33 +120,33 @@ def results(bench: Bench, command: str, notes: Sequence[str] = ()) -> Results | 
         **{name: getattr(options, name) for name in _SHAPES},
         "sweep": [*options.sweep],
     }
-    said = [*_NOTES, *(_ENGINE_NOTES if bench.client.floor else ()), *_remarks(bench, found)]
-    said += [*bench.notes, *bench.client.notes, *notes]
-    return collect(stem(options.output, "bench"), command, shapes, found, said)
+    meaning = [*_NOTES, *(_ENGINE_NOTES if bench.client.floor else ())]
+    all_notes = [*meaning, *_remarks(bench, measured), *bench.notes, *bench.client.notes, *notes]
+    return collect(stem(options.output, "bench"), command, shapes, measured, all_notes)
 
 
 def remarks(results: Results) -> list[str]:
-    """Its notes, except those about the meaning of the figures."""
+    """The notes of results, without the notes about the meaning of the figures."""
     return [note for note in results.notes if note not in _NOTES + _ENGINE_NOTES]
 
 
-def _remarks(bench: Bench, found: Sequence[Row]) -> list[str]:
-    """What a reader must know about these runs in particular."""
+def _remarks(bench: Bench, rows: Sequence[Row]) -> list[str]:
+    """Notes that concern only these runs."""
     remarks = []
-    if any(row.labels["rule"] == "synthetic" for row in found):
+    if any(row.labels["rule"] == "synthetic" for row in rows):
         remarks.append("Acceptance was set by the rule `synthetic`; it is no drafter's.")
-    if any("speedup" in row.values for row in found):
+    if any("speedup" in row.values for row in rows):
         remarks.append(
             "plain: the same engine or server, with K = 0 for every request. Speed-ups are taken "
             "turn by turn."
         )
-    if bench.options.repeats < _LEAST_REPEATS:
-        remarks.append(f"Fewer than {_LEAST_REPEATS} repeats: the spread says little.")
-    for row in found:
-        together, wanted = _number(row, "requests_per_step", "min"), row.labels["concurrency"]
-        if isinstance(wanted, int) and 0 < together < wanted:
+    if bench.options.repeats < _MIN_REPEATS:
+        remarks.append(f"Fewer than {_MIN_REPEATS} repeats: the spread says little.")
+    for row in rows:
+        together, limit = _number(row, "requests_per_step", "min"), row.labels["concurrency"]
+        if isinstance(limit, int) and 0 < together < limit:
             remarks.append(
-                f"{row.case}: in a run no more than {together:g} of {wanted} requests ever decoded "
+                f"{row.case}: in a run no more than {together:g} of {limit} requests ever decoded "
                 "together; the figures of its steps are of those steps."
             )
         lag, ttft = _number(row, "send_lag_ms"), _number(row, "ttft_ms")
@@ -150,7 +156,7 @@ def _remarks(bench: Bench, found: Sequence[Row]) -> list[str]:
                 f"{row.case}: this client was {lag:.0f} ms late on average, and sent {sent:.3g} "
                 f"requests/s instead of {offered:.3g}: it was a limit, and is part of latencies."
             )
-    if partial := [row.case for row in found if row.labels.get("partial")]:
+    if partial := [row.case for row in rows if row.labels.get("partial")]:
         remarks.append(f"Partial, of a run that was cut short: {'; '.join(partial)}.")
     for why, count in bench.failed.most_common(5):
         remarks.append(f"Failed requests: {count}: {why}")
@@ -199,21 +205,25 @@ TABLES: dict[str, dict[str, tuple[str, int, bool]]] = {
 """title -> heading -> name of a value, digits, and whether its range is shown."""
 
 
-def tables(found: Sequence[Row]) -> dict[str, Table]:
+def tables(rows: Sequence[Row]) -> dict[str, Table]:
     """Tables by title; columns, lines and tables without a value are left out."""
-    made = {title: table(found, columns) for title, columns in TABLES.items()}
-    return {title: table for title, table in made.items() if table.lines}
+    all_tables = {title: table(rows, columns) for title, columns in TABLES.items()}
+    return {title: table for title, table in all_tables.items() if table.lines}
 
 
-def table(found: Sequence[Row], columns: Mapping[str, tuple[str, int, bool]]) -> Table:
-    """One table: a line for each row, with medians."""
+def table(rows: Sequence[Row], columns: Mapping[str, tuple[str, int, bool]]) -> Table:
+    """A table with a line of medians for each row.
+
+    columns: heading -> name of a value, digits, and whether its range is shown; columns and lines
+        without a value are left out
+    """
     used = {
         heading: column
         for heading, column in columns.items()
-        if any(column[0] in row.values for row in found)
-        and (column[0] != "failed_requests" or any(_number(row, column[0], "max") for row in found))
+        if any(column[0] in row.values for row in rows)
+        and (column[0] != "failed_requests" or any(_number(row, column[0], "max") for row in rows))
     }
-    lines = [[_title(row), *(cell(row, *column) for column in used.values())] for row in found]
+    lines = [[_title(row), *(cell(row, *column) for column in used.values())] for row in rows]
     header = ["", *(heading.strip() for heading in used)]
     return Table(header, [line for line in lines if any(line[1:])])
 
@@ -222,14 +232,17 @@ def _title(row: Row) -> str:
     return row.case + (" (partial)" if row.labels.get("partial") else "")
 
 
-def _number(row: Row, name: str, of: str = "median") -> float:
-    """A value, or the number `of` its spread; 0 if there is no such value."""
+def _number(row: Row, name: str, statistic: str = "median") -> float:
+    """A value of a row, or the given statistic of its spread; 0 if there is no such value."""
     value = row.values.get(name, 0.0)
-    return float(getattr(value, of)) if isinstance(value, Spread) else value
+    return float(getattr(value, statistic)) if isinstance(value, Spread) else value
 
 
 def cell(row: Row, name: str, digits: int, ranged: bool = False) -> str:
-    """A value, or the median of its spread, as text; empty if there is no such value."""
+    """A value of a row as text, or the median of its spread; empty if there is no such value.
+
+    ranged: whether the minimum and maximum are shown, too
+    """
     value = row.values.get(name)
     if not isinstance(value, Spread):
         return "" if value is None else f"{value:.{digits}f}"
@@ -238,49 +251,53 @@ def cell(row: Row, name: str, digits: int, ranged: bool = False) -> str:
 
 
 def charts(rows: Sequence[Row]) -> list[str]:
-    """SVGs: speed-up by load, a user's speed against the total, a token's time, acceptance."""
+    """All charts of a benchmark, as SVG; charts without a value are left out.
 
-    def having(name: str) -> list[Row]:
+    They show speed-up by load, a user's speed against the total speed, the parts of a token's time,
+    and acceptance.
+    """
+
+    def rows_with(name: str) -> list[Row]:
         return [row for row in rows if name in row.values]
 
     decodings = dict.fromkeys(map(_decoding, rows))
     drafting = [name for name in decodings if name != PLAIN]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(drafting)} | {PLAIN: INK}
-    made: list[str] = []
-    # Under a request rate, throughput is set by the rate: there TPOT shows the speed.
+    result: list[str] = []
+    # Under a request rate, throughput depends only on the rate: there TPOT shows the speed.
     for axis, name in (("concurrency", "speedup"), ("request_rate", "tpot_speedup")):
-        if under := [row for row in having(name) if row.labels.get(axis)]:
-            made.append(_speedup(under, axis, name, colours))
-    if users := having("tokens_per_second_per_user"):
-        made.append(_per_user(users, colours, is_first=not made))
-    if timed := having("floor_ms"):
-        made.append(_time_per_token(timed))
-    if accepted := having("acceptance_length"):
-        first = _load(accepted[0])  # lengths hardly depend on the load
+        if rows_of_axis := [row for row in rows_with(name) if row.labels.get(axis)]:
+            result.append(_speedup(rows_of_axis, axis, name, colours))
+    if rows_of_users := rows_with("tokens_per_second_per_user"):
+        result.append(_per_user(rows_of_users, colours, is_first=not result))
+    if timed := rows_with("floor_ms"):
+        result.append(_time_per_token(timed))
+    if accepted := rows_with("acceptance_length"):
+        first = _load(accepted[0])  # acceptance hardly depends on the load: one load is enough
         shown = [row for row in accepted if _load(row) == first][:6]
-        made += [_positions(shown, colours), _lengths(shown, colours)]
-    return made
+        result += [_positions(shown, colours), _lengths(shown, colours)]
+    return result
 
 
 def _speedup(rows: Sequence[Row], axis: str, name: str, colours: Colours) -> str:
-    """Speed-up by load, with a line at 1 for plain decoding."""
+    """A chart of the speed-up by load, with a line at 1 for plain decoding."""
 
     def point(row: Row) -> Point:
         return _point(float(row.labels[axis] or 0), _spread(row, name))
 
     series = _series(rows, point, colours)
-    marks = sorted({point[0] for one in series for point in one.points})
+    marks = sorted({point[0] for line in series for point in line.points})
     label = "times as many tokens/s" if name == "speedup" else "times as short a TPOT"
     axes = Axes(axis.replace("_", " "), label, x_marks=marks)
     return line_chart("Speed-up over plain decoding", axes, series, level=(PLAIN, 1.0))
 
 
 def _per_user(rows: Sequence[Row], colours: Colours, is_first: bool) -> str:
-    """A user's speed against the total; each line goes through the loads in order."""
+    """A chart of a user's speed against the total speed; lines connect loads in order."""
 
     def point(row: Row) -> Point:
-        in_all = _spread(row, "output_tokens_per_second").median
-        return _point(in_all, _spread(row, "tokens_per_second_per_user"))
+        total = _spread(row, "output_tokens_per_second").median
+        return _point(total, _spread(row, "tokens_per_second_per_user"))
 
     axes = Axes("tokens/s in all", "tokens/s per user")
     colour = "" if is_first else ", in the colour of its speed-up"
@@ -291,7 +308,7 @@ def _per_user(rows: Sequence[Row], colours: Colours, is_first: bool) -> str:
 
 
 def _series(rows: Sequence[Row], point: Callable[[Row], Point], colours: Colours) -> list[Series]:
-    """A line for each case, with a point for each load."""
+    """Lines of a chart: one for each case, with a point for each load."""
     lines: dict[str, list[Point]] = {}
     for row in rows:
         lines.setdefault(_decoding(row), []).append(point(row))
@@ -299,7 +316,7 @@ def _series(rows: Sequence[Row], point: Callable[[Row], Point], colours: Colours
 
 
 def _time_per_token(rows: Sequence[Row]) -> str:
-    """Parts of a step, divided by the tokens that a request gets from it."""
+    """A chart of the parts of a step, divided by the tokens that a request gets from the step."""
     bars = []
     for row in rows:
         tokens = _spread(row, "tokens_per_step").median
@@ -314,7 +331,10 @@ def _time_per_token(rows: Sequence[Row]) -> str:
 
 
 def _positions(rows: Sequence[Row], colours: Colours) -> str:
-    """Acceptance by position; conditional lines stay level if later drafts are as good."""
+    """A chart of acceptance by position, unconditional and conditional.
+
+    Conditional lines are level if later drafts are as good as earlier ones.
+    """
     series = []
     for row in rows:
         name = _decoding(row)
@@ -329,24 +349,25 @@ def _positions(rows: Sequence[Row], colours: Colours) -> str:
 
 
 def _lengths(rows: Sequence[Row], colours: Colours) -> str:
-    """Tokens per verification: bars of one case, lines of several."""
+    """A chart of the tokens per verification: bars for a single case, lines for several cases."""
     title = f"Tokens that a verification gives ({_load(rows[0])})"
-    found = {_decoding(row): _numbered(row, "length_share_") for row in rows}
+    shares_of = {_decoding(row): _numbered(row, "length_share_") for row in rows}
     if len(rows) > 1:
         series = [
-            Series(name, [_point(*at) for at in at_i.items()], colours[name])
-            for name, at_i in found.items()
+            Series(name, [_point(*item) for item in shares.items()], colours[name])
+            for name, shares in shares_of.items()
         ]
         return line_chart(title, Axes("tokens", "share of verifications"), series)
     bars = [
         Bar(str(i), name, {"share": spread.median}, reach=(spread.min, spread.max))
-        for name, at_i in found.items()
-        for i, spread in at_i.items()
+        for name, shares in shares_of.items()
+        for i, spread in shares.items()
     ]
     return bar_chart(title, "share of verifications", bars)
 
 
 def _numbered(row: Row, prefix: str) -> Mapping[int, Spread]:
+    """The values with names `prefix` + number, by number."""
     names = [name for name in row.values if name.startswith(prefix)]
     return {int(name.removeprefix(prefix)): _spread(row, name) for name in names}
 
@@ -365,6 +386,6 @@ def _decoding(row: Row) -> str:
 
 
 def _spread(row: Row, name: str) -> Spread:
-    """A value as a spread; a prediction is a single number."""
+    """A value of a row as a spread; a single number, as in predictions, becomes one, too."""
     value = row.values[name]
     return value if isinstance(value, Spread) else Spread.of([value], "")

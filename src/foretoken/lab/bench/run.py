@@ -1,4 +1,4 @@
-"""Measure every case under every load, in turns, with prompts cut from a text or a dataset."""
+"""Measure every case under every load, with prompts from a text or a dataset; cases take turns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from foretoken.lab.workloads import heldout
 
 _ROLES = {role: role for role in ("system", "user", "assistant")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
-_CHARS_PER_TOKEN = 4  # assumed where a server does not report tokens
+_CHARS_PER_TOKEN = 4  # assumed if a server does not report tokens
 
 
 class Item(NamedTuple):
-    """A line of a dataset: a text or messages, and the tokens of its answer, if given."""
+    """An entry of a dataset: a text or messages, and the length of its answer, if given."""
 
     prompt: str | list[dict[str, Any]]
     num_output: int | None = None
@@ -33,10 +33,10 @@ class PromptSource(NamedTuple):
 
     Attributes:
         ids: token ids; prompts are pieces of them.
-        text: used instead where tokens are unknown.
-        shuffled: prompts are random ids out of `ids` instead.
-        items: lines of a dataset, each a request.
-        notes: what was left out.
+        text: a text to cut prompts from, if its tokens are not known.
+        shuffled: prompts are random ids out of `ids` instead of pieces.
+        items: entries of a dataset, each a request.
+        notes: lines about what was left out.
     """
 
     ids: Sequence[int] = ()
@@ -47,15 +47,17 @@ class PromptSource(NamedTuple):
 
 
 class Workload:
-    """Draws the requests of each run, the same ones for the same options.
+    """Draws the requests of each run; equal options give equal requests.
 
-    Every run has new prompts, so that no run finds the keys and values of another in a cache. Cases
-    that take turns have the same prompts. If they could find each other's in a cache, pieces of a
-    text begin one token later for each case, and lines of a dataset differ.
+    Every run has new prompts, so that no run finds the keys and values of an earlier run in a
+    cache. Cases that take turns have equal prompts. The exception are systems in which a case would
+    then find the prompts of another case in a cache: there, pieces of a text begin one token later
+    for each case, and each case has its own entries of a dataset.
 
     Args:
-        lengths: least and most tokens of prompts and of outputs; each request's are drawn between.
-        apart: number of cases that must not find each other's prompts; 1: all have the same.
+        lengths: smallest and largest number of tokens of prompts, and of outputs. The numbers of a
+            request are drawn between these.
+        apart: number of cases that must not have equal prompts; 1: all cases have equal prompts.
 
     Raises:
         ConfigError: the text has fewer tokens than a prompt.
@@ -69,7 +71,7 @@ class Workload:
         apart: int = 1,
     ) -> None:
         self._source, self._lengths, self._seed = source, lengths, seed
-        self._apart = apart
+        self._num_apart = apart
         self._items = [*source.items]
         random.Random(seed).shuffle(self._items)
         longest, size = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
@@ -80,35 +82,38 @@ class Workload:
     def requests(
         self, load: Load, before: int, count: int, case: int = 0
     ) -> list[tuple[float, BenchRequest]]:
-        """Requests of one run, each with the seconds since the one before; deterministic.
+        """The requests of one run, each with the seconds since the previous request; deterministic.
 
         Args:
-            before: requests of all earlier runs of the case.
-            case: its number; ignored if all cases have the same prompts.
+            before: number of requests of all earlier runs of the case.
+            case: number of the case; ignored if all cases have equal prompts.
         """
-        chance, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._apart
-        made = []
+        random_, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._num_apart
+        requests = []
         for i in range(count):
-            # Requests with one seed would share their noise: drafts would be accepted together.
-            gap, seed = chance.expovariate(load.rate) if load.rate else 0.0, self._seed + before + i
-            num_input, num_output = (chance.randint(*bounds) for bounds in self._lengths)
+            # Each request has its own seed: with a shared seed, drafts would be accepted together.
+            gap, seed = (
+                random_.expovariate(load.rate) if load.rate else 0.0,
+                self._seed + before + i,
+            )
+            num_input, num_output = (random_.randint(*bounds) for bounds in self._lengths)
             if self._items:
-                line = self._apart * before + case * count + i
-                item = self._items[line % len(self._items)]
+                index = self._num_apart * before + case * count + i
+                item = self._items[index % len(self._items)]
                 request = BenchRequest(item.prompt, item.num_output or num_output, seed)
             else:
-                request = BenchRequest(self._piece(chance, num_input, case), num_output, seed)
-            made.append((gap, request))
-        return made
+                request = BenchRequest(self._piece(random_, num_input, case), num_output, seed)
+            requests.append((gap, request))
+        return requests
 
-    def _piece(self, chance: random.Random, size: int, shift: int) -> Any:
-        """A random piece of the source, moved by `shift` tokens."""
-        source, more = self._source, self._apart - 1
+    def _piece(self, random_: random.Random, size: int, shift: int) -> Any:
+        """A random piece of the source, of `size` tokens, which begins `shift` tokens later."""
+        source, max_shift = self._source, self._num_apart - 1
         if source.shuffled:
-            return chance.choices(source.ids, k=size + more)[shift : shift + size]
+            return random_.choices(source.ids, k=size + max_shift)[shift : shift + size]
         text: Any = source.ids or source.text
         size = size if source.ids else size * _CHARS_PER_TOKEN
-        start = chance.randrange(len(text) - size - more + 1) + shift
+        start = random_.randrange(len(text) - size - max_shift + 1) + shift
         return text[start : start + size]
 
 
@@ -120,49 +125,50 @@ def read_text(prompts: str) -> str:
 
 
 def read_dataset(path: str) -> PromptSource:
-    """A dataset's requests: `{"prompt": ...}`, `{"messages": ...}`, `{"conversations": ...}`.
+    """Read a dataset: objects with `prompt`, with `messages`, or with `conversations`.
 
-    One object per line, or a list of them in one file. `messages` are sent without answers at their
-    end, `conversations` (the shape of ShareGPT) up to their first answer. Other entries are counted
-    and left out.
+    The file has one object per line, or one list of objects. `messages` are sent without the
+    answers at their end, `conversations` (the format of ShareGPT) only up to their first answer.
+    Other entries are counted and left out.
 
     Raises:
         ConfigError: there is no such file, or no entry can be sent.
     """
-    text, items, wrong = _read(path), list[Item](), list[str]()
-    whole = text.lstrip().startswith("[")
-    for i, piece in enumerate([text] if whole else text.split("\n"), start=1):
-        if not piece.strip():
+    text, items, errors = _read(path), list[Item](), list[str]()
+    is_list = text.lstrip().startswith("[")
+    for i, part in enumerate([text] if is_list else text.split("\n"), start=1):
+        if not part.strip():
             continue
         try:
-            found = json.loads(piece)
+            data = json.loads(part)
         except (ValueError, RecursionError) as error:
-            wrong.append(f"line {i}: {error}")
+            errors.append(f"line {i}: {error}")
             continue
-        for j, entry in enumerate(found if whole else [found], start=1):
+        for j, entry in enumerate(data if is_list else [data], start=1):
             try:
                 items.append(_item(entry))
             except ValueError as error:
-                wrong.append(f"{f'entry {j}' if whole else f'line {i}'}: {error}")
+                errors.append(f"{f'entry {j}' if is_list else f'line {i}'}: {error}")
     if not items:
-        remedy = f"The first is wrong in {wrong[0]}." if wrong else ""
+        remedy = f"The first is wrong in {errors[0]}." if errors else ""
         raise ConfigError("prompts", path, "a dataset with a request in it", remedy)
-    total, first = len(items) + len(wrong), "; ".join(wrong[:5])
-    said = f"{Path(path).name}: {len(wrong)} of {total} requests were left out: {first}."
-    return PromptSource(items=items, notes=[said] if wrong else [])
+    total, first = len(items) + len(errors), "; ".join(errors[:5])
+    note = f"{Path(path).name}: {len(errors)} of {total} requests were left out: {first}."
+    return PromptSource(items=items, notes=[note] if errors else [])
 
 
-def _item(given: Any) -> Item:
-    """Read one object of a dataset; `ValueError` says what is wrong with it."""
-    if not isinstance(given, dict):
+def _item(entry: Any) -> Item:
+    """Read an entry of a dataset; `ValueError` says what is wrong with the entry."""
+    if not isinstance(entry, dict):
         raise ValueError("not an object")
-    most = given.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+    length = entry.get("max_tokens")
+    is_integer = isinstance(length, int) and not isinstance(length, bool)
+    if length is not None and (not is_integer or length < 1):
         raise ValueError("`max_tokens` is no integer >= 1")
-    prompt = given.get("prompt")
+    prompt = entry.get("prompt")
     if isinstance(prompt, str) and prompt:
-        return Item(prompt, most)
-    turns = given.get("messages", given.get("conversations"))
+        return Item(prompt, length)
+    turns = entry.get("messages", entry.get("conversations"))
     if not isinstance(turns, list) or not turns:
         raise ValueError("no `prompt`, `messages` or `conversations`")
     messages: list[dict[str, Any]] = []
@@ -173,17 +179,18 @@ def _item(given: Any) -> Item:
         content = turn.get("content", turn.get("value"))
         if role is None or not isinstance(content, str):
             raise ValueError("a turn without a known role and a text")
-        if role == "assistant" and "messages" not in given:
+        if role == "assistant" and "messages" not in entry:
             break
         messages.append({"role": role, "content": content})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise ValueError("nothing said by a user before the answer")
-    return Item(messages, most)
+    return Item(messages, length)
 
 
 def _read(path: str) -> str:
+    """The text of a file; `ConfigError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -192,7 +199,7 @@ def _read(path: str) -> str:
 
 
 Report = Callable[[int, str], None]
-"""Gets the number of requests that have ended, warm-up included, and what runs."""
+"""Called with the number of ended requests, including warm-up, and the name of the current run."""
 
 
 @dataclass
@@ -200,10 +207,10 @@ class Measured:
     """The measurements of a case under a load so far.
 
     Attributes:
-        repeats: figures of its runs in order; an empty entry for a run without an answer keeps the
-            turns of cases aligned.
+        repeats: figures of each run, in order. A run without an answer has an empty entry, so that
+            the repeats of all cases have equal numbers.
         samples: latencies of all requests, by name.
-        partial: the run was cut short.
+        partial: whether the figures are of a run that was cut short.
     """
 
     repeats: list[dict[str, float]] = field(default_factory=list)
@@ -212,13 +219,13 @@ class Measured:
 
 
 class Bench:
-    """Measures a client's system.
+    """Measures the system that a client connects to.
 
     Attributes:
-        groups: cases that take turns, a list for each engine.
+        groups: for each engine, the list of cases that take turns.
         measured: figures of all runs so far, by load and case.
-        failed: number of failed requests by reason, warm-up included.
-        notes: about the prompts.
+        failed: number of failed requests by reason, including warm-up.
+        notes: lines about the prompts.
     """
 
     def __init__(
@@ -229,15 +236,15 @@ class Bench:
         self.failed: Counter[str] = Counter()
         self.notes: list[str] = []
         self._workload: Workload | None = None
-        turns = options.warmup + options.repeats
+        runs = options.warmup + options.repeats
         counts = [options.requests_of(load) for load in options.loads]
-        self.num_requests = sum(counts) * turns * sum(map(len, groups))
+        self.num_requests = sum(counts) * runs * sum(map(len, groups))
 
     async def run(self, report: Report = lambda done, what: None) -> None:
-        """Measure everything; `measured` holds all finished runs, however it ends.
+        """Measure all cases. `measured` holds all finished runs, even after an error.
 
         Raises:
-            ConfigError: requests failed; the others were measured all the same.
+            ConfigError: requests failed; the other requests were measured nevertheless.
             ForetokenError: the engine failed.
         """
         done = 0
@@ -258,12 +265,12 @@ class Bench:
                     report(done, title)
                     count, before = self.options.requests_of(load), self._before(load, repeat)
                     requests = workload.requests(load, before, count, cases.index(case))
-                    run, whole = Run(), False
+                    run, is_complete = Run(), False
                     try:
                         await drive(self.client, case, load, requests, run, ended)
-                        whole = not run.stopped
+                        is_complete = not run.stopped
                     finally:
-                        self._keep(load, case, run, number > 0, whole)
+                        self._keep(load, case, run, number > 0, is_complete)
                     if run.stopped:
                         raise self._failure(run.stopped)
         if self.failed:
@@ -272,33 +279,39 @@ class Bench:
                 f"{self.failed.most_common(1)[0][0]}"
             )
 
-    def _keep(self, load: Load, case: BenchCase, run: Run, counts: bool, whole: bool) -> None:
-        """Keep a run's figures; those of a run that was cut short only if there is no whole run."""
+    def _keep(
+        self, load: Load, case: BenchCase, run: Run, is_measured: bool, is_complete: bool
+    ) -> None:
+        """Add a run's figures to `measured`, unless it is a warm-up run.
+
+        The figures of an incomplete run are added only if there is no complete run.
+        """
         self.failed.update(run.failed)
-        if not counts:
+        if not is_measured:
             return
-        kept = self.measured.setdefault((load, case), Measured())
-        if whole or (run.done and not any(kept.repeats)):
+        measured = self.measured.setdefault((load, case), Measured())
+        if is_complete or (run.done and not any(measured.repeats)):
             bounds = self.options.bounds
-            kept.repeats.append(figures(run, self.client.floor, bounds) if run.done else {})
-            kept.partial = not whole
+            measured.repeats.append(figures(run, self.client.floor, bounds) if run.done else {})
+            measured.partial = not is_complete
             for name, values in latencies(run.done).items():
-                kept.samples[name] += values
+                measured.samples[name] += values
 
     def _before(self, load: Load, repeat: int) -> int:
-        """Number of requests of a case before this run."""
-        options, turns = self.options, self.options.warmup + self.options.repeats
-        others = options.loads[: options.loads.index(load)]
-        return turns * sum(map(options.requests_of, others)) + repeat * options.requests_of(load)
+        """The number of requests of each case before this run."""
+        options, runs = self.options, self.options.warmup + self.options.repeats
+        earlier = options.loads[: options.loads.index(load)]
+        return runs * sum(map(options.requests_of, earlier)) + repeat * options.requests_of(load)
 
     def _failure(self, why: str) -> ConfigError:
+        """The error for failed requests: about `url`, or `prompts` for engines in this process."""
         name, bound = "url", "a server that answers every request"
         if self.options.url is None:
             name, bound = "prompts", "requests that fit"
         return ConfigError(name, getattr(self.options, name), bound, f"{why.rstrip('.')}.")
 
     async def _prepare(self) -> Workload:
-        """The workload; it is made once, with the tokens of the client that is open then."""
+        """The workload. It is made once, with the tokenizer of the first engine or the server."""
         if self._workload is not None:
             return self._workload
         client, prompts = self.client, self.options.prompts
@@ -323,13 +336,16 @@ class Bench:
         self._workload = Workload(source, lengths, self.options.seed, apart)
         needed = self.num_requests // sum(map(len, self.groups)) * apart
         if len(source.items) < needed and source.items:
-            said = f"{len(source.items)} lines for {needed} requests: they are sent again"
-            known = ", and a cache may know them" if client.keeps_prefixes else ""
-            self.notes.append(f"{Path(str(prompts)).name}: {said}{known}.")
+            repeated = f"{len(source.items)} lines for {needed} requests: they are sent again"
+            cached = ", and a cache may know them" if client.keeps_prefixes else ""
+            self.notes.append(f"{Path(str(prompts)).name}: {repeated}{cached}.")
         return self._workload
 
     def _turns(self, cases: Sequence[BenchCase]) -> Iterator[tuple[Load, int, BenchCase]]:
-        """Load, repeat (warm-up first) and case; the order of cases is reversed each repeat."""
+        """The runs in order, as (load, repeat, case); warm-up repeats come first.
+
+        The order of cases is reversed with each repeat.
+        """
         for load in self.options.loads:
             for repeat in range(self.options.warmup + self.options.repeats):
                 for case in cases[:: -1 if repeat % 2 else 1]:

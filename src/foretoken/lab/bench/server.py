@@ -1,7 +1,7 @@
-"""Any server with OpenAI's API as the system under test: HTTP/1.1 by asyncio's streams alone.
+"""A server with OpenAI's API as the system under test, over HTTP/1.1 with asyncio's streams.
 
 Charter: a request and its stream. Each request has a new connection, and connecting is part of its
-time. Which fields beyond the API a server takes is found out once, by one request.
+time. Before the measurement, one request finds out which fields beyond the API the server takes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from foretoken.lab.bench.options import BenchCase
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
-_LINE = 2**20  # bytes of a line, or of a head
+_LINE = 2**20  # largest number of bytes of a line, or of the headers
 _FIELDS = {name: name for name in ("num_speculative_tokens", "drafter")}
-_FIELDS |= {"rejection_sample_method": "rule"}  # of a case, by the names of `speculative`
+_FIELDS |= {"rejection_sample_method": "rule"}  # field of a case -> its name in `speculative`
 _WRONG_BODY = (400, 422)
 _COUNTING = ("foretoken", "vllm")  # servers that can send the token count with each piece
 _COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -41,13 +41,13 @@ class Server(Client):
     """A server, and the fields that it takes.
 
     Args:
-        url: its root, with or without `/v1`.
-        model: None: the first that it lists.
+        url: the server's root, with or without `/v1`.
+        model: None: the first model that the server lists.
         api_key: sent as a bearer token.
         timeout: seconds without data after which a request has failed.
 
     Attributes:
-        speculates: whether it drafts, and requests can choose how.
+        speculates: whether the server drafts, and requests can choose how.
     """
 
     def __init__(
@@ -74,7 +74,11 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Find out which model it serves and which fields it takes; raises `ConfigError`."""
+        """Find out which model the server has and which fields it takes.
+
+        Raises:
+            ConfigError: the server does not answer, or lists no model.
+        """
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
@@ -99,7 +103,11 @@ class Server(Client):
             )
 
     async def takes(self, **fields: Any) -> bool:
-        """Whether it takes these fields; `ConfigError` if it even refuses a request without."""
+        """Whether the server takes these fields.
+
+        Raises:
+            ConfigError: the server refuses even a request without these fields.
+        """
         body = {"model": self.model, "prompt": "1", "max_tokens": 1}
         status, answer = await self.call("POST", "/v1/completions", {**body, **fields})
         if status in _WRONG_BODY:
@@ -107,14 +115,15 @@ class Server(Client):
             status, answer = await self.call("POST", "/v1/completions", body)
         if status == 200:
             return bool(fields)
-        said = f"It answered {status}: {answer[:200].decode(errors='replace')}"
-        raise ConfigError("url", self.url, "a server that completes a prompt", said)
+        remedy = f"It answered {status}: {answer[:200].decode(errors='replace')}"
+        raise ConfigError("url", self.url, "a server that completes a prompt", remedy)
 
     def shapes(self) -> dict[str, Any]:
-        """What is known about it; the hardware in a results file is the client's."""
+        """What is known about the server; the hardware in a results file is the client's."""
         return {"url": self.url, "model": self.model, "sampling": self._params}
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
+        """Send a request and read the stream of its answer; see `Client.send`."""
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         body = {
             "model": self.model,
@@ -128,8 +137,8 @@ class Server(Client):
             "temperature": case.fields["temperature"],
         }
         if self.speculates:
-            given = ((_FIELDS.get(name), value) for name, value in case.fields.items())
-            body["speculative"] = {k: v for k, v in given if k is not None and v is not None}
+            fields = ((_FIELDS.get(name), value) for name, value in case.fields.items())
+            body["speculative"] = {k: v for k, v in fields if k is not None and v is not None}
         path = f"/v1/{'chat/' if is_chat else ''}completions"
         async with self._request("POST", path, body) as (status, pieces):
             if status != 200:
@@ -142,14 +151,14 @@ class Server(Client):
                     try:
                         _note(event, record)
                     except (AttributeError, TypeError, ValueError):
-                        said = f"no completion in its stream: {json.dumps(event)[:80]}"
-                        raise RequestFailedError(said) from None
+                        message = f"no completion in its stream: {json.dumps(event)[:80]}"
+                        raise RequestFailedError(message) from None
         record.num_output = record.num_output or len(record.arrivals)
         if not record.arrivals:
             raise RequestFailedError("a stream without a token")
 
     async def get(self, path: str) -> Any:
-        """JSON of a path, or text."""
+        """Get a path; returns the decoded JSON, or the text if it is no JSON."""
         status, answer = await self.call("GET", path)
         if status != 200:
             raise RequestFailedError(f"{path} answered {status}")
@@ -161,7 +170,7 @@ class Server(Client):
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[int, bytes]:
-        """Status and whole body of a request that is not streamed."""
+        """Send a request that is not streamed; returns the status and the whole body."""
         async with self._request(method, path, body) as (status, pieces):
             return status, b"".join([piece async for piece in pieces])
 
@@ -169,19 +178,24 @@ class Server(Client):
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """Status of a request and its body as it comes; errors become `RequestFailedError`."""
+        """Send a request; yields the status, and the body as a stream of pieces.
+
+        Raises:
+            RequestFailedError: the answer is incomplete, late, or no HTTP.
+            ServerGoneError: there is no connection.
+        """
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE)
         try:
             reader, writer = await asyncio.wait_for(opening, self.timeout)
         except (OSError, TimeoutError) as error:
             raise ServerGoneError(f"no connection to {self._netloc}: {error!s}") from error
         text = b"" if body is None else json.dumps(body).encode()
-        head = [f"{method} {self._root}{path} HTTP/1.1", f"Host: {self._netloc}"]
-        head += ["Connection: close", "Content-Type: application/json"]
-        head += [f"Content-Length: {len(text)}"]
-        head += [f"Authorization: Bearer {self._key}"] if self._key else []
+        lines = [f"{method} {self._root}{path} HTTP/1.1", f"Host: {self._netloc}"]
+        lines += ["Connection: close", "Content-Type: application/json"]
+        lines += [f"Content-Length: {len(text)}"]
+        lines += [f"Authorization: Bearer {self._key}"] if self._key else []
         try:
-            writer.write("\r\n".join([*head, "", ""]).encode() + text)
+            writer.write("\r\n".join([*lines, "", ""]).encode() + text)
             async with asyncio.timeout(self.timeout):
                 await writer.drain()
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -189,25 +203,28 @@ class Server(Client):
             if not version.startswith("HTTP/1."):
                 raise ValueError(f"{lines[0][:80]!r} is no status line")
             pairs = (line.partition(":") for line in lines[1:] if line)
-            named = {name.lower(): value.strip().lower() for name, _, value in pairs}
-            yield int(status[:3]), self._body(reader, named)
+            headers = {name.lower(): value.strip().lower() for name, _, value in pairs}
+            yield int(status[:3]), self._body(reader, headers)
         except (
             *(OSError, EOFError, ValueError, RecursionError, TimeoutError),
             asyncio.LimitOverrunError,
         ) as error:
-            what = f"no news for {self.timeout:g} s" if isinstance(error, TimeoutError) else error
-            raise RequestFailedError(f"its answer broke off or is no HTTP: {what!s}") from error
+            why = f"no news for {self.timeout:g} s" if isinstance(error, TimeoutError) else error
+            raise RequestFailedError(f"its answer broke off or is no HTTP: {why!s}") from error
         finally:
             writer.transport.abort()
 
     async def _body(
-        self, reader: asyncio.StreamReader, head: Mapping[str, str]
+        self, reader: asyncio.StreamReader, headers: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
-        """Pieces of a body as they come: chunked, of a stated length, or up to the end."""
-        left = int(head["content-length"]) if "content-length" in head else None
+        """The pieces of a body as they arrive.
+
+        The body is chunked, has a stated length, or ends with the connection.
+        """
+        left = int(headers["content-length"]) if "content-length" in headers else None
         while left != 0:
             async with asyncio.timeout(self.timeout):
-                if head.get("transfer-encoding") == "chunked":
+                if headers.get("transfer-encoding") == "chunked":
                     size = int((await reader.readuntil(b"\n")).split(b";")[0], 16)
                     piece = (await reader.readexactly(size + 2))[:-2]
                 elif not (piece := await reader.read(left or 2**16)) and left:
@@ -218,22 +235,22 @@ class Server(Client):
             yield piece
 
     async def counts(self) -> SpeculationMetrics | None:
-        """Its counters for Prometheus, by the names that vLLM and Foretoken use."""
+        """Counts from the server's Prometheus metrics, named as by vLLM and Foretoken."""
         try:
-            return _counted(str(await self.get("/metrics")))
+            return _read_metrics(str(await self.get("/metrics")))
         except (ServerGoneError, RequestFailedError, ValueError, OverflowError):
             return None
 
     async def tokens(self, text: str) -> list[int]:
-        """By its `/tokenize`, if it has one."""
+        """The token ids of a text, from the server's `/tokenize`; empty if it has none."""
         body = {"model": self.model, "prompt": text}
         try:
             status, answer = await self.call("POST", "/tokenize", body)
-            found = json.loads(answer)["tokens"] if status == 200 else []
+            tokens = json.loads(answer)["tokens"] if status == 200 else []
         except (RequestFailedError, ValueError, KeyError, TypeError):
             return []
-        is_ids = isinstance(found, list) and all(isinstance(token, int) for token in found)
-        return found if is_ids else []
+        is_ids = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
+        return tokens if is_ids else []
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
@@ -251,27 +268,33 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
     raise RequestFailedError("its stream broke off before its end")
 
 
-def _counted(text: str) -> SpeculationMetrics | None:
-    """Counts from the text of `/metrics`; `ValueError` or `OverflowError` for a bad count."""
-    found, listed = SpeculationMetrics(), dict[str, dict[int, int]]()
+def _read_metrics(text: str) -> SpeculationMetrics | None:
+    """Counts from the text of `/metrics`; None if it has no counts of drafts.
+
+    `ValueError` or `OverflowError` for a bad count.
+    """
+    metrics, by_name = SpeculationMetrics(), dict[str, dict[int, int]]()
     names = {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
-    seen = 0
+    num_totals = 0
     for _, name, labels, value in _COUNT.findall(text):
         if name in names:
-            setattr(found, name, getattr(found, name) + int(float(value)))
-            seen += 1
-        elif place := re.search(r'position="(\d{1,3})"', labels):
-            counts = listed.setdefault(name, {})
-            counts[int(place[1])] = counts.get(int(place[1]), 0) + int(float(value))
+            setattr(metrics, name, getattr(metrics, name) + int(float(value)))
+            num_totals += 1
+        elif position := re.search(r'position="(\d{1,3})"', labels):
+            counts = by_name.setdefault(name, {})
+            counts[int(position[1])] = counts.get(int(position[1]), 0) + int(float(value))
     for kind, name in (("accepted", "num_accepted_tokens"), ("drafted", "num_draft_tokens")):
-        if by_place := listed.get(f"{name}_per_pos"):
-            dense = [by_place.get(i, 0) for i in range(max(by_place) + 1)]
-            setattr(found, f"{kind}_per_position", dense)
-    return found if seen else None
+        if by_position := by_name.get(f"{name}_per_pos"):
+            dense = [by_position.get(i, 0) for i in range(max(by_position) + 1)]
+            setattr(metrics, f"{kind}_per_position", dense)
+    return metrics if num_totals else None
 
 
 def _note(event: Mapping[str, Any], record: Record) -> None:
-    """Record an event; raises `AttributeError`, `TypeError` or `ValueError` for another shape."""
+    """Add an event of a stream to a request's record.
+
+    `AttributeError`, `TypeError` or `ValueError` if it has not the form of a completion.
+    """
     usage = event.get("usage") or {}
     counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
     if min(counts) < 0 or not all(isinstance(count, int) for count in counts):
@@ -284,6 +307,7 @@ def _note(event: Mapping[str, Any], record: Record) -> None:
 
 
 def _holds_tokens(choice: Any) -> bool:
+    """Whether a choice of an event contains text or tool calls."""
     delta = choice.get("delta") or {}
     names = ("content", "reasoning_content", "reasoning", "tool_calls")
     return bool(choice.get("text")) or any(delta.get(name) for name in names)

@@ -44,16 +44,18 @@ from foretoken.ops import (
 from foretoken.sampling.synthetic import rates_of
 
 LOSSLESS = (Rule.STANDARD, Rule.BLOCK)
-# With these keys the first ACCEPT word at position 0, draft 0 is 0 and 2^32 - 1 (found by trying
-# all keys): the acceptance uniform is 2^-33 and, clamped, 1 - 2^-24 (in FP64, within 2^-32 of
-# either end).
+# With these keys the first ACCEPT word at position 0, draft 0 is 0 or 2^32 - 1, respectively; they
+# were found by trying all keys. The acceptance uniform is then 2^-33 or, clamped, 1 - 2^-24; in
+# FP64 it is within 2^-32 of the end of its range.
 LOWEST_U, HIGHEST_U = 2059081754, 2564521510
 
 
 def accepted_moments(
     p_CV: Tensor, q_CV: Tensor, chain: Chain, num_drafts: int, rule: Rule
 ) -> tuple[float, float]:
-    """Mean and variance of the accepted drafts of one round, over every path of drafts.
+    """Exact mean and variance of the number of accepted drafts in one round.
+
+    They are sums over all paths, that is, sequences of drafts.
 
     `standard` (Leviathan et al. 2023): P(tau >= i | path) = prod_{j <= i} min(1, p / q). `block`
     (Sun et al. 2024, algorithm 2): P(tau = i | path) = h_i prod_{j > i} (1 - h_j).
@@ -73,13 +75,13 @@ def accepted_moments(
         weight_P, failure = torch.ones_like(chance_P), []
         for i, ratio_P in enumerate(ratios, 1):
             weight_P = (weight_P * ratio_P).clamp(max=1.0)
-            h_P = weight_P  # of the last draft
+            h_P = weight_P  # for the last draft
             if i < num_drafts:
                 weighted_PV = weight_P[:, None] * p_CV[context_P[i]]
                 mass_P = (weighted_PV - q_CV[context_P[i]]).clamp(min=0).sum(dim=1)
                 h_P = (mass_P / (mass_P + 1 - weight_P)).nan_to_num(nan=1.0)
             failure.append(1 - h_P)
-        # tau >= i unless every u_j fails from i on
+        # tau >= i, unless u_j >= h_j for all j >= i.
         reached_PK = 1 - torch.stack(failure, dim=1).flip(1).cumprod(dim=1).flip(1)
     index_K = torch.arange(1, num_drafts + 1, dtype=torch.float64)
     mean = float((chance_P[:, None] * reached_PK).sum())
@@ -90,9 +92,12 @@ def accepted_moments(
 def mean_accepted(
     backend: Backend, device: torch.device, trials: int = TRIALS, num_drafts: int = 3
 ) -> list[Finding]:
-    """Accepted drafts per round of both rules, real and one-hot q, both widths of noise."""
+    """The mean number of accepted drafts per round is the exact one, for two rules.
+
+    Cases: real and one-hot q, FP32 and FP64 noise.
+    """
     target, draft = random_chain(5, 2, 0.7)
-    target_on, draft_on = target.to(device), draft.to(device)
+    device_target, device_draft = target.to(device), draft.to(device)
     best_C = target.logits_CV.argmax(dim=1)
     findings = []
     for rule, real_q in itertools.product(LOSSLESS, (True, False)):
@@ -105,23 +110,23 @@ def mean_accepted(
                 setting.next_token(target), q_CV, target, num_drafts, rule
             )
             make = partial(
-                TableDrafter, backend, draft_on, num_drafts=num_drafts, real_q=real_q,
+                TableDrafter, backend, device_draft, num_drafts=num_drafts, real_q=real_q,
                 lookup=None if real_q else best_C.to(device), fp64_noise=fp64,
             )  # fmt: skip
             emission = emit(
-                backend, target_on, make, setting,
+                backend, device_target, make, setting,
                 length=num_drafts + 1, trials=trials, seed=3 + fp64, rounds=1,
             )  # fmt: skip
             means.append(sum(emission.accepted) / trials)
             error = math.sqrt(variance / trials)
             findings.append(z_finding(f"{name}-{width}", means[-1], mean, error, trials))
-        both = z_finding(f"{name}-fp32=fp64", means[0], means[1], math.sqrt(2) * error, trials)
-        findings.append(both)
+        equal = z_finding(f"{name}-fp32=fp64", means[0], means[1], math.sqrt(2) * error, trials)
+        findings.append(equal)
     return findings
 
 
 def one_hot(token_C: Tensor, vocabulary: int) -> Tensor:
-    """All mass on one token of each context, float64 [C, V]."""
+    """Distributions with all mass on one token of each context, float64 [C, V]."""
     return torch.nn.functional.one_hot(token_C, vocabulary).double()
 
 
@@ -133,21 +138,21 @@ def one_round(
     trials: int,
     draft_setting: Setting | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One draft per request, drawn and verified: (n_accept, first token emitted), [trials].
+    """Draw and verify one draft per request: (n_accept, first emitted token), [trials] each.
 
     Args:
-        draft_setting: the filters of the draft, if they differ from the target's.
+        draft_setting: how drafts are drawn; None: with `setting`.
     """
     device = target_V.device
     accepts, firsts = [], []
     for wave, num in waves(trials, device, 12 * max(len(target_V), len(draft_V))):
         seed = 7_000_021 + wave
         params = setting.params(num, seed, device)
-        drafting = (draft_setting or setting).params(num, seed, device)
+        draft_params = (draft_setting or setting).params(num, seed, device)
         slot_B = torch.arange(num, device=device)
         zero_B = torch.zeros_like(slot_B)
         cache = DraftCache.empty(num, 1, len(draft_V), draft_V.dtype, device)
-        rows = Rows(draft_V.expand(num, -1).contiguous(), drafting, slot_B)
+        rows = Rows(draft_V.expand(num, -1).contiguous(), draft_params, slot_B)
         token_B = backend.draft(rows, Noise(zero_B, zero_B, DRAFT, setting.fp64_noise), cache)
         drafts = DraftBlock(token_B[:, None], zero_B + 1, cache, zero_B == 0)
         rows_NV = target_V.expand(2 * num, -1).contiguous()
@@ -159,7 +164,7 @@ def one_round(
 
 
 def first_token(case: str, token_B: Tensor, next_V: Tensor) -> Finding:
-    """Test first tokens against a distribution; p = 0 if a token has no mass in it."""
+    """The p-value of first tokens under a distribution; 0 if a token has probability 0."""
     p = fit(torch.bincount(token_B, minlength=len(next_V)), next_V)
     return p_finding(f"{case}-law", p, len(token_B))
 
@@ -184,13 +189,15 @@ def overlap(backend: Backend, device: torch.device, trials: int = TRIALS) -> lis
 
 
 def exact_share(case: str, n_accept: Tensor, expected: float) -> Finding:
-    """The share of accepted drafts, which must be exactly the expected one (0 or 1)."""
-    found = float(n_accept.double().mean())
-    return Finding(case, "accepted", found, expected - 1e-9, expected + 1e-9, len(n_accept))
+    """The share of accepted drafts, which must be exactly the expected share (0 or 1)."""
+    share = float(n_accept.double().mean())
+    return Finding(case, "accepted", share, expected - 1e-9, expected + 1e-9, len(n_accept))
 
 
 def always_and_never(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """Draft = target accepts everything at any T; disjoint supports accept nothing and emit p."""
+    """If draft and target are equal, all drafts are accepted, at any T. If they have no token in
+    common, no draft is accepted, and the emitted tokens have the target's distribution.
+    """
     findings = []
     generator = torch.Generator().manual_seed(0)
     equal_V = (torch.randn(12, generator=generator) * 5).to(device)
@@ -211,15 +218,15 @@ def always_and_never(backend: Backend, device: torch.device, trials: int = TRIAL
 def outside_the_nucleus(
     backend: Backend, device: torch.device, trials: int = TRIALS
 ) -> list[Finding]:
-    """The draft samples unfiltered: tokens that the target's filters drop are never accepted."""
+    """Tokens dropped by the target's filters are never accepted; drafts are drawn unfiltered."""
     findings = []
     target_V = torch.randn(12, generator=torch.Generator().manual_seed(3))
-    target_on = target_V.to(device)
-    each: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}]
-    for rule, filters in itertools.product(LOSSLESS, each):
+    device_V = target_V.to(device)
+    variants: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}]
+    for rule, filters in itertools.product(LOSSLESS, variants):
         setting = Setting(rule=rule, **filters)
         n_accept, first = one_round(
-            backend, target_on, -target_on / 2, setting, trials, Setting(rule=rule)
+            backend, device_V, -device_V / 2, setting, trials, Setting(rule=rule)
         )
         name = f"nucleus-{rule.name.lower()}-{next(iter(filters))}"
         findings.append(first_token(name, first, setting.next_token(Chain(target_V[None]))[0]))
@@ -229,23 +236,25 @@ def outside_the_nucleus(
 
 
 def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
-    """u at both ends of its range: p = 0 is never accepted, p = q always."""
+    """With u at either end of its range, p = 0 is never accepted and p = q always."""
     draft = 5
     same_V = torch.linspace(0.0, 3.0, 8, device=device)  # also the draft's logits
     banned_V = torch.zeros(8, device=device)
     banned_V[draft] = -torch.inf
     filtered_V = same_V.flip(0)  # token 5 is outside its top 3
-    rows = (("p=0", banned_V, 0, 0.0), ("outside", filtered_V, 3, 0.0), ("p=q", same_V, 0, 1.0))
+    # (name, logits of the target, top-k, expected share of accepted drafts)
+    cases = (("p=0", banned_V, 0, 0.0), ("outside", filtered_V, 3, 0.0), ("p=q", same_V, 0, 1.0))
     ends = (("lowest", LOWEST_U), ("highest", HIGHEST_U))
     findings = []
     for (end, key), rule, fp64 in itertools.product(ends, LOSSLESS, (False, True)):
-        for name, logits_V, top_k, expected in rows:
+        for name, logits_V, top_k, expected in cases:
             setting = Setting(top_k=top_k, rule=rule, fp64_noise=fp64)
             params = replace(setting.params(1, 0, device), key_S=torch.tensor([key], device=device))
             zero_B = torch.zeros(1, dtype=torch.int64, device=device)
             cache = DraftCache.empty(1, 1, 8, same_V.dtype, device)
-            plain = Setting(rule=rule).params(1, 0, device)
-            backend.draft(Rows(same_V[None], plain, zero_B), Noise(zero_B, zero_B, DRAFT), cache)
+            draft_params = Setting(rule=rule).params(1, 0, device)
+            rows = Rows(same_V[None], draft_params, zero_B)
+            backend.draft(rows, Noise(zero_B, zero_B, DRAFT), cache)
             drafts = DraftBlock(zero_B[:, None] + draft, zero_B + 1, cache, zero_B == 0)
             batch = VerifyBatch(logits_V.repeat(2, 1), params, zero_B, zero_B, drafts)
             verdict = backend.verify(batch._replace(fp64_noise=fp64))
@@ -264,7 +273,7 @@ MEANS = tuple(i / 10 for i in range(11))
 DRAFTS = (1, 2, 3, 5, 10)
 
 Combination = tuple[float, bool, bool]
-"""(temperature, with a real q, with ragged lengths)."""
+"""(temperature, whether q is real, whether requests have different numbers of drafts)."""
 COMBINATIONS: tuple[Combination, ...] = tuple(
     itertools.product((0.0, 1.0), (True, False), (False, True))
 )
@@ -276,9 +285,9 @@ def observed_rates(
     rates: Sequence[float],
     combination: Combination = (1.0, True, False),
 ) -> tuple[list[float], list[int]]:
-    """Per draft index: the share accepted among requests with that draft; their number.
+    """Per draft index: the share of requests with that draft that accept it, and their number.
 
-    Ragged lengths have FP64 noise, and twice the trials.
+    Cases with ragged lengths use FP64 noise, and twice as many trials.
     """
     temperature, real_q, ragged = combination
     target, draft = (chain.to(device) for chain in random_chain(16, 6, 0.5))
@@ -295,7 +304,7 @@ def observed_rates(
 
 
 def cut_by_slot(propose: Propose) -> Propose:
-    """Every other request has all its drafts, the others 0 to K."""
+    """A drafter that cuts drafts: slots with even numbers keep all drafts, the others 0 to K."""
 
     def ragged(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
         drafts = propose(prefix_BL, slot_B, position_B)
@@ -308,25 +317,28 @@ def cut_by_slot(propose: Propose) -> Propose:
 def rate_findings(
     case: str, observed: Sequence[float], offered: Sequence[int], rates: Sequence[float]
 ) -> list[Finding]:
-    """|observed - stated| < 0.01 of the unconditional rate at each index."""
-    stated = accumulate(rates, mul)
+    """Per draft index: the observed rate must differ by less than 0.01 from the configured rate.
+
+    Both are unconditional rates: products of the conditional `rates` up to that index.
+    """
+    expected = accumulate(rates, mul)
     return [
-        Finding(f"{case}-{i}", "rate_error", abs(found - rate), -1e-9, NEAR, num)
-        for i, (found, rate, num) in enumerate(zip(observed, stated, offered, strict=True))
+        Finding(f"{case}-{i}", "rate_error", abs(share - rate), -1e-9, NEAR, num)
+        for i, (share, rate, num) in enumerate(zip(observed, expected, offered, strict=True))
     ]
 
 
 def per_position(
     backend: Backend, device: torch.device, combinations: Sequence[Combination] = COMBINATIONS
 ) -> list[Finding]:
-    """T in {0, 1}, with and without q, equal and ragged lengths."""
+    """The rates of each draft index: T in {0, 1}, with and without q, equal and ragged lengths."""
     findings = []
     for combination in combinations:
         temperature, real_q, ragged = combination
         case = f"synthetic-T{temperature:g}-{'real' if real_q else 'one_hot'}"
         case += "-ragged" if ragged else ""
-        found = observed_rates(backend, device, RATES, combination)
-        findings += rate_findings(case, *found, RATES)
+        observed, offered = observed_rates(backend, device, RATES, combination)
+        findings += rate_findings(case, observed, offered, RATES)
     return findings
 
 
@@ -336,7 +348,7 @@ def mean_rates(
     means: Sequence[float] = MEANS,
     drafts: Sequence[int] = DRAFTS,
 ) -> list[Finding]:
-    """A mean rate r through the solver: the share of all drafts that is accepted is r."""
+    """With the solver's rates for a mean rate r, the share r of all drafts is accepted."""
     findings = []
     for num_drafts, mean in itertools.product(drafts, means):
         config = SpeculativeConfig(
@@ -355,7 +367,7 @@ def mean_rates(
 def greedy_rejections(
     backend: Backend, device: torch.device, trials: int = SYNTHETIC_TRIALS
 ) -> list[Finding]:
-    """At T=0 a rejection emits the argmax, and is a rejection even if the draft is the argmax."""
+    """At T=0 drafts equal to the argmax are rejected at the stated rates; argmaxes are emitted."""
     rates = (0.7, 0.5)
     setting = Setting(0.0, rule=Rule.SYNTHETIC, rates=rates)
     generator = torch.Generator(device).manual_seed(1)

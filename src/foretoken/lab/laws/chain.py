@@ -3,8 +3,9 @@
 `Chain` is the model, `Setting` says how a request samples from it. Together they have an exact
 distribution, which the oracle's `process_logits` computes without any code of a fast backend.
 
-`emit` calls a `propose` and a backend's `verify` in turn until each of thousands of slots has its
-tokens. `joint_p_value` compares these with the exact distribution, singly and in windows.
+`emit` calls a drafter's `propose` and a backend's `verify` in turn until each of thousands of slots
+has its tokens. `joint_p_value` compares the tokens with the exact distribution: each position by
+itself, and windows of several positions.
 
 Shapes as in `laws/__init__.py`; a, b are the last two tokens.
 """
@@ -41,10 +42,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Chain:
-    """Logits of the next token given the last two, [C, V].
+    """A model: logits of the next token for each context of the last two tokens, [C, V].
 
-    Context = previous * (ids + 1) + last, where the id `ids` stands for "no token". A draft's chain
-    has the target's contexts, but its vocabulary may differ.
+    Context number = previous * (ids + 1) + last; the id `ids` stands for "no token". A draft's
+    chain has the target's contexts, but its vocabulary may differ.
     """
 
     logits_CV: Tensor
@@ -76,19 +77,19 @@ class Chain:
             )
             for back in (1, 2)
         )
-        # An id that only the draft's vocabulary has is never accepted: after it any row will do.
+        # An id that only the draft's vocabulary has is never accepted: any row may follow it.
         return previous_B.clamp(max=self.ids) * (self.ids + 1) + last_B.clamp(max=self.ids)
 
 
 def random_chain(
     vocabulary: int, seed: int, spread: float = 1.0, draft_vocabulary: int | None = None
 ) -> tuple[Chain, Chain]:
-    """A target and a draft with the target's logits negated.
+    """A random target, and a draft with the target's logits negated.
 
     Args:
         spread: standard deviation of the logits; with .5 and 16 tokens half of the drafts are
             accepted.
-        draft_vocabulary: if it differs from the target's.
+        draft_vocabulary: size of the draft's vocabulary; None: that of the target.
     """
     generator = torch.Generator().manual_seed(seed)
     contexts = (vocabulary + 1) ** 2
@@ -104,7 +105,7 @@ def random_chain(
 
 
 def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
-    """The edits of these rows, in this order; a row may be taken more than once."""
+    """The edits of rows `row_N`, in this order; a row may occur more than once."""
     count_N = edits.start_N1.diff()[row_N]
     start_N1 = torch.cat([count_N.new_zeros(1), count_N.cumsum(0)])
     index_M = torch.arange(int(start_N1[-1]), device=row_N.device)
@@ -115,23 +116,26 @@ def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
 
 
 def _penalties(ids: int) -> Edits:
-    """Each context's own two tokens are penalised; the id after the last token's is a bad word."""
+    """Edits that penalise the two tokens of each context, and ban the id last token + 1."""
     rows: list[tuple[int, float, float, float]] = []
     start = [0]
     for context in range((ids + 1) ** 2):
         seen = [token for token in divmod(context, ids + 1) if token < ids]
         entries = {t: (t, 0.0, 1.4, 0.3 * seen.count(t) + 0.2) for t in seen}
-        bad = (seen[-1] + 1) % ids if seen else 0
-        _, _, repetition, subtract = entries.get(bad, (bad, 0.0, 1.0, 0.0))
-        entries[bad] = (bad, -math.inf, repetition, subtract)
+        banned = (seen[-1] + 1) % ids if seen else 0
+        _, _, repetition, subtract = entries.get(banned, (banned, 0.0, 1.0, 0.0))
+        entries[banned] = (banned, -math.inf, repetition, subtract)
         rows += [entries[t] for t in sorted(entries)]
         start.append(len(rows))
-    token, *numbers = zip(*rows, strict=True)
-    return Edits(None, None, torch.tensor(start), torch.tensor(token), *map(torch.tensor, numbers))
+    columns = map(torch.tensor, zip(*rows, strict=True))  # token, bias, repetition, subtract
+    return Edits(None, None, torch.tensor(start), *columns)
 
 
 def _grammar(ids: int) -> Edits:
-    """Each context allows about 60 % of the tokens, at least two. The draft ignores the grammar."""
+    """Masks that allow about 60 % of the tokens in each context, at least two.
+
+    The draft ignores the grammar.
+    """
     contexts, words = (ids + 1) ** 2, -(-ids // 32)
     random = torch.rand(contexts, ids, generator=torch.Generator().manual_seed(ids))
     allowed = (random < 0.6) | (random <= random.kthvalue(2, dim=1, keepdim=True).values)
@@ -139,8 +143,8 @@ def _grammar(ids: int) -> Edits:
     bits[:, :ids] = allowed.long()
     mask_RW = (bits.view(contexts, words, 32) << torch.arange(32)).sum(dim=2)
     mask_RW = torch.where(mask_RW >= 2**31, mask_RW - 2**32, mask_RW).to(torch.int32)
-    start, none = torch.zeros(contexts + 1, dtype=torch.int64), torch.zeros(0)
-    return Edits(mask_RW, torch.arange(contexts), start, none.long(), none, none, none)
+    start, empty = torch.zeros(contexts + 1, dtype=torch.int64), torch.zeros(0)
+    return Edits(mask_RW, torch.arange(contexts), start, empty.long(), empty, empty, empty)
 
 
 EDITS: dict[str, Callable[[int], Edits]] = {
@@ -157,7 +161,7 @@ class Setting:
     Attributes:
         edits: a name in `EDITS`.
         rates: conditional acceptance rates of the synthetic rule.
-        fp64_noise: noise of 53 bits instead of 32.
+        fp64_noise: whether noise has 53 bits instead of 32.
     """
 
     temperature: float = 1.0
@@ -170,7 +174,7 @@ class Setting:
     fp64_noise: bool = False
 
     def params(self, num_slots: int, seed: int, device: torch.device) -> SlotParams:
-        """Every slot alike; keys are random 64-bit numbers."""
+        """Parameters that are equal in all slots, except for keys: random 64-bit numbers."""
 
         def column(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)
@@ -188,7 +192,7 @@ class Setting:
         )
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """The remaining fields of a `VerifyBatch`, besides parameters, drafts and edits."""
+        """The fields of a `VerifyBatch` for noise and synthetic rates."""
         if self.rates is None:
             return {"fp64_noise": self.fp64_noise}
         rate_K = torch.tensor(self.rates, dtype=torch.float64, device=device)
@@ -198,26 +202,29 @@ class Setting:
         """The edits of every context (`edits_of_rows` takes those of a batch), or None."""
         if self.edits is None:
             return None
-        made = EDITS[self.edits](chain.ids)
-        tensors = [getattr(made, field.name) for field in fields(made)]
+        edits = EDITS[self.edits](chain.ids)
+        tensors = [getattr(edits, field.name) for field in fields(edits)]
         moved: list[Any] = [None if tensor is None else tensor.to(device) for tensor in tensors]
         return Edits(*moved)
 
     def next_token(self, chain: Chain) -> Tensor:
-        """P(token | context) of the target, float64 [C, V] on the CPU, by the oracle."""
+        """P(token | context) of a chain, float64 [C, V] on the CPU, computed by the oracle."""
         logits_CV = chain.logits_CV.cpu()
         slot_C = torch.zeros(len(logits_CV), dtype=torch.int64)
         processed_CV = get_backend("reference").process_logits(
             Rows(logits_CV, self.params(1, 0, CPU), slot_C, self.edits_of(chain, CPU))
         )
         if self.temperature == 0:
-            hot_CV = torch.nn.functional.one_hot(processed_CV.argmax(dim=1), chain.vocabulary)
-            return hot_CV.double()
+            one_hot = torch.nn.functional.one_hot
+            return one_hot(processed_CV.argmax(dim=1), chain.vocabulary).double()
         return processed_CV.double().softmax(dim=1)
 
 
 def window(next_CV: Tensor, start: int, width: int) -> Tensor:
-    """P(tokens start .. start + width - 1) of the chain, float64 [V ** width]."""
+    """The joint distribution of tokens start .. start + width - 1, float64 [V ** width].
+
+    next_CV: P(token | context). In names, a and b are the last two tokens, x and y the next ones.
+    """
     vocabulary = next_CV.shape[1]
     ids = vocabulary + 1
     next_abV = next_CV.double().view(ids, ids, vocabulary)
@@ -227,7 +234,7 @@ def window(next_CV: Tensor, start: int, width: int) -> Tensor:
         moved_ab = torch.zeros_like(state_ab)
         moved_ab[:, :vocabulary] = torch.einsum("ab,abx->bx", state_ab, next_abV)
         state_ab = moved_ab
-    joint = torch.einsum("ab,abx->bx", state_ab, next_abV)  # the last token before, x
+    joint = torch.einsum("ab,abx->bx", state_ab, next_abV)  # P(last token, next token)
     if width == 1:
         return joint.sum(dim=0)
     joint = torch.einsum("bx,bxy->xy", joint, next_abV[:, :vocabulary])
@@ -241,19 +248,22 @@ def window(next_CV: Tensor, start: int, width: int) -> Tensor:
 
 
 TRIALS = 200_000
-SLOTS = {"cpu": 25_000, "cuda": 50_000}  # at most, in one call
-BYTES = {"cpu": 2**28, "cuda": 2**33}  # of logits that one call reads, about
-CELLS = 5000  # outcomes at most of a window of tokens that are compared together
+SLOTS = {"cpu": 25_000, "cuda": 50_000}  # upper bound of the slots of one call
+BYTES = {"cpu": 2**28, "cuda": 2**33}  # of logits that one call reads, approximately
+CELLS = 5000  # upper bound of the number of outcomes of a window of tokens
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]
-"""(prefix_BL, slot_B, position_B = length of each prefix) -> drafts; L may exceed the longest."""
+"""(prefix_BL, slot_B, position_B) -> drafts; position_B is the length of each prefix, at most L."""
 
 MakePropose = Callable[[SlotParams], Propose]
-"""A drafter for one call's slots."""
+"""Makes a drafter for the slots of one call, from their parameters."""
 
 
 def waves(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[tuple[int, int]]:
-    """Split trials into calls: (number of the call, its slots), if a slot reads `row_bytes`."""
+    """Split trials into calls (waves): yields each call's number and its number of slots.
+
+    row_bytes: bytes of logits that a slot reads
+    """
     size = max(1, min(SLOTS[device.type], BYTES[device.type] // row_bytes))
     for number, start in enumerate(range(0, trials, size)):
         yield number, min(size, trials - start)
@@ -264,9 +274,9 @@ class TableDrafter:
     """A `Propose`: drafts `num_drafts` tokens of a chain through a backend's `draft`.
 
     Attributes:
-        real_q: False hides q, so that drafts are verified as one-hot.
-        lookup: the draft after each context, [C]. If given, drafts are no longer sampled but a
-            function of the last two tokens, like those of an n-gram drafter.
+        real_q: False hides q: drafts are then verified with a one-hot q.
+        lookup: the draft after each context, [C]. If given, drafts are not sampled but a function
+            of the last two tokens, like those of an n-gram drafter.
     """
 
     backend: Backend
@@ -278,6 +288,7 @@ class TableDrafter:
     fp64_noise: bool = False
 
     def __call__(self, prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        """Draft after each prefix, of which the first `position_B` tokens are read."""
         num, device = len(slot_B), slot_B.device
         logits_CV = self.chain.logits_CV
         shape = (len(self.params.key_S), self.num_drafts, self.chain.vocabulary)
@@ -307,9 +318,9 @@ class Emission:
     """The tokens of every slot, [trials, length], and how many drafts were accepted.
 
     Attributes:
-        first_S: accepted drafts of each slot's first round.
+        first_S: number of accepted drafts in each slot's first round.
         offered: by draft index, the number of drafts that were verified.
-        accepted: by draft index, the number that were accepted.
+        accepted: by draft index, the number of drafts that were accepted.
     """
 
     token_SL: Tensor
@@ -322,11 +333,11 @@ class Emission:
         return sum(self.accepted) / max(sum(self.offered), 1)
 
     def count(self, num_B: Tensor, n_accept_B: Tensor, width: int) -> None:
-        """Add one round: draft i was offered if a request had it, accepted if n_accept > i."""
-        for counts, most_B in ((self.offered, num_B), (self.accepted, n_accept_B)):
+        """Count one round: a request had draft i if num > i, and accepted it if n_accept > i."""
+        for counts, limit_B in ((self.offered, num_B), (self.accepted, n_accept_B)):
             counts += [0] * (width - len(counts))
             for i in range(width):
-                counts[i] += int((most_B > i).sum())
+                counts[i] += int((limit_B > i).sum())
 
 
 def emit(
@@ -343,22 +354,22 @@ def emit(
     """Emit `length` tokens in each of `trials` slots, a wave of slots at a time.
 
     Args:
-        rounds: number of rounds, after which missing tokens are drawn from the exact distribution.
-            All tokens together have the target's distribution if and only if those rounds are
-            lossless. The papers prove losslessness by this definition, and it costs less.
-            None: as many rounds as are needed.
+        rounds: number of rounds; then missing tokens are drawn from the exact distribution. All
+            tokens together have the target's distribution if and only if these rounds are lossless.
+            The papers prove losslessness in this form, and it takes less time than to emit all
+            tokens. None: as many rounds as are needed.
     """
     device = target.logits_CV.device
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    emission = Emission(none.view(0, length), none)
-    most, cumulative_CV = length, None  # a round emits at least one token
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    emission = Emission(empty.view(0, length), empty)
+    max_rounds, cumulative_CV = length, None  # a round emits at least one token
     if rounds is not None:
-        most, cumulative_CV = rounds, setting.next_token(target).cumsum(dim=1).to(device)
+        max_rounds, cumulative_CV = rounds, setting.next_token(target).cumsum(dim=1).to(device)
     waves_run = []
     for number, num_slots in waves(trials, device):
         params = setting.params(num_slots, 1_000_003 * seed + number, device)
         wave = _Wave(backend, target, setting, params, make_propose(params), length, number)
-        for _ in range(most):
+        for _ in range(max_rounds):
             wave.round(emission)
         if cumulative_CV is not None:
             wave.complete(cumulative_CV)
@@ -395,7 +406,7 @@ class _Wave:
         if len(slot_B) == 0:
             return
         device = slot_B.device
-        # In a random order: the order of a batch must not be that of the slots.
+        # Random order: the order of requests in a batch should differ from the order of slots.
         slot_B = slot_B[torch.randperm(len(slot_B), generator=self.random, device=device)]
         prefix_BL, position_B = self.token_SL[slot_B], self.done_S[slot_B]
         drafts = self.propose(prefix_BL, slot_B, position_B)
@@ -419,7 +430,10 @@ class _Wave:
         self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=self.length)
 
     def complete(self, cumulative_CV: Tensor) -> None:
-        """Draw the missing tokens from the exact distribution, given as cumulative sums."""
+        """Draw all missing tokens from the exact distribution.
+
+        cumulative_CV: cumulative sums of P(token | context)
+        """
         for i in range(self.length):
             slot_B = torch.nonzero(self.done_S <= i).flatten()
             context_B = self.target.context(self.token_SL[slot_B], torch.full_like(slot_B, i))
@@ -430,17 +444,19 @@ class _Wave:
 
 
 def first_row(drafts: DraftBlock) -> Tensor:
-    """Index of the first row of each request, [B]."""
+    """Index of each request's first row of logits, [B]."""
     return (drafts.num_B + 1).cumsum(0) - drafts.num_B - 1
 
 
 def joint_p_value(token_SL: Tensor, next_CV: Tensor) -> float:
-    """p-value of each position alone and of the first and the last window; Bonferroni's bound.
+    """p-value of tokens under the exact distribution.
 
-    A window is as wide as `CELLS` outcomes allow: three positions with 16 tokens, six with 4.
+    Each position is tested alone, then the first and the last window of positions. The result is
+    Bonferroni's bound: the least p-value times the number of tests. A window is as wide as `CELLS`
+    outcomes allow: three positions for 16 tokens, six positions for 4 tokens.
 
     Args:
-        next_CV: `Setting.next_token` of the chain that the tokens should come from.
+        next_CV: P(token | context) of the chain that the tokens should come from.
     """
     length, vocabulary = token_SL.shape[1], next_CV.shape[1]
     widest = 1

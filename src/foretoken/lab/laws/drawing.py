@@ -44,7 +44,7 @@ VOCABULARIES = (1, 999, 1024, 1025, 4097, 8193, 151_936)
 CELLS = 64
 
 Draw = Callable[[Tensor, int, int], Tensor]
-"""(logits_V, how many, wave) -> token ids."""
+"""(logits_V, number of draws, number of the wave) -> token ids."""
 
 
 def sampler(
@@ -52,7 +52,10 @@ def sampler(
     setting: Setting = Setting(),  # noqa: B008
     streams: tuple[Stream, Stream] = TARGET,
 ) -> Draw:
-    """Draws through `Backend.sample`, one slot per draw; rows are kept from wave to wave."""
+    """A `Draw` through `Backend.sample`, with one slot per draw.
+
+    The rows of logits are reused by later waves with the same logits.
+    """
     last_V: Tensor | None = None
     rows_NV = torch.empty(0)
 
@@ -70,7 +73,7 @@ def sampler(
 
 
 def _draw_counts(draw: Draw, logits_V: Tensor, draws: int) -> Tensor:
-    """How often each token was drawn, [V] on the CPU."""
+    """The number of times that each token was drawn, [V] on the CPU."""
     vocabulary = len(logits_V)
     counts_V = torch.zeros(vocabulary, dtype=torch.int64, device=logits_V.device)
     for wave, num in waves(draws, logits_V.device, 4 * vocabulary):
@@ -79,7 +82,7 @@ def _draw_counts(draw: Draw, logits_V: Tensor, draws: int) -> Tensor:
 
 
 def _fit_cells(counts_V: Tensor, next_V: Tensor, cell_V: Tensor) -> float:
-    """p-value of counts that are pooled by cell."""
+    """p-value of counts, which are summed by cell; cell_V is the cell of each token."""
     cells = int(cell_V.max()) + 1
     return fit(
         torch.zeros(cells, dtype=torch.int64).index_add_(0, cell_V, counts_V),
@@ -94,40 +97,42 @@ def vocabulary_law(
     trials: int,
     rules: tuple[Rule, ...] = RULES,
 ) -> list[Finding]:
-    """The first token after one draft and its verification, counted in two groupings.
+    """Tests the distribution of the first token after one draft and its verification.
 
-    Groups of neighbouring ids (blocks of 1024 or less) test the noise of blocks, ids modulo a
-    number that of tokens within a block. Every emitted id must be in the vocabulary.
+    Tokens are counted in two kinds of cells. Cells of neighbouring ids (1024 or less) test the
+    noise of blocks. Cells of ids that are equal modulo a number test the noise of tokens within a
+    block. Every emitted id must be in the vocabulary.
     """
     target_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-    target_on, next_V = target_V.to(device), target_V.double().softmax(0)
+    logits_V, next_V = target_V.to(device), target_V.double().softmax(0)
     cells = max(2, min(CELLS, trials // 20))
     id_V = torch.arange(vocabulary)
     findings = []
     for rule in rules:
-        _, first = one_round(backend, target_on, -target_on, Setting(rule=rule), trials)
+        _, first = one_round(backend, logits_V, -logits_V, Setting(rule=rule), trials)
         name = f"vocabulary{vocabulary}-{rule.name.lower()}"
         outside = int(((first < 0) | (first >= vocabulary)).sum())
         findings.append(none_finding(name, "ids_out_of_range", outside, trials))
         if not outside:
             counts_V = torch.bincount(first.cpu(), minlength=vocabulary)
-            for how, cell_V in (("blocks", id_V * cells // vocabulary), ("tokens", id_V % cells)):
+            for kind, cell_V in (("blocks", id_V * cells // vocabulary), ("tokens", id_V % cells)):
                 p = _fit_cells(counts_V, next_V, cell_V)
-                findings.append(p_finding(f"{name}-{how}", p, trials))
+                findings.append(p_finding(f"{name}-{kind}", p, trials))
     return findings
 
 
 def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Draws from a row in which two whole blocks and parts of two others have no finite logit.
+    """Draws from a row where two whole blocks, and parts of two others, have no finite logit.
 
-    Without filters, and with filters that keep much: a nucleus, a top-k above the finite logits.
+    There are cases without filters, and with filters that keep many tokens, such as a top-k above
+    the number of finite logits.
     """
     logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(17))
     logits_V[900:3500] = -math.inf
     cell_V = torch.arange(len(logits_V)) % CELLS
     findings = []
-    each: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 3000}, {"min_p": 0.01}]
-    for filters in each:
+    variants: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 3000}, {"min_p": 0.01}]
+    for filters in variants:
         setting = Setting(**filters)
         next_V = setting.next_token(Chain(logits_V[None]))[0]
         counts_V = _draw_counts(sampler(backend, setting), logits_V.to(device), trials)
@@ -139,10 +144,13 @@ def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[F
 
 
 def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """bf16 logits on a coarse grid: all tokens tied at the k-th value or nucleus edge are kept."""
+    """Filters keep all tokens that tie with the k-th logit, or with the last one of the nucleus.
+
+    Logits are bf16 on a coarse grid.
+    """
     findings = []
-    each: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 7, "top_p": 0.8}]
-    for filters in each:
+    variants: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 7, "top_p": 0.8}]
+    for filters in variants:
         target, draft, setting = tied(**filters)
         name = f"ties-{'-'.join(filters)}"
         next_CV = setting.next_token(target)
@@ -156,7 +164,7 @@ def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[F
 
 
 def tied(**filters: Any) -> tuple[Chain, Chain, Setting]:
-    """Target and draft with logits in steps of a half, in bf16, and a setting with filters."""
+    """A target and a draft with bf16 logits in steps of 0.5, and a setting with these filters."""
     target, draft = (
         Chain(((chain.logits_CV * 2).round() / 2).bfloat16()) for chain in random_chain(16, 5)
     )
@@ -166,16 +174,16 @@ def tied(**filters: Any) -> tuple[Chain, Chain, Setting]:
 def near_uniform(
     draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "near_uniform"
 ) -> list[Finding]:
-    """Chi-square over every token of a flat row, and the number of distinct tokens drawn.
+    """Draws from a nearly uniform row: the distribution, and the number of distinct tokens drawn.
 
-    Where there are too few draws for one cell per token, neighbouring tokens share a cell.
+    If there are too few draws for one cell per token, neighbouring tokens share a cell.
     """
     logits_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(9)) * 0.1
     counts_V = _draw_counts(draw, logits_V.to(device), draws)
     next_V = logits_V.double().softmax(0)
     missed_V = torch.exp(draws * torch.log1p(-next_V))
     expected = float((1 - missed_V).sum())
-    # Occupancy's variance, with the covariance of tokens that share the draws (Weiss 1958).
+    # The variance of the number of distinct tokens, with the tokens' covariance (Weiss 1958).
     variance = float((missed_V * (1 - missed_V)).sum() - draws * (next_V * missed_V).sum() ** 2)
     error, drawn = math.sqrt(max(variance, 1.0)), int((counts_V > 0).sum())
     cell_V = torch.arange(vocabulary) // max(1, 8 * vocabulary // draws)
@@ -187,44 +195,47 @@ def near_uniform(
 
 
 def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
-    """Tokens drawn 18 to 20.5 logits below the head, and the expected number (Poisson)."""
+    """How many draws were tokens 18 to 20.5 logits below the head, and the expected number.
+
+    The number is Poisson distributed.
+    """
     logits_V = torch.linspace(-18.0, -20.5, vocabulary, device=device)
     head = vocabulary // 2
     logits_V[head] = 0.0
-    seen = draws - int(_draw_counts(draw, logits_V, draws)[head])
+    observed = draws - int(_draw_counts(draw, logits_V, draws)[head])
     next_V = logits_V.double().softmax(0)
-    return seen, float(draws * (next_V.sum() - next_V[head]))
+    return observed, float(draws * (next_V.sum() - next_V[head]))
 
 
 def tail(
     draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "tail"
 ) -> list[Finding]:
-    """Tokens of a far tail are drawn at their rate: FP32 noise must reach them."""
-    seen, expected = tail_counts(draw, device, vocabulary, draws)
+    """Tokens of a far tail are drawn as often as expected: FP32 noise must be large enough."""
+    observed, expected = tail_counts(draw, device, vocabulary, draws)
     case = f"{case}-V{vocabulary}"
     return [
         Finding(f"{case}-expected", "draws", expected, 10.0, math.inf, draws),
-        z_finding(case, seen, expected, math.sqrt(expected), draws),
+        z_finding(case, observed, expected, math.sqrt(expected), draws),
     ]
 
 
 def far_rows(
     backend: Backend, device: torch.device, vocabulary: int = 151_936, requests: int = 3100
 ) -> list[Finding]:
-    """Rows and cached q beyond index 2^31: the last requests get the tokens that they get alone.
+    """Memory beyond index 2^31: the last requests of a huge batch get the same tokens as alone.
 
-    5 rows per request; 15 500 rows of 151 936 bfloat16 logits reach 2.4e9, and so do 4 drafts each
-    of 4 000 slots.
+    There are 5 rows per request. 15 500 rows of 151 936 bfloat16 logits have 2.4e9 elements, and so
+    have the cached logits of 4 000 slots with 4 drafts each.
     """
     drafts, slots, last = 4, requests * 4 // 3, 16
     generator = torch.Generator(device).manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
-        whole = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        for start in range(0, shape[0], 256):  # no float32 copy of the whole
-            part = whole[start : start + 256]
+        result = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        for start in range(0, shape[0], 256):  # in parts: a whole float32 copy would be too large
+            part = result[start : start + 256]
             part.copy_(torch.randn(part.shape, generator=generator, device=device))
-        return whole
+        return result
 
     cache = DraftCache.empty(slots, drafts, vocabulary, torch.bfloat16, device)
     cache.logits_SKV.copy_(normal(slots, drafts, vocabulary))
@@ -237,30 +248,33 @@ def far_rows(
     token_BK = torch.randint(vocabulary, (requests, drafts), generator=generator, device=device)
     num_B = torch.full_like(slot_B, drafts)
 
-    def both(
-        rows: Tensor, own: Tensor, own_params: SlotParams, own_cache: DraftCache
+    def verify_and_sample(
+        rows_NV: Tensor, slots_B: Tensor, slot_params: SlotParams, q: DraftCache
     ) -> tuple[Tensor, Tensor]:
-        num = len(own)
-        block = DraftBlock(token_BK[-num:], num_B[-num:], own_cache, torch.ones_like(own).bool())
-        verdict = backend.verify(VerifyBatch(rows, own_params, own, torch.zeros_like(own), block))
-        slot_N = own.repeat_interleave(drafts + 1)
+        """The verified tokens of the last len(slots_B) requests, and a token drawn in each row."""
+        num, zero_B = len(slots_B), torch.zeros_like(slots_B)
+        block = DraftBlock(token_BK[-num:], num_B[-num:], q, torch.ones_like(slots_B).bool())
+        verdict = backend.verify(VerifyBatch(rows_NV, slot_params, slots_B, zero_B, block))
+        slot_N = slots_B.repeat_interleave(drafts + 1)
         zero_N = torch.zeros_like(slot_N)
-        drawn_N = backend.sample(Rows(rows, own_params, slot_N), Noise(zero_N, zero_N, TARGET))
-        return verdict.token_BK1, drawn_N
+        rows = Rows(rows_NV, slot_params, slot_N)
+        return verdict.token_BK1, backend.sample(rows, Noise(zero_N, zero_N, TARGET))
 
-    far = both(logits_NV, slot_B, params, cache)
-    own_rows = logits_NV[-last * (drafts + 1) :].clone()  # in memory of their own
-    own_slots = torch.arange(last, device=device)
-    near = both(own_rows, own_slots, _tail_of(params, last), _tail_of(cache, last))
+    in_batch = verify_and_sample(logits_NV, slot_B, params, cache)
+    last_NV = logits_NV[-last * (drafts + 1) :].clone()  # a copy: at low indices of its own memory
+    last_slots = torch.arange(last, device=device)
+    alone = verify_and_sample(
+        last_NV, last_slots, _last_slots_of(params, last), _last_slots_of(cache, last)
+    )
     name = f"far_rows-V{vocabulary}"
     return [
-        none_finding(name, f"different_{what}", int((there[-len(here) :] != here).sum()), len(here))
-        for what, there, here in zip(("verdicts", "tokens"), far, near, strict=True)
+        none_finding(name, f"different_{what}", int((far[-len(near) :] != near).sum()), len(near))
+        for what, far, near in zip(("verdicts", "tokens"), in_batch, alone, strict=True)
     ]
 
 
-def _tail_of(record: Any, last: int) -> Any:
-    """A record of tensors by slot, cut to copies of its last slots."""
+def _last_slots_of(record: Any, last: int) -> Any:
+    """The record with copies of the last `last` slots of its tensors."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(
         record, **{n: x[-last:].clone() for n, x in tensors.items() if isinstance(x, Tensor)}

@@ -1,4 +1,5 @@
-"""A law's result, one number and the bounds that a correct backend keeps; chi-square tests."""
+"""`Finding`, the result of a law: a number, and the bounds that a correct backend keeps. Chi-square
+tests."""
 
 from __future__ import annotations
 
@@ -22,32 +23,36 @@ class ChiSquare:
 
 
 def upper_tail(statistic: float, degrees: int) -> float:
-    """P(X > statistic) for X chi-square distributed: Q(degrees/2, statistic/2), to 8 digits.
+    """P(X > statistic) for a chi-square distributed X, to 8 digits.
 
-    Q is the upper regularised incomplete gamma function (Abramowitz & Stegun 6.5.3).
+    It is Q(degrees/2, statistic/2), where Q is the upper regularised incomplete gamma function
+    (Abramowitz & Stegun 6.5.3).
     """
     shape, x = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(shape, x))
 
 
 def poisson(count: int, mean: float) -> float:
-    """Two-sided p-value of a count: twice the lesser of P(X <= count) and P(X >= count)."""
+    """Two-sided p-value of a Poisson count: twice the lesser of P(X <= count), P(X >= count)."""
     at_most = upper_tail(2 * mean, 2 * count + 2)
     at_least = 1 - upper_tail(2 * mean, 2 * count) if count else 1.0
     return min(1.0, 2 * min(at_most, at_least))
 
 
 def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
-    """Pearson's test of counts against known probabilities; cells expected below 5 are pooled.
+    """Pearson's test of counts against known probabilities.
 
-    A count where the probability is 0 gives p = 0, whatever the other counts. A single cell (too
-    few observations, or one outcome only) gives p = 1.
+    Cells with an expected count below 5 are pooled. A count in a cell with probability 0 gives
+    p = 0. If only one cell is left (too few observations, or a single outcome), p = 1.
     """
     return _test(counts, probabilities, lambda n, expected: (n - expected) ** 2 / expected)
 
 
 def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
-    """`goodness_of_fit` by the likelihood ratio instead of Pearson's (Sokal & Rohlf, ch. 17)."""
+    """`goodness_of_fit` with the likelihood ratio in place of Pearson's statistic.
+
+    Sokal & Rohlf, ch. 17.
+    """
     return _test(
         counts, probabilities, lambda n, expected: 2 * n * math.log(n / expected) if n else 0.0
     )
@@ -56,6 +61,7 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
 def _test(
     counts: Sequence[int], probabilities: Sequence[float], part: Callable[[float, float], float]
 ) -> ChiSquare:
+    """A chi-square test of cells; `part` is a cell's share of the statistic: (count, expected)."""
     total = sum(counts)
     cells = [(n, total * chance) for n, chance in zip(counts, probabilities, strict=True)]
     if any(n and not expected for n, expected in cells):
@@ -64,7 +70,7 @@ def _test(
     rare = [cell for cell in cells if 0 < cell[1] < MIN_EXPECTED]
     if rare:
         pool = sum(n for n, _ in rare), sum(expected for _, expected in rare)
-        if pool[1] < MIN_EXPECTED and kept:  # the pool is too small as well: join the last cell
+        if pool[1] < MIN_EXPECTED and kept:  # the pool is too small, too: join it to the last cell
             n, expected = kept.pop()
             pool = pool[0] + n, pool[1] + expected
         kept.append(pool)
@@ -73,17 +79,19 @@ def _test(
     return ChiSquare(statistic, degrees, upper_tail(statistic, degrees) if degrees > 0 else 1.0)
 
 
-CORRECT_P, MUTANT_P = 1e-4, 1e-6  # a correct backend is above the first, a mutant below the second
+# p-values: a correct backend is above the first limit, a mutant below the second.
+CORRECT_P, MUTANT_P = 1e-4, 1e-6
 SIGMAS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One number that a law bounds.
+    """A number that a law measured, and its bounds.
 
     Attributes:
-        case: what was tried; `case` and `statistic` name the finding in a results file.
-        statistic: what `value` is: a p-value, a z-score, a share, a count.
+        case: name of the experiment; `case` and `statistic` name the finding in a results file.
+        statistic: the kind of `value`: a p-value, a z-score, a share, a count.
+        low, high: exclusive bounds of `value`.
         trials: number of samples.
     """
 
@@ -99,26 +107,29 @@ class Finding:
         return self.low < self.value < self.high
 
     def __str__(self) -> str:
-        found = f"{self.statistic} {self.value:.3g} in ({self.low:.3g}, {self.high:.3g})"
-        return f"{self.case}: {found}, {self.trials} trials"
+        bounded = f"{self.statistic} {self.value:.3g} in ({self.low:.3g}, {self.high:.3g})"
+        return f"{self.case}: {bounded}, {self.trials} trials"
 
 
 def p_finding(case: str, p: float, trials: int) -> Finding:
-    """A p-value, which must be above `CORRECT_P`."""
+    """A finding that is a p-value, which must be above `CORRECT_P`."""
     return Finding(case, "p_value", p, CORRECT_P, 1.0 + 1e-9, trials)
 
 
-def z_finding(case: str, found: float, expected: float, error: float, trials: int) -> Finding:
-    """A mean, which must be within four standard errors; exact where the error is 0."""
-    z = (found - expected) / error if error > 0 else (found != expected) * math.inf
+def z_finding(case: str, observed: float, expected: float, error: float, trials: int) -> Finding:
+    """A finding for a mean: it must be within four standard errors of the expected mean.
+
+    If the error is 0, both must be equal.
+    """
+    z = (observed - expected) / error if error > 0 else (observed != expected) * math.inf
     return Finding(case, "z", 0.0 if math.isnan(z) else z, -SIGMAS, SIGMAS, trials)
 
 
 def none_finding(case: str, what: str, count: int, trials: int) -> Finding:
-    """A count of events that must not occur at all."""
+    """A finding for a count of events that must not occur at all."""
     return Finding(case, what, count, -1, 1, trials)
 
 
 def fit(counts: Tensor, probability: Tensor) -> float:
-    """p-value of counts of outcomes with known probabilities."""
+    """p-value of counts of outcomes that have known probabilities, by `goodness_of_fit`."""
     return goodness_of_fit(counts.tolist(), probability.double().tolist()).p_value

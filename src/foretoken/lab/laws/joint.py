@@ -1,9 +1,9 @@
-"""Laws of the joint distribution: emitted tokens have the joint distribution of the target alone.
+"""Laws of the joint distribution: emitted tokens have the joint distribution of the target.
 
 A case is one way to speculate on a chain of 16 tokens; the draft has the target's logits negated.
 `matrix` has every combination of rule, K, kind of q, filter, noise and draft dtype. `pairwise`
-selects cases such that any two values meet. `several_rounds` compares six tokens of two or more
-rounds.
+selects cases such that each pair of values occurs. `several_rounds` compares six tokens of two or
+more rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ FILTERS: dict[str, dict[str, Any]] = {
     "grammar": {"edits": "grammar"},
 }
 Q = ("real", "one_hot", "lookup")
-"""Sampled drafts with their q; the same, verified as one-hot; a function of the prefix."""
+"""The kinds of q: sampled drafts with their q; sampled drafts, verified with a one-hot q; drafts
+that are a function of the prefix."""
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
@@ -54,9 +55,9 @@ class Case:
     """One combination of the matrix.
 
     Attributes:
-        dtype: of the draft logits.
-        rounds: None drafts and verifies until all tokens are emitted; see `emit`.
-        draft_vocabulary: if it differs from the target's.
+        dtype: dtype of the draft logits.
+        rounds: number of rounds; None: until all tokens are emitted; see `emit`.
+        draft_vocabulary: size of the draft's vocabulary; None: that of the target.
     """
 
     rule: Rule
@@ -88,7 +89,7 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Number of tokens compared: one more than a round can accept, at least three."""
+        """Number of tokens compared: one more than the drafts of a round, at least three."""
         return max(3, self.num_drafts + 1)
 
     def chains(self) -> tuple[Chain, Chain]:
@@ -96,10 +97,11 @@ class Case:
         return _chains(self.draft_vocabulary, self.dtype)
 
     def next_token(self) -> Tensor:
-        """The exact distribution, which depends only on filters and temperature."""
+        """P(token | context) of the target, which depends only on filters and temperature."""
         return _next_token(Setting(self.temperature, **FILTERS[self.filters]))
 
     def make_propose(self, backend: Backend, device: torch.device) -> MakePropose:
+        """The case's drafter, on a backend."""
         target, draft = (chain.to(device) for chain in self.chains())
         lookup_C = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
         return partial(
@@ -126,7 +128,10 @@ def run_case(
     trials: int = TRIALS,
     mutate: Callable[[Propose], Propose] | None = None,
 ) -> tuple[Emission, float]:
-    """Emit sequences, and the p-value of their counts under the target's joint distribution."""
+    """Emit tokens; returns them, and their p-value under the target's joint distribution.
+
+    mutate: wraps the drafter
+    """
     make = case.make_propose(backend, device)
     emission = emit(
         backend, case.chains()[0].to(device),
@@ -139,7 +144,7 @@ def run_case(
 def check_case(
     case: Case, backend: Backend, device: torch.device, trials: int = TRIALS
 ) -> list[Finding]:
-    """The joint distribution of one case, and how often its first draft is accepted."""
+    """Findings of one case: the joint distribution, and the share of accepted first drafts."""
     emission, p = run_case(case, backend, device, trials)
     share = emission.accepted[0] / emission.offered[0]
     low, high = accepted_bounds(case, trials)
@@ -152,21 +157,24 @@ def check_case(
 def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
     """Bounds of the share of first drafts that are accepted.
 
-    A looked-up token is accepted as often as the target draws it, within 5 standard errors; never
-    where the grammar forbids it. Other drafts must be neither all wrong nor all right: otherwise
-    the joint distribution would say nothing about acceptance.
+    A looked-up token is accepted as often as the target draws it, within 5 standard errors. Of
+    other drafts some must be accepted and some rejected: if all had the same outcome, the joint
+    distribution would say nothing about acceptance.
     """
     if case.q != "lookup" or case.rounds is None:
         return 0.005, 0.95
     target = case.chains()[0]
     share = float(case.next_token()[target.start, target.logits_CV[target.start].argmax()])
-    spread = 5 * (share * (1 - share) / trials) ** 0.5 + 1e-9
-    return share - spread, share + spread
+    margin = 5 * (share * (1 - share) / trials) ** 0.5 + 1e-9
+    return share - margin, share + margin
 
 
 @cache
 def matrix() -> tuple[Case, ...]:
-    """Every combination; T alternates. Looked-up drafts have no logits, so only one dtype."""
+    """All combinations of values; T alternates between them.
+
+    Looked-up drafts have no logits, so that they need only one dtype.
+    """
     axes = itertools.product(RULES, (1, 3, 5), Q, FILTERS, (False, True), DTYPES)
     return tuple(
         Case(rule, k, q, filters, fp64, dtype, (0.7, 1.0)[i // 3 % 2], None if k == 1 else 1)
@@ -176,7 +184,7 @@ def matrix() -> tuple[Case, ...]:
 
 
 def extra_cases() -> list[Case]:
-    """Cases beyond the matrix: several rounds of longer blocks, other draft vocabularies."""
+    """Cases that are not in the matrix: several rounds of 3 drafts, other draft vocabularies."""
     cases = [
         Case(rule, 3, q, filters, False, rounds=None)
         for rule in RULES
@@ -194,20 +202,23 @@ def extra_cases() -> list[Case]:
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """A small selection in which each pair of values of two axes occurs; greedy, deterministic."""
+    """A small selection of cases in which each pair of values of two axes occurs.
+
+    Greedy: each chosen case has the most pairs that have not occurred yet.
+    """
     axes = ("rule", "num_drafts", "q", "filters", "fp64_noise", "dtype", "temperature")
 
     def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
         values = [(axis, getattr(case, axis)) for axis in axes]
         return {(*a, *b) for a, b in itertools.combinations(values, 2)}
 
-    of_case = {case: pairs(case) for case in cases}
-    missing = set().union(*of_case.values())
+    pairs_of = {case: pairs(case) for case in cases}
+    missing = set().union(*pairs_of.values())
     chosen = []
     while missing:
-        best = max(of_case, key=lambda case: len(of_case[case] & missing))
+        best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
         chosen.append(best)
-        missing -= of_case.pop(best)
+        missing -= pairs_of.pop(best)
     return chosen
 
 
@@ -221,22 +232,27 @@ def several_rounds(
     rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
 ) -> list[Finding]:
-    """Uniforms of positions that a round inspects but does not commit must not be used again.
+    """Tokens of several rounds have the target's joint distribution.
+
+    They would not if a round reused uniforms of positions that the round before it inspected but
+    did not commit.
 
     Args:
         mutate: wraps the drafter, in a lossless way or not.
     """
     target, draft = random_chain(FEW_TOKENS, 4, 0.5)
-    target_on, draft_on = target.to(device), draft.to(device)
+    device_target, device_draft = target.to(device), draft.to(device)
     findings = []
     for rule, real_q in itertools.product(rules, (True, False)):
         setting = Setting(rule=rule)
-        make = partial(TableDrafter, backend, draft_on, num_drafts=FEW_DRAFTS, real_q=real_q)
+        make = partial(TableDrafter, backend, device_draft, num_drafts=FEW_DRAFTS, real_q=real_q)
 
         def wrapped(params: SlotParams, make: MakePropose = make) -> Propose:
             return mutate(make(params))
 
-        emission = emit(backend, target_on, wrapped, setting, length=LENGTH, trials=trials, seed=9)
+        emission = emit(
+            backend, device_target, wrapped, setting, length=LENGTH, trials=trials, seed=9
+        )
         case = f"{LENGTH}_tokens-{rule.name.lower()}-{'real' if real_q else 'one_hot'}"
         p = joint_p_value(emission.token_SL, setting.next_token(target))
         findings.append(p_finding(case, p, trials))

@@ -1,9 +1,9 @@
 """Ways to break losslessness by replacing one thing, on any backend; a law must reject each.
 
 Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend.
-Neither can change the decision itself: its mutants replace a rule in `ops/rules.py`, for backends
-that read those. `mutants` and `rule_mutants` list which mutant must be rejected in which case of
-the joint distribution.
+Mutants of the decision itself replace a rule in `ops/rules.py`, for backends that read rules there.
+`mutants` and `rule_mutants` list which mutant must be rejected in which case of the joint
+distribution.
 
 Shapes as in `laws/__init__.py`; R rejected requests.
 """
@@ -37,13 +37,13 @@ from foretoken.ops import (
     rules,
 )
 
-TRIALS = 20_000  # all but two are rejected at p < 1e-100
+TRIALS = 20_000  # with these, all mutants except two are rejected at p < 1e-100
 TRIALS_OF_SUBTLE = 200_000  # for mutants that differ only after several accepted drafts
 READ_RULES = ("torch",)  # backends that take their rules from `ops/rules.py`
 
 
 def replaced(backend: Backend, **functions: Callable[..., Any]) -> Backend:
-    """The backend with some of its functions replaced."""
+    """A copy of the backend with some of its functions replaced."""
     mutant = copy(backend)
     vars(mutant).update(functions)
     return mutant
@@ -52,55 +52,56 @@ def replaced(backend: Backend, **functions: Callable[..., Any]) -> Backend:
 # Drafters -----------------------------------------------------------------------------------------
 
 
-def _of_drafts(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose], Propose]:
-    """Make a mutant of a drafter that changes its proposal."""
+def _proposal_mutant(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose], Propose]:
+    """Make a mutant of drafters: `change` is applied to each proposal."""
 
     @wraps(change)
     def mutant(propose: Propose) -> Propose:
-        return lambda *given: change(propose(*given))
+        return lambda *arguments: change(propose(*arguments))
 
     return mutant
 
 
-@_of_drafts
+@_proposal_mutant
 def hide_token(drafts: DraftBlock) -> DraftBlock:
-    """A sampled draft becomes a placeholder because of its token."""
+    """Drafts of a certain token become placeholders."""
     return replace(drafts, token_BK=drafts.token_BK.masked_fill(drafts.token_BK == 2, -1))
 
 
-@_of_drafts
+@_proposal_mutant
 def cut_before_token(drafts: DraftBlock) -> DraftBlock:
-    """A draft ends before a token because that token was sampled there."""
+    """Drafts end before the first one that is a certain token."""
     kept_BK = (drafts.token_BK != 2).long().cumprod(dim=1)
     return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
 
 
-@_of_drafts
+@_proposal_mutant
 def cut_by_total(drafts: DraftBlock) -> DraftBlock:
-    """Pairs of requests end before the draft index at which the pair's total count of a token is
-    too high: each request's own token matters only through the total."""
-    of_B = torch.arange(len(drafts.num_B), device=drafts.num_B.device) // 2
+    """The drafts of two neighbouring requests end before the first index at which either has a
+    certain token.
+    """
+    pair_B = torch.arange(len(drafts.num_B), device=drafts.num_B.device) // 2
     sampled_BK = (drafts.token_BK == 2).long()
-    total_BK = torch.zeros_like(sampled_BK).index_add(0, of_B, sampled_BK)[of_B]
+    total_BK = torch.zeros_like(sampled_BK).index_add(0, pair_B, sampled_BK)[pair_B]
     kept_BK = (total_BK < 1).long().cumprod(dim=1)
     return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
 
 
-@_of_drafts
+@_proposal_mutant
 def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
-    """Every draft is verified against the q of the one before."""
+    """Every draft is verified with the q of the draft before it."""
     q = drafts.cache
     if q is None:
         return drafts
-    each = (tensor.roll(1, dims=1) for tensor in (q.logits_SKV, q.threshold_SK, q.lse_SK))
-    return replace(drafts, cache=DraftCache(*each))
+    rolled = (tensor.roll(1, dims=1) for tensor in (q.logits_SKV, q.threshold_SK, q.lse_SK))
+    return replace(drafts, cache=DraftCache(*rolled))
 
 
 # Backends -----------------------------------------------------------------------------------------
 
 
 def shared_stream(backend: Backend) -> Backend:
-    """Drafts are drawn with the residual's noise; the q that is kept is right."""
+    """Drafts are drawn with the residual's noise; the q in the cache is right."""
 
     def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
         backend.draft(rows, noise, cache)
@@ -111,7 +112,7 @@ def shared_stream(backend: Backend) -> Backend:
 
 
 def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], Backend]:
-    """Make a mutant of a backend: its `verify` gets a changed batch."""
+    """Make a mutant of backends: `change` is applied to each batch before `verify` gets it."""
 
     @wraps(change)
     def mutant(backend: Backend) -> Backend:
@@ -134,7 +135,7 @@ def unfiltered(x: VerifyBatch) -> VerifyBatch:
 
 @asking
 def edits_of_the_row_before(x: VerifyBatch) -> VerifyBatch:
-    """Off by one inside the draft: each row has the edits of the row before it."""
+    """Each row gets the edits of the row before it."""
     if x.edits is None:
         return x
     row_N = torch.arange(len(x.logits_NV), device=x.logits_NV.device)
@@ -157,7 +158,7 @@ def mask_drops_drafts(x: VerifyBatch) -> VerifyBatch:
 
 
 def without_filters(params: SlotParams) -> SlotParams:
-    """No top-k, top-p or min-p in any slot."""
+    """The parameters with top-k, top-p and min-p switched off in all slots."""
     return replace(
         params,
         top_k_S=torch.zeros_like(params.top_k_S),
@@ -170,7 +171,8 @@ def without_filters(params: SlotParams) -> SlotParams:
 
 
 Weights = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(p_RV, q_RV, one-hot of the draft [R, V], weight w_tau, weight w_{tau-1}) -> masses [R, V]."""
+"""(p_RV, q_RV, one-hot of the draft [R, V], weight w_tau, weight w_{tau-1}) -> masses [R, V], which
+replace the residual."""
 
 RESIDUALS: dict[str, Weights] = {
     "no_subtraction": lambda p, q, x, w, before: p,
@@ -185,18 +187,22 @@ BLOCK_RESIDUALS: dict[str, Weights] = {
 
 
 def residual(masses: Weights) -> Callable[[Backend], Backend]:
-    """Make a mutant: rejected requests draw from other masses, with the residual's noise."""
+    """Make a mutant of backends: the token in place of a rejected draft is drawn from other masses.
+
+    It is drawn with the residual's noise.
+    """
 
     def mutant(backend: Backend) -> Backend:
         return replaced(
             backend,
-            verify=lambda batch: _drawn_again(backend, batch, backend.verify(batch), masses),
+            verify=lambda batch: _redraw(backend, batch, backend.verify(batch), masses),
         )
 
     return mutant
 
 
-def _drawn_again(backend: Backend, x: VerifyBatch, verdict: Verdict, masses: Weights) -> Verdict:
+def _redraw(backend: Backend, x: VerifyBatch, verdict: Verdict, masses: Weights) -> Verdict:
+    """The verdict with the tokens in place of rejected drafts drawn again, from `masses`."""
     b_R = torch.nonzero(verdict.n_accept_B < x.drafts.num_B).flatten()
     i_R = verdict.n_accept_B[b_R]
     slot_N = x.slot_B.repeat_interleave(x.drafts.num_B + 1)
@@ -227,7 +233,7 @@ def _softmax(backend: Backend, rows: Rows) -> Tensor:
 def _draft_distribution(
     backend: Backend, x: VerifyBatch, b_R: Tensor, i_R: Tensor, x_RV: Tensor
 ) -> Tensor:
-    """q of draft i_R of request b_R; one-hot at the draft where there is no real q."""
+    """q of draft i_R of request b_R; without a cache it is `x_RV`, one-hot at the draft."""
     if x.drafts.cache is None:
         return x_RV
     slot_R = x.slot_B[b_R]
@@ -236,12 +242,15 @@ def _draft_distribution(
 
 
 def _block_weights(backend: Backend, x: VerifyBatch, p_NV: Tensor) -> Tensor:
-    """p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)), for drafts of one length: [B, K + 1]."""
-    most = x.drafts.token_BK.shape[1]
+    """Weights of the block rule, [B, K + 1]: p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)).
+
+    All requests must have K drafts.
+    """
+    num_drafts = x.drafts.token_BK.shape[1]
     b_B = torch.arange(len(x.slot_B), device=x.slot_B.device)
-    p_BKV = p_NV.view(len(b_B), most + 1, -1)
+    p_BKV = p_NV.view(len(b_B), num_drafts + 1, -1)
     columns = [torch.ones(len(b_B), dtype=torch.float64, device=b_B.device)]
-    for i in range(most):
+    for i in range(num_drafts):
         x_B1 = x.drafts.token_BK[:, i : i + 1]
         x_BV = torch.zeros_like(p_BKV[:, i]).scatter_(1, x_B1, 1.0)
         q_BV = _draft_distribution(backend, x, b_B, torch.full_like(b_B, i), x_BV)
@@ -262,17 +271,17 @@ def one_uniform(rule: rules.Decide) -> rules.Decide:
 
 
 def early_stop(rule: rules.Decide) -> rules.Decide:
-    """The block rule's h_i, but stopping at the first that fails."""
+    """The block rule with its h_i, but drafts after the first with u_i >= h_i are rejected."""
 
-    def reached(x: rules.RuleInputs, i: int) -> Tensor:
-        """Whether u_i < h_i: the rule's decision when every later uniform fails."""
+    def passes(x: rules.RuleInputs, i: int) -> Tensor:
+        """Whether u_i < h_i: the rule's decision on draft i if no later draft can be accepted."""
         log_u_BK = x.log_u_BK.clone()
         log_u_BK[:, i + 1 :] = torch.inf
         return rule(replace(x, log_u_BK=log_u_BK))[:, i]
 
     def mutant(x: rules.RuleInputs) -> Tensor:
-        alone_BK = torch.stack([reached(x, i) for i in range(x.log_u_BK.shape[1])], dim=1)
-        return alone_BK.long().cumprod(dim=1).bool()
+        passes_BK = torch.stack([passes(x, i) for i in range(x.log_u_BK.shape[1])], dim=1)
+        return passes_BK.long().cumprod(dim=1).bool()
 
     return mutant
 
@@ -290,13 +299,13 @@ def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
 
 @contextmanager
 def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
-    """Replace one rule in `ops/rules.py`, for the backends that read it there."""
-    real = rules.RULES[rule]
-    rules.RULES[rule] = mutate(real)
+    """Replace one rule in `ops/rules.py` until the context ends."""
+    original = rules.RULES[rule]
+    rules.RULES[rule] = mutate(original)
     try:
         yield
     finally:
-        rules.RULES[rule] = real
+        rules.RULES[rule] = original
 
 
 # Cases --------------------------------------------------------------------------------------------
@@ -304,7 +313,10 @@ def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A case with one thing broken: the proposal, the backend, or the rule."""
+    """A case with one mutation: of the proposal (`propose`), of the backend, or of the rule.
+
+    what: name of the mutation
+    """
 
     what: str
     case: Case
@@ -319,35 +331,35 @@ class Mutant:
 
 
 def check_mutant(mutant: Mutant, backend: Backend, device: torch.device) -> Finding:
-    """The broken path's p-value, which must be below `MUTANT_P`."""
-    broken = backend if mutant.backend is None else mutant.backend(backend)
+    """The p-value of the mutant's tokens, which must be below `MUTANT_P`."""
+    mutated = backend if mutant.backend is None else mutant.backend(backend)
     change = replaced_rule(mutant.case.rule, mutant.rule) if mutant.rule else nullcontext()
     with change:
-        _, p = run_case(mutant.case, broken, device, mutant.trials, mutant.propose)
+        _, p = run_case(mutant.case, mutated, device, mutant.trials, mutant.propose)
     return Finding(f"mutant-{mutant.name}", "p_value", p, -1.0, MUTANT_P, mutant.trials)
 
 
-def _real(rule: Rule, filters: str = "no_filter", rounds: int | None = 1) -> Case:
+def _real_q(rule: Rule, filters: str = "no_filter", rounds: int | None = 1) -> Case:
     return Case(rule, 3, "real", filters, False, rounds=rounds)
 
 
 def mutants() -> list[Mutant]:
     """The mutants that apply to any backend."""
     lossless = (Rule.STANDARD, Rule.BLOCK)
-    found = []
+    result = []
     for rule in lossless:
-        found += [
-            Mutant(propose.__name__, _real(rule), propose=propose)
+        result += [
+            Mutant(propose.__name__, _real_q(rule), propose=propose)
             for propose in (hide_token, cut_before_token, cut_by_total, row_before_of_q)
         ]
-        rounds = _real(rule, rounds=None)
-        found += [
-            Mutant("shared_stream", _real(rule), backend=shared_stream),
-            Mutant("same_noise", rounds, backend=same_noise_every_round),
-            Mutant("mask_drops_drafts", _real(rule, "grammar"), backend=mask_drops_drafts),
+        many_rounds = _real_q(rule, rounds=None)
+        result += [
+            Mutant("shared_stream", _real_q(rule), backend=shared_stream),
+            Mutant("same_noise", many_rounds, backend=same_noise_every_round),
+            Mutant("mask_drops_drafts", _real_q(rule, "grammar"), backend=mask_drops_drafts),
         ]
-        found += [
-            Mutant(f"residual_{name}", _real(rule), backend=residual(masses))
+        result += [
+            Mutant(f"residual_{name}", _real_q(rule), backend=residual(masses))
             for name, masses in RESIDUALS.items()
         ]
     for rule, filters in zip(
@@ -355,21 +367,22 @@ def mutants() -> list[Mutant]:
         ("top_k", "top_p", "min_p", "penalties", "grammar"),
         strict=True,
     ):
-        found.append(Mutant("unfiltered", _real(rule, filters), backend=unfiltered))
+        result.append(Mutant("unfiltered", _real_q(rule, filters), backend=unfiltered))
     for rule, filters in zip(lossless, ("penalties", "grammar"), strict=True):
-        found.append(Mutant("edits_before", _real(rule, filters), backend=edits_of_the_row_before))
+        edits_before = _real_q(rule, filters)
+        result.append(Mutant("edits_before", edits_before, backend=edits_of_the_row_before))
     for name, masses in BLOCK_RESIDUALS.items():
-        subtle, block = residual(masses), _real(Rule.BLOCK)
-        found.append(Mutant(f"residual_{name}", block, backend=subtle, trials=TRIALS_OF_SUBTLE))
+        subtle, block = residual(masses), _real_q(Rule.BLOCK)
+        result.append(Mutant(f"residual_{name}", block, backend=subtle, trials=TRIALS_OF_SUBTLE))
     coupled = residual(RESIDUALS["one_hot"])
-    found.append(Mutant("residual_one_hot", _real(Rule.COUPLED), backend=coupled))
-    return found
+    result.append(Mutant("residual_one_hot", _real_q(Rule.COUPLED), backend=coupled))
+    return result
 
 
 def rule_mutants() -> list[Mutant]:
     """Mutants of the decision, for the backends in `READ_RULES`."""
     return [
-        Mutant(mutate.__name__, _real(rule), rule=mutate)
+        Mutant(mutate.__name__, _real_q(rule), rule=mutate)
         for rule, mutate in (
             (Rule.STANDARD, one_uniform),
             (Rule.BLOCK, one_uniform),

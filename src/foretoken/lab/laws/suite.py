@@ -31,9 +31,10 @@ def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Fi
 
 
 def noise(name: str, backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Nearly uniform rows and tails, with as many draws as the device can afford.
+    """Nearly uniform rows and far tails, with as many draws as the device can afford.
 
-    A CPU takes 0.3 ns per logit, 20 per token of flat noise: fewer draws, smaller vocabularies.
+    A CPU takes 0.3 ns per logit, and 20 ns per token of flat noise; so it gets fewer draws and
+    smaller vocabularies.
     """
     gpu = device.type == "cuda"
     draw = drawing.sampler(backend, NOISE[name])
@@ -49,7 +50,7 @@ def noise(name: str, backend: Backend, device: torch.device, trials: int) -> lis
 
 
 def synthetic_rates(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Rates per position, mean rates through the solver, rejections at T = 0."""
+    """The synthetic rule: rates per position, mean rates from the solver, rejections at T = 0."""
     return [
         *acceptance.per_position(backend, device),
         *acceptance.mean_rates(backend, device),
@@ -72,7 +73,7 @@ LAWS: dict[str, Law] = {
 
 
 class Task(NamedTuple):
-    """One law; with law "joint" or "mutants", the case or the mutant of that number."""
+    """One law on a backend. For the laws "joint" and "mutants", only case or mutant `number`."""
 
     law: str
     number: int
@@ -84,23 +85,23 @@ class Task(NamedTuple):
 def tasks(
     backend: str, device: torch.device, *, trials: int = TRIALS, quick: bool = False
 ) -> list[Task]:
-    """All tasks: the longest first, the rest of the full matrix last.
+    """All tasks: the longest first, cases of the joint distribution last.
 
     Args:
-        trials: of one case of the joint distribution.
+        trials: number of trials in one case of the joint distribution.
         quick: only the pairwise selection of cases.
     """
-    on = (backend, device, trials)
-    found = [Task(law, 0, *on) for law in reversed(LAWS)]
-    if device.type == "cuda":  # 10 GB
-        found.insert(0, Task("far_rows", 0, *on))
-    found += [Task("mutants", i, *on) for i in range(len(_mutants_of(backend)))]
-    cases = len(_few_cases() if quick else _joint_cases())
-    return [*found, *(Task("joint", i, *on) for i in range(cases))]
+    where = (backend, device, trials)
+    result = [Task(law, 0, *where) for law in reversed(LAWS)]
+    if device.type == "cuda":  # it takes 10 GB of memory
+        result.insert(0, Task("far_rows", 0, *where))
+    result += [Task("mutants", i, *where) for i in range(len(_mutants_of(backend)))]
+    num_cases = len(_few_cases() if quick else _joint_cases())
+    return [*result, *(Task("joint", i, *where) for i in range(num_cases))]
 
 
 def find(task: Task) -> list[Finding]:
-    """Run one task. A task can be sent to another process."""
+    """Run a task, which may come from another process; returns its findings."""
     backend = get_backend(task.backend)
     if task.law == "mutants":
         return [check_mutant(_mutants_of(task.backend)[task.number], backend, task.device)]
@@ -118,7 +119,7 @@ def _few_cases() -> list[Case]:
 
 @cache
 def _joint_cases() -> list[Case]:
-    """All cases, those of a quick run first."""
+    """All cases; the cases of a quick run come first."""
     return [*_few_cases(), *(case for case in matrix() if case not in _few_cases())]
 
 

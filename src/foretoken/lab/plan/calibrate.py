@@ -1,8 +1,8 @@
 """Measure the costs of an engine's steps on this machine, from some hundred steps.
 
 Charter: run a few requests at a time, sort the steps by kind, average each kind, make a profile.
-Runs of different sizes take turns, and each repeat goes through all of them: a disturbance of the
-machine affects all sizes alike.
+Each repeat makes one run of every setup, so that a disturbance of the machine affects all sizes
+alike.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Clock = Callable[[], float]
 class Timed(NamedTuple):
     """A step, and its seconds of drafting.
 
-    A step's time runs from the result of the previous step (or the start of the run) to its own
-    result: an engine that runs ahead launches the next step meanwhile.
+    The time of a step is that between the result of the previous step (or the start of the run) and
+    its own result. (An engine that runs ahead launches the next step in this time.)
     """
 
     step: Step
@@ -48,6 +48,8 @@ class Timed(NamedTuple):
 
 @dataclass
 class _Live:
+    """A request under way; times in seconds after the start, `first` of the first token."""
+
     group: RequestGroup
     arrival: float
     first: float | None = None
@@ -55,16 +57,16 @@ class _Live:
 
 @dataclass
 class Drive:
-    """One run of requests that are all there at the start, so many at a time.
+    """A run of a real engine: requests all wait at the start, `concurrency` of them run at a time.
 
-    A real engine serves them as `Simulation.run` does, with the same records. Each request has its
-    own noise.
+    It is the counterpart of `Simulation.run`, with the same records. Each request has its own
+    noise.
 
     Attributes:
-        params: of each request, except for `max_tokens`.
-        text: token ids to cut prompts from; without them prompts are random tokens.
-        clock: in seconds. The clock of the process leaves out other processes on its cores; it
-            measures time if one thread computes everything.
+        params: parameters of each request, except for `max_tokens`.
+        text: token ids to cut prompts from; if empty, prompts are random tokens.
+        clock: returns seconds. A clock of the process's CPU time ignores other processes on its
+            cores; it is right only if a single thread computes everything.
         served: records of the requests that have ended so far.
         timed: all steps so far.
     """
@@ -84,51 +86,53 @@ class Drive:
         Raises:
             ForetokenError: a request failed.
         """
-        chance, engine, clock = random.Random(self.seed), self.engine, self.clock
+        random_, engine, clock = random.Random(self.seed), self.engine, self.clock
         waiting, live = list(enumerate(asks))[::-1], list[_Live]()
         traces: list[StepTrace] = []
         former, engine.on_step = engine.on_step, traces.append
-        start = known = clock()
+        start = last_result = clock()
         try:
             while waiting or live:
                 while waiting and len(live) < self.concurrency:
-                    group = self._add(*waiting.pop(), chance)
+                    group = self._add(*waiting.pop(), random_)
                     live.append(_Live(group, clock() - start))
                 engine.step()
                 now = clock()
                 for trace in traces:
                     if trace.num_requests:  # a step that was launched ahead may have none
-                        self.timed.append(_timed(trace, now - known))
-                        known = now
+                        self.timed.append(_timed(trace, now - last_result))
+                        last_result = now
                 traces.clear()
-                live = [one for one in live if not self._ends(one, now - start)]
+                live = [request for request in live if not self._ends(request, now - start)]
         finally:
             engine.on_step = former
-            for one in live:
-                engine.abort(one.group)
+            for request in live:
+                engine.abort(request.group)
         return self.served
 
-    def _add(self, number: int, ask: Ask, chance: random.Random) -> RequestGroup:
+    def _add(self, number: int, ask: Ask, random_: random.Random) -> RequestGroup:
+        """Submit request `number` to the engine."""
         params = replace(
             self.params, max_tokens=ask.output_len, ignore_eos=True,
             seed=self.seed * 10_000 + number,
         )  # fmt: skip
         if self.text:
-            first = chance.randrange(max(len(self.text) - ask.input_len, 0) + 1)
+            first = random_.randrange(max(len(self.text) - ask.input_len, 0) + 1)
             prompt = list(self.text[first : first + ask.input_len])
         else:
-            prompt = chance.choices(range(self.engine.limits.vocab_size), k=ask.input_len)
+            prompt = random_.choices(range(self.engine.limits.vocab_size), k=ask.input_len)
         name = f"plan-{self.seed}-{number}"
         return self.engine.add(*prepare(self.engine, name, prompt, params))
 
-    def _ends(self, one: _Live, now: float) -> bool:
-        group, tokens = one.group, one.group.samples[0].num_output
+    def _ends(self, live: _Live, now: float) -> bool:
+        """Note a request's first token and its end; returns whether it has ended."""
+        group, tokens = live.group, live.group.samples[0].num_output
         if group.error is not None:
             raise group.error
-        if one.first is None and tokens:
-            one.first = now
+        if live.first is None and tokens:
+            live.first = now
         if group.finished:
-            self.served.append(Served(one.arrival, one.first or now, now, tokens))
+            self.served.append(Served(live.arrival, live.first or now, now, tokens))
         return group.finished
 
 
@@ -138,27 +142,30 @@ def _timed(trace: StepTrace, seconds: float) -> Timed:
     return Timed(Step(seconds, *counts), share * seconds)
 
 
-_STEPS = 20  # of a run, about
-# After a prompt a few steps of few rows take up to twice as long: caches and clock rate recover.
-# This loss per request does not grow with its length, so these steps are left out.
+_STEPS = 20  # approximate number of steps of a run
+# The first decode steps after a prompt take up to twice as long if they have few rows, until caches
+# and clock rate recover. This loss per request does not grow with its length, so these steps are
+# left out.
 _SETTLING = 4
-_LEAST_STEPS = 4  # settled steps that every setup must have
-# A single repeat may fall into a moment when others use the machine.
-_LEAST_REPEATS = 2
-_SHORT = 48  # tokens of a prompt; fewer if a step cannot compute those of a whole batch
+_MIN_STEPS = 4  # settled steps that every setup must have
+# In a single repeat, other processes might use the machine.
+_MIN_REPEATS = 2
+_SHORT = 48  # tokens of a prompt; fewer if a step cannot compute a whole batch of such prompts
 _LONG = 512  # tokens of a prompt that shows the cost of a context, if the model takes as many
-_PROMPTS = (4, 32, 240)  # tokens; the longest is also timed several at a time
-_SEVERAL = (2, 4, 8)
+_PROMPTS = (4, 32, 240)  # tokens of the timed prompts
+_PROMPT_BATCHES = (2, 4, 8)  # so many of the longest prompt are also timed together
 _DRAFTS = (1, 2, 4, 8, 16, 32)
-_APART = 1.5  # least ratio of prompt lengths that separates the cost of pairs from that of tokens
-# After every prompt some steps decode, so that the next prompt is timed in a realistic place: after
-# replayed graphs a host takes up to twice as long for a prompt as right after another (8B, H200).
+# Smallest ratio of prompt lengths that separates the cost of pairs from the cost of tokens.
+_MIN_RATIO = 1.5
+# Steps that decode after every prompt, as in real use, before the next prompt is timed: after
+# replayed graphs, a host takes up to twice as long for a prompt as right after another prompt (8B,
+# H200).
 _AFTER = 8
-_STALL = 3.0  # times the median: longer steps count as so long
+_STALL = 3.0  # a step that takes more than so many times the median counts as so many
 
 
 class BatchSetup(NamedTuple):
-    """Requests that run together: how many, K, and their lengths."""
+    """Requests that run together: their number, K, and their tokens of prompt and of output."""
 
     batch: int
     drafts: int
@@ -167,7 +174,13 @@ class BatchSetup(NamedTuple):
 
 
 class PromptStep(NamedTuple):
-    """Prompt steps of one kind: tokens, pairs (token, earlier token), mean seconds, count."""
+    """Prompt steps of one kind.
+
+    tokens:  tokens of a step
+    pairs:   pairs of a token and an earlier token of its prompt
+    seconds: mean seconds of a step
+    times:   number of steps
+    """
 
     tokens: int
     pairs: float
@@ -176,12 +189,12 @@ class PromptStep(NamedTuple):
 
 
 @dataclass
-class _Found:
+class _Timings:
     """Seconds of the steps of one setup.
 
     Attributes:
-        steps: settled steps in which all requests decode: seconds, seconds of drafting, context of
-            each request.
+        steps: settled steps in which all requests decode: seconds, seconds of drafting, and mean
+            tokens of context of a request.
         first: the first decode step of a run, in which a draft model computes the prompts.
         prompts: steps that compute all prompts and nothing else.
     """
@@ -195,11 +208,11 @@ class Calibration:
     """Measures one engine.
 
     Args:
-        sizes: of batches; 1 is always added.
-        text: token ids to cut prompts from; with them acceptance is measured, too.
+        sizes: batch sizes; 1 is always added.
+        text: token ids to cut prompts from; if given, acceptance is measured, too.
         clock: see `Drive`.
-        patience: after so many seconds no further repeat begins; two are always made. On a busy
-            machine a repeat takes long, and some setup is disturbed in every repeat.
+        patience: after so many seconds no further repeat begins, but two are always made. On a busy
+            machine repeats take long, and in each of them some setup is disturbed.
 
     Attributes:
         num_runs: number of runs if all repeats are made.
@@ -219,13 +232,14 @@ class Calibration:
         self._engine, self._params, self._repeats = engine, params, repeats
         self._text, self._clock, self._patience = text, clock, patience
         self.num_repeats = 0
-        most = engine.config.num_drafts
-        self._drafts = sorted({0, most, *(k for k in _DRAFTS if k < most)})
+        max_drafts = engine.config.num_drafts
+        self._drafts = sorted({0, max_drafts, *(k for k in _DRAFTS if k < max_drafts)})
         self._sizes = sorted({1, *sizes})
-        # As many requests with long contexts as one step computes: a context costs each little.
-        at_once = engine.config.max_num_batched_tokens // _LONG
-        self._middle = max((size for size in self._sizes if size <= at_once), default=1)
-        self._found = defaultdict[BatchSetup, _Found](_Found)
+        # The batch that shows the cost of contexts. It is as large as possible, since a single
+        # context costs little; but one step must compute all of its long prompts.
+        limit = engine.config.max_num_batched_tokens // _LONG
+        self._context_batch = max((size for size in self._sizes if size <= limit), default=1)
+        self._timings = defaultdict[BatchSetup, _Timings](_Timings)
         self._check()
         self._setups = [*self._decode_setups(), *self._prompt_setups()]
         self._warm_up = self._warm_up_setups()
@@ -238,9 +252,9 @@ class Calibration:
             bound = f"at least {self._sizes[-1]}, the largest batch"
             raise ConfigError("max_num_seqs", config.max_num_seqs, bound)
         output = self._decode_setup(1, self._drafts[-1]).output
-        least = max(_PROMPTS[-1] + _AFTER, _SHORT + output + 1)
-        if limits.max_model_len < least:
-            bound = f"at least {least}, to time steps"
+        needed = max(_PROMPTS[-1] + _AFTER, _SHORT + output + 1)
+        if limits.max_model_len < needed:
+            bound = f"at least {needed}, to time steps"
             raise ConfigError("max_model_len", limits.max_model_len, bound)
         if self._long <= _SHORT:
             blocks = self._engine.scheduler.pool.num_blocks
@@ -248,60 +262,72 @@ class Calibration:
             raise ConfigError("num_blocks", blocks, "enough to time long contexts", remedy)
 
     def _decode_setup(self, batch: int, drafts: int, length: int | None = None) -> BatchSetup:
-        """All prompts fit into one step: otherwise the first requests would decode, and perhaps
-        end, before the last prompt is computed."""
+        """A setup for decode steps; `length` defaults to a short prompt.
+
+        All short prompts of the batch fit into one step: if they did not, the first requests would
+        decode, and perhaps end, before the last prompt is computed.
+        """
         short = min(_SHORT, self._engine.config.max_num_batched_tokens // batch)
         return BatchSetup(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
 
     def _decode_setups(self) -> Iterator[BatchSetup]:
+        """Every batch size with every K; then long contexts, with the least and the largest K."""
         for batch, drafts in product(self._sizes, self._drafts):
             yield self._decode_setup(batch, drafts)
         for drafts in (0, self._drafts[-1]):
-            yield self._decode_setup(self._middle, drafts, self._long)
+            yield self._decode_setup(self._context_batch, drafts, self._long)
 
     def _warm_up_setups(self) -> list[BatchSetup]:
-        """Setups to run before any is timed. On a GPU all of them: kernels are compiled and graphs
-        captured for each. On a CPU short ones: only the batch size matters there."""
+        """The setups to run before any setup is timed.
+
+        On a GPU these are all setups, since kernels are compiled and graphs captured for each of
+        them. On a CPU they are short, since only the batch size matters there.
+        """
         if not self._engine.runner.on_host:
             return self._setups
-        whole = (self._decode_setup(*of) for of in product(self._sizes, self._drafts))
-        return [setup._replace(length=min(setup.length, 4), output=_AFTER) for setup in whole]
+        setups = (self._decode_setup(b, k) for b, k in product(self._sizes, self._drafts))
+        return [setup._replace(length=min(setup.length, 4), output=_AFTER) for setup in setups]
 
     @property
     def _long(self) -> int:
-        """Tokens of a long context, as far as the engine has room."""
-        pool, most = self._engine.scheduler.pool, self._engine.limits.max_model_len
-        room = pool.num_blocks // self._middle * pool.block_size
+        """Tokens of a long prompt: `_LONG`, or fewer if the model or the cache has less room."""
+        pool, max_len = self._engine.scheduler.pool, self._engine.limits.max_model_len
+        room = pool.num_blocks // self._context_batch * pool.block_size
         output = self._decode_setup(1, self._drafts[-1]).output
-        return min(_LONG, most - output, room - output - pool.block_size)
+        return min(_LONG, max_len - output, room - output - pool.block_size)
 
     def _prompt_setups(self) -> Iterator[BatchSetup]:
+        """Setups for prompt steps, each with all its prompts in one step."""
         config, longest = self._engine.config, _PROMPTS[-1]
         counts = [(1, n) for n in _PROMPTS]
-        counts += [(b, longest) for b in _SEVERAL if b <= config.max_num_seqs]
-        # As much as a step can compute, in short prompts and in long ones: no need to extrapolate.
+        counts += [(b, longest) for b in _PROMPT_BATCHES if b <= config.max_num_seqs]
+        # As many tokens as a step can compute, in short prompts and in long ones: then costs need
+        # not be extrapolated.
         half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
         for length in (max(longest, half + 1), self._engine.limits.max_model_len - _AFTER):
-            counts.append(self._whole(length))
+            counts.append(self._full_step(length))
         for batch, length in dict.fromkeys(counts):
             if 0 < batch * length <= config.max_num_batched_tokens:
                 yield BatchSetup(batch, 0, length, _AFTER)
 
-    def _whole(self, length: int) -> tuple[int, int]:
-        """(prompts, length): as many prompts of this length as a step computes and the cache
-        holds; if not even one fits, its length is cut."""
+    def _full_step(self, length: int) -> tuple[int, int]:
+        """(number of prompts, their length) of a full step.
+
+        The step has as many prompts of this length as it can compute and the cache holds. If not
+        even one prompt fits, its length is cut.
+        """
         config, pool = self._engine.config, self._engine.scheduler.pool
         room = pool.num_blocks * pool.block_size
         length = min(length, config.max_num_batched_tokens, room - _AFTER - pool.block_size)
-        each = -(-(length + _AFTER) // pool.block_size) * pool.block_size
-        at_once = min(config.max_num_batched_tokens // length, room // each)
-        return min(at_once, config.max_num_seqs), length
+        request_room = -(-(length + _AFTER) // pool.block_size) * pool.block_size
+        prompts = min(config.max_num_batched_tokens // length, room // request_room)
+        return min(prompts, config.max_num_seqs), length
 
     def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> Profile:
-        """Measure everything; a second call adds to the measurements of the first.
+        """Measure all setups; a second call adds to the measurements of the first call.
 
         Args:
-            report: gets the number of runs done, and the name of the next.
+            report: called with the number of runs done, and the name of the next run.
 
         Raises:
             ConfigError: the cache does not hold a whole batch for long enough to time its steps.
@@ -310,7 +336,7 @@ class Calibration:
         for repeat in range(self._repeats + 1):
             if repeat == 1:  # the warm-up does not count: on a GPU it compiles
                 start = time.perf_counter()
-            if repeat > _LEAST_REPEATS and time.perf_counter() - start > self._patience:
+            if repeat > _MIN_REPEATS and time.perf_counter() - start > self._patience:
                 break
             for setup in self._setups if repeat else self._warm_up:
                 report(done, f"batches of {setup.batch}, K={setup.drafts}")
@@ -323,6 +349,7 @@ class Calibration:
         return self._profile()
 
     def _run(self, setup: BatchSetup, seed: int) -> Sequence[Timed]:
+        """Run a setup once; returns its steps."""
         drafts = setup.drafts if self._drafts[-1] else None
         params = replace(self._params, num_speculative_tokens=drafts)
         drive = Drive(self._engine, params, setup.batch, seed, self._text, self._clock)
@@ -330,27 +357,28 @@ class Calibration:
         return drive.timed
 
     def _sort(self, setup: BatchSetup, timed: Sequence[Timed]) -> None:
-        found, decoded, context = self._found[setup], 0, setup.length + 1.0
+        """Add a run's steps to the setup's timings by kind; steps of other kinds are dropped."""
+        timings, decoded, context = self._timings[setup], 0, setup.length + 1.0
         for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
             if not decoding and tokens == setup.batch * setup.length:
-                found.prompts.append(seconds)
+                timings.prompts.append(seconds)
             elif decoding == requests == setup.batch:
                 if decoded > _SETTLING:
-                    found.steps.append((seconds, drafting if setup.drafts else 0.0, context))
+                    timings.steps.append((seconds, drafting if setup.drafts else 0.0, context))
                 elif not decoded:
-                    found.first.append(seconds)
+                    timings.first.append(seconds)
                 decoded += 1
             if decoding:
                 context += 1 + accepted / requests
 
     def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
-        """Means of its steps: seconds, seconds of drafting, context.
+        """Means over the settled steps of a setup: seconds, seconds of drafting, context.
 
         Raises:
-            ConfigError: too few steps, because the cache does not hold all of its requests.
+            ConfigError: too few steps, because the cache does not hold all requests of the setup.
         """
-        steps = self._found[setup].steps
-        if len(steps) < _LEAST_STEPS:
+        steps = self._timings[setup].steps
+        if len(steps) < _MIN_STEPS:
             blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output
             bound = f"enough for {setup.batch} requests of {tokens} tokens at a time"
             raise ConfigError("num_blocks", blocks, bound, "Raise it, or lower `batch_size`.")
@@ -358,24 +386,25 @@ class Calibration:
         return seconds, drafting, context
 
     def _profile(self) -> Profile:
+        """The profile from all timings so far."""
         engine, runner = self._engine, self._engine.runner
-        context = self._of_context()
+        context = self._context_costs()
         rest, draft, missed = list[list[float]](), list[list[float]](), [0.0]
         for batch in self._sizes:
             setups = [self._decode_setup(batch, drafts) for drafts in self._drafts]
-            whole, parts, lengths = zip(*map(self._step, setups), strict=True)
-            draft.append(rising(parts))
-            of_contexts = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
-            left = zip(rising(whole), draft[-1], of_contexts, strict=True)
-            rest.append([max(seconds - drafting - of, 0.0) for seconds, drafting, of in left])
-            for setup, seconds in zip(setups[1:], whole[1:], strict=True):
-                more = _mean(self._found[setup].first) - seconds
-                missed.append(max(more, 0.0) / batch / setup.length)
+            step_seconds, draft_seconds, lengths = zip(*map(self._step, setups), strict=True)
+            draft.append(rising(draft_seconds))
+            reading = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
+            parts = zip(rising(step_seconds), draft[-1], reading, strict=True)
+            rest.append([max(step - drafting - read, 0.0) for step, drafting, read in parts])
+            for setup, seconds in zip(setups[1:], step_seconds[1:], strict=True):
+                extra = _mean(self._timings[setup].first) - seconds
+                missed.append(max(extra, 0.0) / batch / setup.length)
         config, pool, on_host = engine.config, engine.scheduler.pool, runner.on_host
         speculation = config.speculative_config
-        made_of = dict(runner.planned.parts) if runner.planned else {}
-        cache = sum(made_of.pop(name, 0) for name in ("K/V cache", "K/V cache of the draft"))
-        ran = commit()
+        memory = dict(runner.planned.parts) if runner.planned else {}
+        cache = sum(memory.pop(name, 0) for name in ("K/V cache", "K/V cache of the draft"))
+        commit_id, dirty = commit()
         return Profile(
             model=config.model,
             method=str(speculation.method) if speculation else "plain",
@@ -394,43 +423,49 @@ class Calibration:
             runs_ahead=engine.runs_ahead,
             lockstep=not on_host,
             block_bytes=cache // (pool.num_blocks + (not on_host)),
-            memory=made_of,
+            memory=memory,
             acceptance=self._acceptance(),
             made={
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "commit": ran[0], "dirty": ran[1], "hardware": hardware(),
+                "commit": commit_id, "dirty": dirty, "hardware": hardware(),
                 "repeats": self.num_repeats,
             },
         )  # fmt: skip
 
-    def _of_context(self) -> list[float]:
-        """Seconds per token of context for each K: measured at both ends, linear in between."""
+    def _context_costs(self) -> list[float]:
+        """Seconds per token of context for each K.
+
+        Measured for K = 0 and for the largest K, linear in between.
+        """
         ends = (0, self._drafts[-1])
         slopes = []
         for drafts in ends:
-            short = self._step(self._decode_setup(self._middle, drafts))
-            long = self._step(self._decode_setup(self._middle, drafts, self._long))
-            more = (long[0] - short[0]) / max(long[2] - short[2], 1.0) / self._middle
-            slopes.append(max(more, 0.0))
-        found: list[float] = np.interp(self._drafts, ends, slopes).tolist()
-        return found if ends[1] else slopes[:1]
+            short = self._step(self._decode_setup(self._context_batch, drafts))
+            long = self._step(self._decode_setup(self._context_batch, drafts, self._long))
+            slope = (long[0] - short[0]) / max(long[2] - short[2], 1.0) / self._context_batch
+            slopes.append(max(slope, 0.0))
+        costs: list[float] = np.interp(self._drafts, ends, slopes).tolist()
+        return costs if ends[1] else slopes[:1]
 
     def _prompts(self) -> PromptCosts:
-        """Costs of prompt steps, also of those in decoding runs: per token, and per pair."""
+        """Costs of prompt steps by tokens, and per pair; prompts of decode setups count, too."""
         by_size = defaultdict[tuple[int, int], list[float]](list)
-        for setup, found in self._found.items():
-            by_size[setup.batch, setup.length] += found.prompts
+        for setup, timings in self._timings.items():
+            by_size[setup.batch, setup.length] += timings.prompts
         steps = [
             PromptStep(n * length, n * length**2 / 2, _mean(seconds), len(seconds))
             for (n, length), seconds in by_size.items()
             if seconds
         ]
         pair = of_pairs(steps)
-        flat = without_pairs(steps, pair)
-        return PromptCosts([*flat], rising([*flat.values()]), pair)
+        seconds_of = without_pairs(steps, pair)
+        return PromptCosts([*seconds_of], rising([*seconds_of.values()]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
-        """Joint chances of the engine's drafts; None without drafts or text, or for `synthetic`."""
+        """Chances that a draft and all before it are accepted, measured on the text.
+
+        None without drafts or text, and with synthetic acceptance.
+        """
         metrics = self._engine.metrics
         if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
             return None
@@ -439,51 +474,61 @@ class Calibration:
 
 
 def of_pairs(steps: Sequence[PromptStep]) -> float:
-    """Seconds per pair of a token and an earlier one; 0 if prompt lengths are too similar.
+    """Seconds per pair of a token and an earlier token; 0 if prompt lengths are too similar.
 
     In the largest steps, the seconds per token are linear in the number of earlier tokens: the
-    result is the slope. Smaller steps take a minimum time whatever their tokens: including them
-    made the slope 37 times too steep on a GPU.
+    result is the slope. Smaller steps are left out, since they take a minimum time for any number
+    of tokens: with them the slope was 37 times too steep on a GPU.
     """
-    most = max((step.tokens for step in steps), default=0)
-    large = [step for step in steps if step.tokens >= most / 2]
-    lengths = [step.pairs / step.tokens for step in large]  # halves of them
-    if not lengths or max(lengths) < _APART * min(lengths):
+    max_tokens = max((step.tokens for step in steps), default=0)
+    large = [step for step in steps if step.tokens >= max_tokens / 2]
+    half_lengths = [step.pairs / step.tokens for step in large]  # of prompts
+    if not half_lengths or max(half_lengths) < _MIN_RATIO * min(half_lengths):
         return 0.0
-    weights = np.sqrt([step.times for step in large])
-    slope = np.polyfit(lengths, [step.seconds / step.tokens for step in large], 1, w=weights)[0]
+    weights, token_seconds = (
+        np.sqrt([s.times for s in large]),
+        [s.seconds / s.tokens for s in large],
+    )
+    slope = np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]
     return max(float(slope), 0.0)
 
 
 def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
-    """tokens -> mean seconds without `pair` seconds for each pair, sorted by tokens.
+    """The mean seconds of a step by its number of tokens, without the cost of pairs.
 
-    Steps of equally many tokens in prompts of different lengths are averaged, weighted by count.
+    Steps with equally many tokens, in prompts of different lengths, are averaged with their counts
+    as weights.
+
+    Args:
+        pair: seconds per pair.
     """
-    found = defaultdict[int, list[tuple[float, int]]](list)
+    by_tokens = defaultdict[int, list[tuple[float, int]]](list)
     for step in steps:
-        found[step.tokens].append((max(step.seconds - pair * step.pairs, 0.0), step.times))
+        by_tokens[step.tokens].append((max(step.seconds - pair * step.pairs, 0.0), step.times))
     return {
-        tokens: sum(seconds * times for seconds, times in of) / sum(times for _, times in of)
-        for tokens, of in sorted(found.items())
+        tokens: sum(seconds * times for seconds, times in kinds) / sum(times for _, times in kinds)
+        for tokens, kinds in sorted(by_tokens.items())
     }
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """Mean without stalls of the machine. A median would be too small: on a busy machine by some
-    10 % of the time of a run."""
+    """The mean, with stalls of the machine cut to `_STALL` times the median.
+
+    The median itself would be too small: on a busy machine by some 10 % of the time of a run.
+    """
     return float(np.minimum(seconds, _STALL * median(seconds)).mean())
 
 
 def rising(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing numbers (pool adjacent violators).
 
-    More drafts or tokens never take less time; measurements that say so were disturbed.
+    More drafts or tokens never take less time. Measurements in which they do were disturbed.
     """
     pools = list[tuple[float, int]]()
     for value in values:
         pools.append((value, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (high, above), (low, below) = pools.pop(), pools.pop()
-            pools.append(((high * above + low * below) / (above + below), above + below))
+            (last, last_count), (former, former_count) = pools.pop(), pools.pop()
+            size = last_count + former_count
+            pools.append(((last * last_count + former * former_count) / size, size))
     return [value for value, count in pools for _ in range(count)]

@@ -1,7 +1,7 @@
-"""`foretoken plan`: find costs and acceptance, predict, and show the results like a benchmark's.
+"""`foretoken plan`: get costs and acceptance, predict, and show the results like a benchmark's.
 
-Charter: which questions outlook, simulation and fleet answer, the names of the answers in a row,
-and how rows are shown.
+Charter: which predictions are made by outlook, simulation and fleet; the names of their values in a
+row; how rows are shown.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation,
 from foretoken.lab.results import Label, Row, collect, stem
 from foretoken.sampling.params import SamplingParams
 
-_EVERY = 8  # if the largest K is no larger, every K is simulated
+_EVERY = 8  # if the largest K is at most this, every K is simulated
 _LONGER = (1, 4, 16)  # contexts of the outlook, in units of the requests' mean context
 _RATES, _ENGINES, _REQUESTS = 8, 12, 400  # of the runs that find an engine's capacity
-_SETTLED = 0.03  # the capacity has settled if later requests lower it by no more than this share
+_SETTLED = 0.03  # the capacity has settled if later requests lower it by at most this share
 _MET = 0.95  # share of the requests that must meet the bounds
-_SHOWN = 16  # largest number of replicas of which all smaller ones are shown, too
+_SHOWN = 16  # the capacity is shown for every number of replicas up to this
 
 
 class LoadPoint(NamedTuple):
-    """Requests under way at once, and K; None: `auto`."""
+    """A load to simulate: `batch` requests under way at once, and K; None: `auto`."""
 
     batch: int
     drafts: int | None
 
     @property
     def name(self) -> str:
-        how = "auto" if self.drafts is None else f"K={self.drafts}" if self.drafts else "plain"
-        return f"concurrency {self.batch}, {how}"
+        k = "auto" if self.drafts is None else f"K={self.drafts}" if self.drafts else "plain"
+        return f"concurrency {self.batch}, {k}"
 
 
 @dataclass
 class Planner:
-    """Predicts; `rows` holds all finished predictions, also after an interruption."""
+    """Makes all predictions. `rows` holds the finished ones, even after an interruption."""
 
     profile: Profile
     acceptance: Acceptance
@@ -60,10 +60,10 @@ class Planner:
     def __post_init__(self) -> None:
         profile, options = self.profile, self.options
         self.outlook, self.rows = Outlook(profile, self.acceptance), list[Row]()
-        self.said = list[str]()
-        largest, most = max(options.batch_sizes), profile.limits.max_num_seqs
-        if largest > most:
-            bound = f"at most {most}, the `max_num_seqs` of the profile"
+        self.sentences = list[str]()  # answers that are not in `rows`
+        limit = profile.limits.max_num_seqs
+        if max(options.batch_sizes) > limit:
+            bound = f"at most {limit}, the `max_num_seqs` of the profile"
             raise ConfigError("batch_size", options.batch_size, bound)
         length = options.input_len + options.output_len
         if length > profile.limits.max_model_len:
@@ -73,22 +73,22 @@ class Planner:
             raise ConfigError("rate", options.rate, "left out: the profile knows no prompts")
         every, known = self.outlook.most <= _EVERY, range(self.outlook.most + 1)
         self.drafts = drafts = [k for k in known if every or k in profile.drafts]
-        kinds = [*drafts, *([None] if self.outlook.most else [])]
-        self.points = [LoadPoint(batch, k) for batch in options.batch_sizes for k in kinds]
+        choices = [*drafts, *([None] if self.outlook.most else [])]
+        self.points = [LoadPoint(batch, k) for batch in options.batch_sizes for k in choices]
         self.num_runs = len(self.points) + (len(drafts) + 1 if options.rate else 0)
 
     def joint(self, drafts: int | None) -> tuple[float, ...]:
-        """Chances for `Simulation` and `Fleet`; for `auto`, drafts of unknown chance have 0."""
+        """`joint_K` of `Simulation` and `Fleet`; with `auto`, unknown chances are 0."""
         if drafts is not None:
             return self.acceptance.joint(drafts)
         known = self.acceptance.joint(self.outlook.most)
         return known + (0.0,) * (self.profile.most_drafts - self.outlook.most)
 
     def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> None:
-        """Fill `rows`.
+        """Make all predictions.
 
         Args:
-            report: gets the number of simulations done, and the name of the next.
+            report: called with the number of simulations done, and the name of the next one.
         """
         self._outlooks()
         plain = dict[int, float]()
@@ -106,6 +106,7 @@ class Planner:
         report(self.num_runs, "done")
 
     def _simulated(self, batch: int, drafts: int | None) -> dict[str, float]:
+        """The figures of a simulation with `batch` requests under way."""
         options, joint, steps = self.options, self.joint(drafts), list[Step]()
         simulation = Simulation(self.profile, joint, drafts, batch, options.seed, steps.append)
         count = options.requests or max(4 * batch, 20)
@@ -115,15 +116,17 @@ class Planner:
     def _figures(
         self, served: Sequence[Served], steps: Sequence[Step], bounds: Mapping[str, float]
     ) -> dict[str, float]:
-        found = figures(served, bounds)
+        """The figures of served requests; TTFT and E2E only if the costs of prompts are known."""
+        values = figures(served, bounds)
         if self.profile.prompts is None:
-            found = {n: x for n, x in found.items() if not n.startswith(("ttft", "e2e"))}
-        return found | {"steps": len(steps), "tokens_per_step": _per_round(steps)}
+            values = {n: x for n, x in values.items() if not n.startswith(("ttft", "e2e"))}
+        return values | {"steps": len(steps), "tokens_per_step": _per_round(steps)}
 
     def _add(self, kind: str, name: str, values: Mapping[str, float], **labels: Label) -> None:
         self.rows.append(Row(name, {"kind": kind, **labels}, {**values}))
 
     def _outlooks(self) -> None:
+        """Add rows with the best K by batch size and context, and the break-even batch sizes."""
         options, limits = self.options, self.profile.limits
         middle = options.input_len + options.output_len // 2
         contexts = [c * middle for c in _LONGER if c * middle <= limits.max_model_len]
@@ -144,50 +147,55 @@ class Planner:
             if not self.outlook.most:
                 continue
             last = self.outlook.last_that_pays(context)
-            most, name = limits.max_num_seqs, f"break-even, {context} tokens of context"
-            self._add("break-even", name, {"last_batch": last}, context=context, up_to=most)
+            limit, name = limits.max_num_seqs, f"break-even, {context} tokens of context"
+            self._add("break-even", name, {"last_batch": last}, context=context, up_to=limit)
 
     def _fleet(self, rate: float, report: Callable[[int, str], None]) -> None:
+        """Add rows about a fleet for `rate`: capacities, replicas, and one of its engines."""
         options, done = self.options, len(self.points)
-        found = dict[int, float]()
+        capacities = dict[int, float]()  # by K
         for i, k in enumerate(self.drafts):
             report(done + i, f"capacity, K={k}")
-            found[k] = self.capacity(k)
-            count = math.ceil(rate / found[k]) if found[k] else 0
-            capacity = {"capacity": found[k], "replicas": count}
-            self._add("capacity", f"capacity, K={k}" if k else "capacity, plain", capacity, k=k)
-        best = max(found, key=lambda k: found[k])
+            capacities[k] = self.capacity(k)
+            count = math.ceil(rate / capacities[k]) if capacities[k] else 0
+            values: dict[str, float] = {"capacity": capacities[k], "replicas": count}
+            self._add("capacity", f"capacity, K={k}" if k else "capacity, plain", values, k=k)
+        best = max(capacities, key=lambda k: capacities[k])
         if self.replicas is not None:
-            best = self._drafts_of(self.replicas, best, found)
-            self._replicas(self.replicas, found[best], best, rate)
-        if not found[best]:
+            best = self._drafts_of(self.replicas, best, capacities)
+            self._replicas(self.replicas, capacities[best], best, rate)
+        if not capacities[best]:
             return
         report(self.num_runs - 1, "fleet")
-        count, chance = math.ceil(rate / found[best]), np.random.default_rng(options.seed)
-        gaps = chance.exponential(count / rate, size=5 * _REQUESTS)
+        count, random = math.ceil(rate / capacities[best]), np.random.default_rng(options.seed)
+        gaps = random.exponential(count / rate, size=5 * _REQUESTS)
         asks = [Ask(t, options.input_len, options.output_len) for t in np.cumsum(gaps).tolist()]
         steps = list[Step]()
         profile, joint = self.profile, self.joint(best)
-        run = Simulation(profile, joint, best, seed=options.seed, on_step=steps.append)
-        settled = run.run(asks)[_REQUESTS:]
+        simulation = Simulation(profile, joint, best, seed=options.seed, on_step=steps.append)
+        settled = simulation.run(asks)[_REQUESTS:]
         bounds = {"ttft_ms": options.slo_ttft_ms, "tpot_ms": options.slo_tpot_ms}
         values = self._figures(settled, steps, bounds)
         values |= {"replicas": count, "memory_gib": sum(self.memory().values()) / 2**30}
         name = f"1 of {count} engines at {rate:g} requests/s, K={best}"
         self._add("fleet", name, values, k=best, requests_per_second=rate)
 
-    def _drafts_of(self, replicas: Replicas, best: int, found: Mapping[int, float]) -> int:
-        """K of a file's engines, if their capacity was found; `ConfigError` otherwise."""
+    def _drafts_of(self, replicas: Replicas, best: int, capacities: Mapping[int, float]) -> int:
+        """K of a file's engines; `best` for `auto`.
+
+        Raises:
+            ConfigError: the capacity with this K is not known.
+        """
         if replicas.drafts is None:
             return best
-        if replicas.drafts not in found:
-            known = ", ".join(map(str, found))
+        if replicas.drafts not in capacities:
+            known = ", ".join(map(str, capacities))
             bound = f"one of {known}, of which costs and acceptance are known"
             raise ConfigError("num_speculative_tokens", replicas.drafts, bound)
         return replicas.drafts
 
     def _replicas(self, replicas: Replicas, one: float, drafts: int, rate: float) -> None:
-        """Rows for 1, 2, .. replicas, for as many as are needed, and for as many as allowed."""
+        """Add rows with the capacity of 1, 2, .. replicas, the needed and the allowed number."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
         needed = replicas.needed(one, steps, rate)
         counts = {*range(1, min(replicas.most, _SHOWN) + 1), replicas.most, needed or 1}
@@ -195,21 +203,21 @@ class Planner:
             value = replicas.capacity(one, steps, count)
             name = f"{count} replica{'s' * (count > 1)}"
             self._add("replicas", name, {"capacity": value}, replicas=count)
-        most = replicas.capacity(one, steps, replicas.most)
-        self.said.append(replicas.sentence(needed, self.options, most))
+        highest = replicas.capacity(one, steps, replicas.most)
+        self.sentences.append(replicas.sentence(needed, self.options, highest))
 
     def capacity(self, drafts: int) -> float:
-        """The highest rate in requests/s at which one engine keeps the bounds for good, or 0.
+        """The highest rate in requests/s at which one engine keeps the bounds permanently, or 0.
 
         Engines are simulated in parallel at several rates, first over the whole range, then near
         the highest rate that keeps the bounds. Fuller queues take longer to settle: the number of
-        requests is doubled until their second and their last quarter agree.
+        requests is doubled until the second and the last quarter of them give the same rate.
         """
         options, joint = self.options, self.joint(drafts)
         fleet = Fleet(self.profile, joint, options.input_len, options.output_len)
 
         def highest(rates: Array, count: int) -> list[float]:
-            """The highest rate by each quarter of the requests, which are the same at all rates."""
+            """The highest rate at which each quarter of `count` requests keeps the bounds."""
             gaps = np.random.default_rng(options.seed).exponential(size=(1, _ENGINES, count))
             arrival = np.cumsum(gaps / rates[:, None, None], axis=2).reshape(-1, count)
             times = fleet.run(arrival, options.seed)
@@ -220,19 +228,20 @@ class Planner:
             return [_crossing(rates, share) for share in shares]
 
         few = 4 * fleet.slots
-        ends = np.sort(fleet.run(np.zeros((1, 2 * few))).end_EN[0])  # never idle
-        # Requests in lockstep: random arrivals can be served at a higher rate.
-        most = 1.3 * few / float(ends[3 * few // 2] - ends[few // 2])
-        found = highest(most * np.geomspace(0.05, 1, 2 * _RATES), max(few, 48))[3]
-        kept = 0.0
-        for doubled in range(4 if found else 0):
-            rates = np.geomspace(found / 1.6, min(1.25 * found, most), _RATES)
-            _, early, _, late = highest(rates, max(_REQUESTS, 2 * few) << doubled)
-            kept = min(early, late)
-            if kept > (1 - _SETTLED) * early:
+        # An upper bound of the rate, from an engine that is never idle: all requests arrive at
+        # once. They run in lockstep; random arrivals can be served at a higher rate, hence 1.3.
+        ends = np.sort(fleet.run(np.zeros((1, 2 * few))).end_EN[0])
+        limit = 1.3 * few / float(ends[3 * few // 2] - ends[few // 2])
+        guess = highest(limit * np.geomspace(0.05, 1, 2 * _RATES), max(few, 48))[3]
+        capacity = 0.0
+        for doublings in range(4 if guess else 0):
+            rates = np.geomspace(guess / 1.6, min(1.25 * guess, limit), _RATES)
+            _, early, _, late = highest(rates, max(_REQUESTS, 2 * few) << doublings)
+            capacity = min(early, late)
+            if capacity > (1 - _SETTLED) * early:
                 break
-            found = kept or float(rates[0])
-        return kept
+            guess = capacity or float(rates[0])
+        return capacity
 
     def memory(self) -> dict[str, int]:
         """Bytes that an engine allocates, by name."""
@@ -244,17 +253,19 @@ class Planner:
 def figures(served: Sequence[Served], bounds: Mapping[str, float]) -> dict[str, float]:
     """The figures of `foretoken bench` for these requests, without ITL."""
     records = [
-        Record(one.arrival, [one.first, one.end][: one.tokens], one.end, num_output=one.tokens)
-        for one in served
+        Record(x.arrival, [x.first, x.end][: x.tokens], x.end, num_output=x.tokens) for x in served
     ]
-    seconds = max(one.end for one in served) - min(one.arrival for one in served)
-    found = bench_figures.figures(Run(records, max(seconds, 1e-12)), None, bounds)
-    found |= bench_figures.percentiles(bench_figures.latencies(records))
-    return {name: value for name, value in found.items() if not name.startswith("itl")}
+    seconds = max(x.end for x in served) - min(x.arrival for x in served)
+    values = bench_figures.figures(Run(records, max(seconds, 1e-12)), None, bounds)
+    values |= bench_figures.percentiles(bench_figures.latencies(records))
+    return {name: value for name, value in values.items() if not name.startswith("itl")}
 
 
 def _crossing(rates: Array, share: Array) -> float:
-    """The rate above which too few requests keep the bounds, by linear interpolation."""
+    """The rate above which too few requests keep the bounds, interpolated between `rates`.
+
+    share: the share of requests that keep the bounds at each rate
+    """
     kept = int(np.logical_and.accumulate(share >= _MET).sum())
     if not kept or kept == len(rates):
         return float(rates[-1]) if kept else 0.0
@@ -262,7 +273,7 @@ def _crossing(rates: Array, share: Array) -> float:
 
 
 def _per_round(steps: Sequence[Step]) -> float:
-    """Mean tokens of a request per step in which it decodes."""
+    """Mean number of tokens that a request emits in a step in which it decodes."""
     decoding = sum(step.num_decoding for step in steps)
     return 1 + sum(step.num_accepted for step in steps) / max(decoding, 1)
 
@@ -309,18 +320,18 @@ _TITLES = {
 
 def tables(rows: Sequence[Row]) -> dict[str, Table]:
     """Tables by title; columns without a value are left out."""
-    made = {}
+    result = {}
     for kind, (title, columns) in _TITLES.items():
-        found = [row for row in rows if row.labels["kind"] == kind]
-        if found:
-            made[title] = bench.table(found, columns)
-        if kind == "outlook" and found and (needs := _needs(found)).lines:
-            made["Mean tokens per round that K drafts must reach to pay, bonus included"] = needs
-    return made
+        rows_of_kind = [row for row in rows if row.labels["kind"] == kind]
+        if rows_of_kind:
+            result[title] = bench.table(rows_of_kind, columns)
+        if kind == "outlook" and rows_of_kind and (needs := _needs(rows_of_kind)).lines:
+            result["Mean tokens per round that K drafts must reach to pay, bonus included"] = needs
+    return result
 
 
 def _needs(rows: Sequence[Row]) -> Table:
-    """Mean tokens per round that each K needs; a dash if not even K + 1 would pay."""
+    """Mean tokens per round that each K needs to pay; a dash if it needs more than K + 1."""
     drafts = sorted(int(n[12:]) for n in rows[0].values if n.startswith("need_length_"))
     lines = []
     for row in rows:
@@ -332,22 +343,22 @@ def _needs(rows: Sequence[Row]) -> Table:
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     """The break-even rows as sentences."""
-    said = []
+    lines = []
     for row in rows:
         if row.labels["kind"] == "break-even":
-            last, most = row.values["last_batch"], row.labels["up_to"]
+            last, largest = row.values["last_batch"], row.labels["up_to"]
             where = f"At {row.labels['context']} tokens of context drafts"
             if not last:
-                said.append(f"{where} do not pay at any batch up to {most}.")
-            elif last == most:
-                said.append(f"{where} pay up to batch {most}, the most that run at once.")
+                lines.append(f"{where} do not pay at any batch up to {largest}.")
+            elif last == largest:
+                lines.append(f"{where} pay up to batch {largest}, the most that run at once.")
             else:
-                said.append(f"{where} pay up to batch {last}, and at none above.")
-    return said
+                lines.append(f"{where} pay up to batch {last}, and at none above.")
+    return lines
 
 
 def charts(rows: Sequence[Row]) -> list[str]:
-    """SVGs of the simulated rows: speed-up by load, a user's speed against the total."""
+    """Charts of the simulated rows, as SVG: speed-up by load, a user's speed against the total."""
     return bench.charts([row for row in rows if row.labels["kind"] == "simulated"])
 
 
@@ -362,13 +373,13 @@ _PATIENCE_S = 40.0  # no further repeat begins after so many seconds
 
 
 class Command:
-    """One call of the command."""
+    """One call of `foretoken plan`."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
     def run(self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams) -> None:
-        """Predict and report; an exception ends it early, after a report of the rows so far.
+        """Predict and report. After an exception, the finished predictions are reported, too.
 
         Args:
             engine: all fields of `EngineConfig`.
@@ -380,20 +391,21 @@ class Command:
             engine = _read_for(options, engine_options(model, replicas.threads))
         profile = self._profile(engine, options, params)
         acceptance = _acceptance(profile, options)
-        planner, said = Planner(profile, acceptance, options, replicas), list[str]()
+        planner, notes = Planner(profile, acceptance, options, replicas), list[str]()
         try:
             with self._desk.progress(planner.num_runs, "simulations") as report:
                 planner.run(report)
         except BaseException as error:
-            said.append(f"Ended early by {type(error).__name__}: cases are missing.")
+            notes.append(f"Ended early by {type(error).__name__}: cases are missing.")
             raise
         finally:
             if planner.rows:
-                self._finish(planner, said)
+                self._finish(planner, notes)
 
     def _profile(
         self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams
     ) -> Profile:
+        """The costs of steps: read from a file, estimated, or measured."""
         is_timed = options.stored is None and options.bandwidth is None
         if not is_timed and replace(params, seed=None) != _PARAMS:
             bound = "left out where no steps are timed"
@@ -401,8 +413,8 @@ class Command:
         if options.stored is not None:
             profile = Profile.read(options.stored)
             bound = f"left out beside a profile, which is of {profile.model}, {profile.method}"
-            same = {"model"} if engine.get("model") in (None, profile.model) else set[str]()
-            _check_unset(engine, same, bound)
+            allowed = {"model"} if engine.get("model") in (None, profile.model) else set[str]()
+            _check_unset(engine, allowed, bound)
             return profile
         config, length = _sized(engine, options), options.input_len + options.output_len
         if options.bandwidth is not None and options.tflops is not None:
@@ -413,13 +425,14 @@ class Command:
     def _calibrated(
         self, config: EngineConfig, options: PlanOptions, params: SamplingParams
     ) -> Profile:
-        given = {f.name: getattr(config, f.name) for f in fields(config)}
+        """Load an engine, measure its profile, and write it if the options name a file."""
+        engine_options = {f.name: getattr(config, f.name) for f in fields(config)}
         with self._desk.status(f"Loading {config.model}"):
             from foretoken.lab.plan.calibrate import Calibration
             from foretoken.lab.workloads import heldout
             from foretoken.llm import LLM
 
-            llm = LLM(**given)
+            llm = LLM(**engine_options)
         text = list[int]()
         if (tokenizer := llm.engine.tokenizer) is not None:
             text = tokenizer.encode("".join(item.prompt + item.reference for item in heldout(24)))
@@ -433,59 +446,62 @@ class Command:
             profile = calibration.run(report)
         if options.profile is not None:
             profile.write(Path(options.profile))
-            said = f"Wrote {options.profile}."
-            self._desk.errors.print(said, markup=False, soft_wrap=True)
+            line = f"Wrote {options.profile}."
+            self._desk.errors.print(line, markup=False, soft_wrap=True)
         return profile
 
     def _finish(self, planner: Planner, notes: list[str]) -> None:
+        """Show and write the results."""
         profile, options, rows = planner.profile, planner.options, planner.rows
-        said = [*planner.said, *_about(planner), *notes]
+        notes = [*planner.sentences, *_about(planner), *notes]
         shapes = {
             **{k: v for k, v in asdict(options).items() if k not in _FILES},
             "profile": {**asdict(profile), "model": Path(profile.model).name},
             "acceptance": {"source": planner.acceptance.source, "joint": planner.joint(None)},
         }
-        found = collect(stem(options.output, "plan"), self._desk.typed, shapes, rows, said)
-        self._desk.show(made := tables(rows), [*sentences(rows), *said])
-        self._desk.write(found, options.output, made, [Section(charts=charts(rows))])
+        name, shown = stem(options.output, "plan"), tables(rows)
+        results = collect(name, self._desk.typed, shapes, rows, notes)
+        self._desk.show(shown, [*sentences(rows), *notes])
+        self._desk.write(results, options.output, shown, [Section(charts=charts(rows))])
 
 
 def _read_for(options: PlanOptions, engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine options of a file that matter to the source of costs."""
+    """The engine options of a file that apply to the source of costs."""
     if options.stored is not None:
         return {"model": engine["model"]}
     return engine if options.bandwidth is None else {k: engine[k] for k in _ESTIMATED}
 
 
 def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
-    """Options of the engine with room for the largest batch, unless they set sizes themselves."""
-    given = {name: value for name, value in engine.items() if value is not None}
-    given["speculative_config"] = SpeculativeConfig.parse(given.get("speculative_config"))
-    given = {"max_num_seqs": max(options.batch_sizes), **given, "enable_prefix_caching": False}
-    return EngineConfig(**given)
+    """The engine's configuration; `max_num_seqs` defaults to the largest batch."""
+    values = {name: value for name, value in engine.items() if value is not None}
+    values["speculative_config"] = SpeculativeConfig.parse(values.get("speculative_config"))
+    values = {"max_num_seqs": max(options.batch_sizes), **values, "enable_prefix_caching": False}
+    return EngineConfig(**values)
 
 
-def _check_unset(engine: Mapping[str, Any], taken: Set[str], bound: str) -> None:
-    """Raise `ConfigError` for an engine option that would be ignored."""
+def _check_unset(engine: Mapping[str, Any], allowed: Set[str], bound: str) -> None:
+    """Raise `ConfigError` if an engine option is set that is not allowed: it would be ignored."""
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for name, value in engine.items():
-        if name not in taken and value is not None and value != defaults[name]:
+        if name not in allowed and value is not None and value != defaults[name]:
             raise ConfigError(name, value, bound, "Or measure: --calibrate.")
 
 
 def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
-    most = profile.most_drafts
-    if not most:
+    """The acceptance of drafts: read from a file, stated in options, or measured."""
+    drafts = profile.most_drafts
+    if not drafts:
         return Acceptance(source="no drafts")
     if options.acceptance_file is not None:
         path = Path(options.acceptance_file)
-        return Acceptance.read(path, most, options.acceptance_name)
-    given = {
+        return Acceptance.read(path, drafts, options.acceptance_name)
+    stated = {
         "rate": options.acceptance_rate, "rates": options.rates,
         "length": options.acceptance_length,
     }  # fmt: skip
-    if any(value is not None for value in given.values()):
-        return Acceptance.stated(most, **given)
+    if any(value is not None for value in stated.values()):
+        return Acceptance.stated(drafts, **stated)
     if profile.acceptance is None:
         remedy = "Or give one of --acceptance-rates, --acceptance-length, --acceptance-file."
         bound = "given: this profile has measured none"
@@ -494,18 +510,21 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
 
 
 def _about(planner: Planner) -> list[str]:
+    """Sentences about the sources and the assumptions of a plan."""
     profile, options = planner.profile, planner.options
     joint = ", ".join(f"{rate:.2f}" for rate in planner.acceptance.joint(planner.outlook.most))
     memory = sum(planner.memory().values()) / 2**30
-    said = [
+    lines = [
         f"Costs: {profile.origin}, {profile.model}, {profile.method}. Acceptance: "
         f"{planner.acceptance.source} ({joint or 'none'}). Memory of an engine: {memory:.2f} GiB. "
         f"Prompts of {options.input_len} tokens, outputs of {options.output_len}, no shared prefix."
     ]
     if (repeats := profile.made.get("repeats")) is not None:
-        said.append(f"Every case was timed {repeats} times (--repeats).")
+        lines.append(f"Every case was timed {repeats} times (--repeats).")
     if profile.origin == "estimated":
-        said.append("An estimate from shapes: weights are read at the stated rate, hosts are idle.")
+        lines.append(
+            "An estimate from shapes: weights are read at the stated rate, hosts are idle."
+        )
     if profile.prompts is None:
-        said.append("The profile knows no prompts: they take no time here.")
-    return said
+        lines.append("The profile knows no prompts: they take no time here.")
+    return lines

@@ -1,7 +1,8 @@
-"""How many replicas a rate takes: the engines of a file for `serve deploy`, and shared cores.
+"""How many replicas are needed for a rate of requests, for a file of `serve deploy`.
 
-Charter: from the capacity of one engine to that of several, on separate machines or on the cores of
-one machine. `command.py` finds the capacity of one; `serve/fleet/config.py` defines the file.
+Charter: from the capacity of one engine to the capacity of several engines, on separate machines or
+on the cores of one machine. `command.py` finds the capacity of one engine; `serve/fleet/config.py`
+defines the file.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from foretoken.errors import ConfigError
 from foretoken.lab.plan.options import BATCH_SIZES, STREAM_MS, PlanOptions
 from foretoken.serve.fleet.config import Fleet, FleetModel
 
-_MOST = 10_000
+_MAX_REPLICAS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Engines of one model, and the cores that they share.
+    """Replicas of one model's engine, and the cores that they share.
 
     Attributes:
-        name: of the model.
-        count: replicas that the file asks for.
-        most: replicas that scaling allows.
-        drafts: K of its engines; None: `auto`.
-        threads: cores that an engine keeps busy.
-        cores: of the one machine on which all engines, the front and all other work for a request
-            run; None: each engine has its own machine.
-        stream_s: seconds of a core per step of a streamed answer: once in its replica, where the
-            engine waits for it (Python runs one thread at a time), and again in the front.
+        name: name of the model.
+        count: number of replicas in the file.
+        most: largest number of replicas that scaling allows.
+        drafts: K of the engines; None: `auto`.
+        threads: number of cores that an engine keeps busy.
+        cores: cores of the machine that runs all engines, the front, and all other work for
+            requests; None: each engine has its own machine.
+        stream_s: seconds of a core to stream one step of an answer. They are spent in the replica,
+            where the engine waits meanwhile (Python runs one thread at a time), and again in the
+            front.
     """
 
     name: str
@@ -42,31 +44,33 @@ class Replicas:
     cores: int | None
     stream_s: float
 
-    def capacity(self, one: float, steps: float, replicas: int) -> float:
-        """Requests per second within the bounds, of so many replicas.
+    def capacity(self, engine_rate: float, steps: float, replicas: int) -> float:
+        """Requests per second that `replicas` replicas serve within the bounds.
 
         Args:
-            one: requests per second of one engine without streaming.
+            engine_rate: requests per second of one engine, without the cost of streaming.
             steps: mean steps per request.
         """
-        if self.cores is None or not one:
-            return one * replicas
+        if self.cores is None or not engine_rate:
+            return engine_rate * replicas
         streaming = steps * self.stream_s
-        each = 1 / one + streaming
-        return min(replicas / each, self.cores / (self.threads * each + streaming))
+        request_s = 1 / engine_rate + streaming
+        return min(replicas / request_s, self.cores / (self.threads * request_s + streaming))
 
-    def needed(self, one: float, steps: float, rate: float) -> int | None:
-        """The fewest replicas that serve a rate; None: no number of them does."""
-        alone = self.capacity(one, steps, 1)
-        count = math.ceil(rate / alone) if alone else _MOST + 1
-        served = self.capacity(one, steps, count) * (1 + 1e-9)  # allows for the division's rounding
-        return count if count <= _MOST and served >= rate else None
+    def needed(self, engine_rate: float, steps: float, rate: float) -> int | None:
+        """The smallest number of replicas that serves a rate; None: no number of replicas does."""
+        single = self.capacity(engine_rate, steps, 1)
+        count = math.ceil(rate / single) if single else _MAX_REPLICAS + 1
+        # The factor allows for the rounding of the division.
+        served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)
+        return count if count <= _MAX_REPLICAS and served >= rate else None
 
     def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:
-        """The answer: how many replicas are needed, and what the file's can serve.
+        """The answer: how many replicas are needed, and how much the file's replicas can serve.
 
         Args:
-            most: requests per second of the most replicas that the file allows.
+            needed: the result of `needed`.
+            most: requests per second of the largest number of replicas that the file allows.
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
         wanted = f"{options.rate:g} requests/s within {bounds}"
@@ -82,10 +86,10 @@ class Replicas:
 
 
 def read_model(options: PlanOptions) -> FleetModel:
-    """The model of the fleet to plan for: the first, or the named one.
+    """The model of the file to plan for: the one in `fleet_model`, or the first.
 
     Raises:
-        ConfigError: the file is not a fleet's, or has no such model.
+        ConfigError: the file does not describe a fleet, or has no such model.
     """
     fleet = Fleet.read(Path(str(options.fleet)))
     if options.fleet_model is None:
@@ -98,7 +102,7 @@ def read_model(options: PlanOptions) -> FleetModel:
 
 
 def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
-    """The facts about a model's replicas that a plan needs."""
+    """The replicas of a model in a fleet's file."""
     scale, speculation = model.scale, model.engine.speculative_config
     count = scale.replicas or 1
     drafts = None if speculation is not None and speculation.is_auto else model.engine.num_drafts
@@ -110,16 +114,16 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
 
 
 def sized_for(model: FleetModel, options: PlanOptions) -> PlanOptions:
-    """Options with batches up to the engine's `max_num_seqs`, unless batches were given."""
+    """The options with batches up to the engine's `max_num_seqs`, unless the user gave sizes."""
     if options.batch_size != BATCH_SIZES:
         return options
-    most = model.engine.max_num_seqs
-    sizes = sorted({*(size for size in (1, 4, 16, 64) if size < most), most})
+    largest = model.engine.max_num_seqs
+    sizes = sorted({*(size for size in (1, 4, 16, 64) if size < largest), largest})
     return replace(options, batch_size=",".join(map(str, sizes)))
 
 
 def engine_options(model: FleetModel, threads: int) -> dict[str, Any]:
-    """Options of its engines as `foretoken plan` takes them, with a replica's number of cores."""
-    given = {f.name: getattr(model.engine, f.name) for f in fields(model.engine)}
-    given["max_num_waiting"] = None  # a plan serves requests late instead of refusing them
-    return given | {"threads": threads}
+    """The engine options of a model's replicas, with `threads` threads."""
+    options = {f.name: getattr(model.engine, f.name) for f in fields(model.engine)}
+    options["max_num_waiting"] = None  # a plan serves requests late instead of refusing them
+    return options | {"threads": threads}

@@ -19,39 +19,42 @@ class PlanOptions:
     """What `foretoken plan` predicts, from what, and where it writes.
 
     Attributes:
-        profile: a JSON file with the costs of steps: read if it exists, else written after they
-            are measured; None: they are measured and not kept.
+        profile: a JSON file with the costs of steps. If the file exists, it is read; else costs are
+            measured and written to it. None: costs are measured and not kept.
         calibrate: measure and write the profile, even if it exists.
-        repeats: measured runs of each case of a calibration; None: 3, or 2 where those take
-            longer than 40 s.
-        bandwidth: GB/s at which weights are read: with `tflops`, costs are estimated from
+        repeats: measured runs of each case of a calibration; None: 3, or 2 if those take longer
+            than 40 s.
+        bandwidth: GB/s at which weights are read. With `tflops`, costs are estimated from
             config.json instead of measured, and no weights are loaded.
-        tflops: arithmetic of the hardware, in 10^12 operations per second.
-        acceptance_rate: the mean over the drafts of the chance that a draft and all before it are
-            accepted; the chances decay from draft to draft. None, and none of the next three:
-            measured with the steps, on held-out code.
-        acceptance_rates: that chance of each draft, separated by commas.
-        acceptance_length: mean tokens of a round at the largest K, bonus included.
-        acceptance_file: any of these in JSON or YAML, a public table of lengths by K, or results of
-            `foretoken bench`.
-        acceptance_name: which of the file's tables, names joined by `/`.
-        batch_size: requests under way at once; several sizes are separated by commas. With `fleet`
-            the default goes up to its `max_num_seqs`.
+        tflops: arithmetic rate of the hardware, in 10^12 operations per second.
+        acceptance_rate: the mean over all drafts of the chance that a draft and all drafts before
+            it are accepted; the chances decay from draft to draft. None: measured with the steps,
+            on held-out code, if none of the next three options is given.
+        acceptance_rates: the chance of each draft that it and all drafts before it are accepted,
+            separated by commas.
+        acceptance_length: mean tokens of a round at the largest K, including the bonus token.
+        acceptance_file: a file with one of these three in JSON or YAML, with a public table of
+            lengths by K, or with results of `foretoken bench`.
+        acceptance_name: the name of a table in the file; nested names are joined by `/`.
+        batch_size: requests that are under way at once; several sizes are separated by commas. With
+            `fleet`, the default goes up to the engine's `max_num_seqs`.
         input_len: tokens of every prompt.
         output_len: tokens that every request generates.
-        requests: simulated at each batch size; None: four times the batch size, at least 20.
-        rate: requests per second of a fleet: how many engines does it take?
-        slo_ttft_ms: of a fleet, the time to the first token that 95 % of the requests must meet.
-        slo_tpot_ms: likewise the time per token after the first.
-        fleet: a YAML file for `serve deploy` (docs/scale.md): how many replicas of its model does
-            `rate` take? Options of the engine are the file's.
-        fleet_model: which of its models; None: the first.
-        cores: of the one machine on which all replicas run, together with the front, and the client
-            if it runs there; None: each replica has its own cores.
-        stream_ms: for `cores`, milliseconds of a core per step of a streamed answer: once in its
-            replica, in addition to the engine, and again in the front; None: 0.17, fitted to
-            replicas on an EPYC. Answers that come whole take 0.02.
-        seed: of acceptance and arrivals.
+        requests: number of requests simulated at each batch size; None: four times the batch size,
+            at least 20.
+        rate: requests per second of a fleet; the plan says how many engines it takes.
+        slo_ttft_ms: for a fleet: the time to the first token that 95 % of the requests must meet.
+        slo_tpot_ms: for a fleet: the time per token after the first that 95 % of the requests must
+            meet.
+        fleet: a YAML file for `serve deploy` (docs/scale.md); the plan says how many replicas of
+            its model `rate` takes. The engine's options are those in the file.
+        fleet_model: the name of a model in the file; None: the first model.
+        cores: cores of the machine that runs all replicas, the front, and the client if it runs
+            there, too; None: each replica has its own cores.
+        stream_ms: for `cores`: milliseconds of a core to stream one step of an answer. They are
+            spent in the replica, in addition to the engine's time, and again in the front; None:
+            0.17, fitted to replicas on an EPYC. Answers that are not streamed take 0.02.
+        seed: seed of acceptance and arrivals.
         output: a file for the results: *.json, *.csv, *.svg or *.html.
     """
 
@@ -96,6 +99,7 @@ class PlanOptions:
             check_file("profile", self.profile, ".json")
 
     def _check_fleet(self) -> None:
+        """Raise `ConfigError` for options of a fleet that are wrong, or that lack other options."""
         for name in ("fleet_model", "cores"):
             if getattr(self, name) is not None and self.fleet is None:
                 raise ConfigError(name, getattr(self, name), "given with `fleet`")
@@ -109,11 +113,12 @@ class PlanOptions:
                 raise ConfigError("stream_ms", self.stream_ms, "given with `cores`")
 
     def _check_sources(self) -> None:
-        stated = ("acceptance_rate", "acceptance_rates", "acceptance_length", "acceptance_file")
-        given = [name for name in stated if getattr(self, name) is not None]
-        if len(given) > 1:
-            bound = f"left out beside `{given[0]}`"
-            raise ConfigError(given[1], getattr(self, given[1]), bound, "Give one of the two.")
+        """Raise `ConfigError` for sources of costs or of acceptance that exclude each other."""
+        names = ("acceptance_rate", "acceptance_rates", "acceptance_length", "acceptance_file")
+        stated = [name for name in names if getattr(self, name) is not None]
+        if len(stated) > 1:
+            bound = f"left out beside `{stated[0]}`"
+            raise ConfigError(stated[1], getattr(self, stated[1]), bound, "Give one of the two.")
         if self.acceptance_name is not None and self.acceptance_file is None:
             bound = "left out without `acceptance_file`"
             raise ConfigError("acceptance_name", self.acceptance_name, bound)
@@ -139,6 +144,7 @@ class PlanOptions:
 
     @property
     def rates(self) -> list[float] | None:
+        """`acceptance_rates` as numbers; None if the option was not given."""
         if self.acceptance_rates is None:
             return None
         try:
@@ -149,6 +155,6 @@ class PlanOptions:
 
     @property
     def stored(self) -> Path | None:
-        """The profile to read; None: it does not exist yet, or is to be measured."""
+        """The profile to read; None if it does not exist yet, or if costs are to be measured."""
         path = Path(self.profile) if self.profile is not None else None
         return path if path is not None and path.exists() and not self.calibrate else None

@@ -1,11 +1,12 @@
-"""Costs of steps, on this machine or another: the file that `foretoken plan` keeps; and the
-acceptance of drafts, in any of the forms in which it may be stated. No torch.
+"""`Profile`, the costs of an engine's steps on some machine; and `Acceptance`, how many drafts are
+accepted. No torch.
 
-A profile is one JSON object; its fields are those of `Profile`, and `schema`. Times are in seconds.
+`foretoken plan` keeps a profile as a file with one JSON object: the fields of `Profile`, and
+`schema`. Times are in seconds.
 
-`estimate` makes one from shapes alone: a pass takes as long as reading its weights at the stated
-bandwidth, or as its products at the stated arithmetic rate, whichever is longer, plus the time of
-reading contexts. Kernels reach some 75 to 90 % of either, and hosts add their part: state rates
+`estimate` makes a profile from shapes only. The time of a pass is the longer of two times: reading
+its weights at the stated bandwidth, or its products at the stated arithmetic rate; plus the time of
+reading contexts. Kernels reach some 75 to 90 % of either rate, and hosts add some time: state rates
 that are reached in practice.
 """
 
@@ -34,7 +35,7 @@ ORIGINS = ("measured", "estimated", "published")
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The engine options that its scheduler reads."""
+    """The engine options that the scheduler reads."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -46,28 +47,29 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of an engine's steps, and its sizes.
+    """Costs of an engine's steps in seconds, and sizes of the engine.
 
     Shapes: J batch sizes, D numbers of drafts.
 
     Attributes:
         model: the target.
-        method: how drafts are made; `plain` without drafts.
+        method: the method of drafting; `plain` without drafts.
         origin: `measured` here, `estimated` from shapes and stated hardware, or `published`.
         drafts: K of the columns, rising from 0.
-        batches: requests of the rows, rising from 1.
-        rest: [J, D], a step without drafting and with empty contexts.
-        draft: [J, D], drafting alone.
-        context: [D], per token of all contexts together.
-        missed: per token of a prompt, which the drafter computes when it first drafts.
-        prompts: None: unknown; prompts are left out of all figures.
+        batches: batch sizes of the rows, rising from 1.
+        rest: [J, D], seconds of a step with empty contexts, without its drafting.
+        draft: [J, D], seconds of the step's drafting.
+        context: [D], seconds per token of context, summed over all requests.
+        missed: seconds per prompt token that the drafter computes when it first drafts.
+        prompts: costs of prompts; None: unknown, and prompts are left out of all figures.
         limits: sizes of the engine.
-        runs_ahead: each step is launched before the previous one is read.
-        lockstep: all requests of a step take as many draft passes as the one with the most drafts.
-        block_bytes: of a cache block, the drafter's part included.
+        runs_ahead: whether each step is launched before the result of the previous step is read.
+        lockstep: whether every request of a step makes as many draft passes as the request with
+            the most drafts.
+        block_bytes: bytes of a cache block, including the drafter's part.
         memory: bytes of everything else that the engine allocates, by name.
         acceptance: chances that the first i + 1 drafts are all accepted, measured with the steps.
-        made: date, commit, hardware.
+        made: how the profile was made: date, commit, hardware.
     """
 
     model: str
@@ -128,21 +130,21 @@ class Profile:
 
     @cached_property
     def table(self) -> StepTable:
-        """Costs of all numbers of drafts, on smooth curves through the measured ones."""
+        """Costs for every K, on smooth curves through the measured costs."""
         every = np.arange(self.most_drafts + 1)
         rest, draft = (smooth(self.drafts, np.array(x), every) for x in (self.rest, self.draft))
         context = np.interp(every, self.drafts, self.context)
         return StepTable(np.array(self.batches), rest, np.maximum(draft, 0), context, self.missed)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, with a line per field."""
+        """Write the profile as JSON, with a line per field."""
         from foretoken.lab.results import as_text, replace_text  # loads torch
 
         replace_text(path, as_text({"schema": SCHEMA, **asdict(self)}))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and check a file; `ConfigError` says what is wrong with it."""
+        """Read and check a profile's file; `ConfigError` says what is wrong with the file."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -160,53 +162,57 @@ class Profile:
             raise ConfigError("profile", str(path), "complete", f"{error}.") from None
 
 
-def _check_rising(name: str, given: Any, first: int | None, least: int = 1) -> None:
-    """Check for integers in rising order that begin with `first`, or with any >= 1 for None."""
-    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) >= least
-    if not is_list or (first is not None and given[0] != first):
+def _check_rising(name: str, values: Any, first: int | None, least: int = 1) -> None:
+    """Raise `ConfigError` unless `values` are at least `least` integers in rising order.
+
+    They must begin with `first`; None: with any integer >= 1.
+    """
+    is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) >= least
+    if not is_list or (first is not None and values[0] != first):
         begins = "" if first is None else f" from {first} on"
-        raise ConfigError(name, given, f"{least} or more integers in rising order{begins}")
-    before = 0 if first is None else first - 1
-    for i, value in enumerate(given):
-        check_int(f"{name}[{i}]", value, before + 1)
-        before = value
+        raise ConfigError(name, values, f"{least} or more integers in rising order{begins}")
+    previous = 0 if first is None else first - 1
+    for i, value in enumerate(values):
+        check_int(f"{name}[{i}]", value, previous + 1)
+        previous = value
 
 
-def _check_seconds(name: str, given: Any, *shape: int) -> None:
+def _check_seconds(name: str, values: Any, *shape: int) -> None:
+    """Raise `ConfigError` unless `values` are seconds in nested lists of this shape."""
     if shape:
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != shape[0]:
-            raise ConfigError(name, given, f"a list of length {shape[0]}")
-        for i, part in enumerate(given):
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != shape[0]:
+            raise ConfigError(name, values, f"a list of length {shape[0]}")
+        for i, part in enumerate(values):
             _check_seconds(f"{name}[{i}]", part, *shape[1:])
     else:
-        check_number(name, given, 0, 3600, "It is in seconds.")
+        check_number(name, values, 0, 3600, "It is in seconds.")
 
 
-def smooth(x: Sequence[float], y_NX: Array, wanted: Array) -> Array:
-    """Values [N, W] at `wanted`, on monotone cubic curves through points [N, X].
+def smooth(x: Sequence[float], y_NX: Array, new_x: Array) -> Array:
+    """Values [N, W] at `new_x` [W], on N monotone cubic curves through points (x, y_NX).
 
-    The curves turn only where the points do (Fritsch and Butland 1984, ends as in Moler 2004).
-    Outside the points they are constant. Between K=3 and K=7 of a published EAGLE-3 table this is
-    1.2 % off, a straight line 3 %.
+    A curve rises where its points rise, and falls where they fall (Fritsch and Butland 1984, ends
+    as in Moler 2004). Outside the points it is constant. Between K=3 and K=7 of a published EAGLE-3
+    table the curve is 1.2 % off, a straight line 3 %.
     """
-    x_X, at = np.asarray(x, dtype=float), np.clip(np.asarray(wanted, dtype=float), x[0], x[-1])
+    x_X, x_W = np.asarray(x, dtype=float), np.clip(np.asarray(new_x, dtype=float), x[0], x[-1])
     if len(x_X) < 3:
-        return np.array([np.interp(at, x_X, y) for y in y_NX])
-    wide, slope = np.diff(x_X), np.diff(y_NX, axis=1) / np.diff(x_X)
+        return np.array([np.interp(x_W, x_X, y) for y in y_NX])
+    width, slope = np.diff(x_X), np.diff(y_NX, axis=1) / np.diff(x_X)
     tangent = np.zeros_like(y_NX, dtype=float)
     before, after = slope[:, :-1], slope[:, 1:]
-    turns = before * after <= 0
-    weight = (2 * wide[1:] + wide[:-1]) / (3 * (wide[1:] + wide[:-1]))
-    safe = np.where(turns, 1.0, weight * after + (1 - weight) * before)
-    tangent[:, 1:-1] = np.where(turns, 0.0, before * after / safe)
-    for end, one, two in ((0, 0, 1), (-1, -1, -2)):
-        h, k, near, far = wide[one], wide[two], slope[:, one], slope[:, two]
-        found = ((2 * h + k) * near - h * far) / (h + k)
-        found = np.where(found * near <= 0, 0.0, found)
-        sharp = (near * far < 0) & (abs(found) > 3 * abs(near))
-        tangent[:, end] = np.where(sharp, 3 * near, found)
-    i = np.clip(np.searchsorted(x_X, at, side="right") - 1, 0, len(wide) - 1)
-    t, h = (at - x_X[i]) / wide[i], wide[i]
+    is_extremum = before * after <= 0
+    weight = (2 * width[1:] + width[:-1]) / (3 * (width[1:] + width[:-1]))
+    divisor = np.where(is_extremum, 1.0, weight * after + (1 - weight) * before)
+    tangent[:, 1:-1] = np.where(is_extremum, 0.0, before * after / divisor)
+    for end, first, second in ((0, 0, 1), (-1, -1, -2)):  # intervals, counted from that end
+        h, k, near, far = width[first], width[second], slope[:, first], slope[:, second]
+        at_end = ((2 * h + k) * near - h * far) / (h + k)
+        at_end = np.where(at_end * near <= 0, 0.0, at_end)
+        too_steep = (near * far < 0) & (abs(at_end) > 3 * abs(near))
+        tangent[:, end] = np.where(too_steep, 3 * near, at_end)
+    i = np.clip(np.searchsorted(x_X, x_W, side="right") - 1, 0, len(width) - 1)
+    t, h = (x_W - x_X[i]) / width[i], width[i]
     ends = (1 + 2 * t) * (1 - t) ** 2 * y_NX[:, i] + t**2 * (3 - 2 * t) * y_NX[:, i + 1]
     bends = t * (1 - t) ** 2 * tangent[:, i] - t**2 * (1 - t) * tangent[:, i + 1]
     return np.asarray(ends + h * bends)
@@ -226,50 +232,51 @@ class Shape:
     """Sizes of a dense decoder that decide the cost of a pass.
 
     Attributes:
-        weights: parameters that a pass reads; the embedding's few rows are left out.
-        kept: numbers in the keys and values of a token, all layers together.
+        weights: number of parameters that a pass reads; the few rows of the embedding are left out.
+        kv_numbers: numbers in the keys and values of a token, in all layers together.
     """
 
     weights: int
-    kept: int
+    kv_numbers: int
 
     @classmethod
     def read(cls, folder: Path, *, is_head: bool = False) -> Shape:
-        """Read it from a folder's config.json.
+        """Read a model's shape from its config.json.
 
         Args:
-            is_head: it is an EAGLE-3 head. Its features, which are made once a step, are left out.
+            is_head: whether the model is an EAGLE-3 head. The cost of its features, which are made
+                once a step, is left out.
 
         Raises:
-            CheckpointError: there is no such file, or it lacks a needed field.
+            CheckpointError: there is no config.json, or it lacks a needed field.
             UnsupportedModelError: a mixture of experts, of which each token reads only a part.
         """
-        given = config_of(folder)
-        if any(given.get(name) for name in _EXPERTS):
-            said = "is a mixture of experts: what a token reads of it does not follow from shapes."
-            raise UnsupportedModelError(f"{folder} {said} Measure it: leave out --bandwidth.")
+        config = config_of(folder)
+        if any(config.get(name) for name in _EXPERTS):
+            why = "is a mixture of experts: what a token reads of it does not follow from shapes."
+            raise UnsupportedModelError(f"{folder} {why} Measure it: leave out --bandwidth.")
         try:
-            width, heads = given["hidden_size"], given["num_attention_heads"]
-            layers, middle = given["num_hidden_layers"], given["intermediate_size"]
-            vocab = given.get("draft_vocab_size") or given["vocab_size"]
+            width, heads = config["hidden_size"], config["num_attention_heads"]
+            layers, inner = config["num_hidden_layers"], config["intermediate_size"]
+            vocab = config.get("draft_vocab_size") or config["vocab_size"]
         except KeyError as error:
             raise CheckpointError(f"{folder}/config.json lacks {error}.") from None
-        size = given.get("head_dim") or width // heads
-        kept = 2 * (given.get("num_key_value_heads") or heads) * size
-        inputs = 2 * width if is_head else width  # a head's layer reads embedding and state
-        layer = inputs * (heads * size + kept) + heads * size * width + 3 * width * middle
-        return cls(layers * layer + vocab * width, layers * kept)
+        size = config.get("head_dim") or width // heads
+        kv_numbers = 2 * (config.get("num_key_value_heads") or heads) * size
+        inputs = 2 * width if is_head else width  # a head's layer reads embedding and feature
+        layer = inputs * (heads * size + kv_numbers) + heads * size * width + 3 * width * inner
+        return cls(layers * layer + vocab * width, layers * kv_numbers)
 
 
 def config_of(folder: Path) -> Mapping[str, Any]:
-    """The text model's part of config.json, or the same from a GGUF file."""
+    """The text model's part of config.json, or the same fields from a GGUF file."""
     from foretoken.models.checkpoint import read_config
 
     if folder.is_file():
         return read_config(folder)
     try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return dict(given.get("text_config") or given)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return dict(config.get("text_config") or config)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder}: config.json cannot be read: {error}.") from None
 
@@ -282,13 +289,20 @@ def _bytes_of_a_weight(path: Path) -> float:
     return file.nbytes / sum(math.prod(tensor.shape) for tensor in file.tensors.values())
 
 
-def _limits(config: EngineConfig, folder: Path, block: int, kept: int, length: int) -> EngineLimits:
-    """Limits with blocks for `max_num_seqs` requests, unless the options set the cache's size."""
+def _limits(
+    config: EngineConfig, folder: Path, block: int, token_bytes: int, length: int
+) -> EngineLimits:
+    """The limits of an engine. By default the cache holds `max_num_seqs` requests.
+
+    block: tokens of a block
+    token_bytes: bytes of the keys and values of a token
+    length: tokens of a request
+    """
     limit = config.max_model_len or config_of(folder).get("max_position_embeddings", 4096)
     check_int("max_model_len", limit, 1)
     blocks = config.num_blocks or config.max_num_seqs * (-(-length // block) + 1)
     if config.kv_cache_gib is not None and config.num_blocks is None:
-        blocks = int(config.kv_cache_gib * 2**30 / (block * kept))
+        blocks = int(config.kv_cache_gib * 2**30 / (block * token_bytes))
         check_int("blocks of `kv_cache_gib`", blocks, 1, remedy="Raise it.")
     return EngineLimits(
         config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks,
@@ -302,7 +316,7 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     Args:
         bandwidth: bytes per second.
         flops: products and sums per second.
-        length: tokens of a request; unless its size is set, the cache holds `max_num_seqs` of them.
+        length: tokens of a request. By default the cache holds `max_num_seqs` such requests.
     """
     from foretoken.models.locate import resolve_checkpoint
 
@@ -314,23 +328,23 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     target, draft = Shape.read(folder), Shape(0, 0)
     if speculation is not None and speculation.method in _PASSES:
         if speculation.model is None:
-            said = "The draft's shape is not known: name its folder as `model`"
-            raise CheckpointError(f"{said} in --speculative-config.")
+            why = "The draft's shape is not known: name its folder as `model`"
+            raise CheckpointError(f"{why} in --speculative-config.")
         draft = Shape.read(find(speculation.model), is_head=speculation.method == "eagle3")
 
     dtype = config_of(folder).get("dtype") if config.dtype == "auto" else config.dtype
     size = kv_size = float(_BYTES.get(str(dtype), 2))
-    if folder.is_file():  # GGUF, as on a CPU
+    if folder.is_file():  # a GGUF file, which runs on a CPU
         size, kv_size = _bytes_of_a_weight(folder), float(_BYTES["float32"])
 
     def seconds(shape: Shape, rows: int) -> float:
         return max(size * shape.weights / bandwidth, 2 * shape.weights * rows / flops)
 
-    most, batches = config.num_drafts, sorted({*_CHUNKS, config.max_num_seqs})
-    batches = [b for b in batches if b <= config.max_num_seqs]
-    drafts, kept = list(range(most + 1)), int(kv_size * (target.kept + draft.kept))
+    batches = [b for b in sorted({*_CHUNKS, config.max_num_seqs}) if b <= config.max_num_seqs]
+    drafts = list(range(config.num_drafts + 1))
+    token_bytes = int(kv_size * (target.kv_numbers + draft.kv_numbers))
     block = config.block_size or BLOCK_SIZES["cuda"]
-    limits = _limits(config, folder, block, kept, length)
+    limits = _limits(config, folder, block, token_bytes, length)
     return Profile(
         model=config.model,
         method=str(speculation.method) if speculation else "plain",
@@ -339,13 +353,13 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         batches=batches,
         rest=[[seconds(target, b * (1 + k)) for k in drafts] for b in batches],
         draft=[[k * seconds(draft, b) for k in drafts] for b in batches],
-        context=[kv_size * (target.kept + k * draft.kept) / bandwidth for k in drafts],
+        context=[kv_size * (target.kv_numbers + k * draft.kv_numbers) / bandwidth for k in drafts],
         missed=2 * draft.weights / flops,
         prompts=PromptCosts(_CHUNKS, [seconds(target, n) for n in _CHUNKS]),
         limits=limits,
         runs_ahead=True,
         lockstep=True,
-        block_bytes=block * kept,
+        block_bytes=block * token_bytes,
         memory={
             "weights": int(size * target.weights),
             "weights of the draft": int(size * draft.weights),
@@ -355,10 +369,11 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
 
 
 # Acceptance ---------------------------------------------------------------------------------------
-# It is stated as a rate or a length at the largest K, with the decay of synthetic acceptance; as a
-# rate for each position; or in a file. A file is JSON or YAML: results of `foretoken bench`,
-# `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or mean lengths by K, as in public tables of
-# acceptance lengths, possibly under names: `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
+# Acceptance is stated in one of three forms: as a rate or a length at the largest K, with the decay
+# of synthetic acceptance; as a rate for each position; or in a file. A file is JSON or YAML. It has
+# results of `foretoken bench`, `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or mean lengths
+# by K, as in public tables of acceptance lengths. Tables may have names:
+# `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
 
 
 _KINDS = ("rate", "rates", "length")
@@ -366,12 +381,12 @@ _KINDS = ("rate", "rates", "length")
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Chances that the first 1, 2, .. drafts are all accepted, by K.
+    """The chances that the first 1, 2, .. drafts are all accepted.
 
     Attributes:
-        rates: the chances, for as many drafts as they are known.
-        lengths: K -> mean tokens of a round, bonus included; instead of rates.
-        source: where they come from, for a report.
+        rates: the known chances, for 1, 2, .. drafts.
+        lengths: in place of rates: mean tokens of a round, bonus included, by K.
+        source: where the numbers come from, for a report.
     """
 
     rates: Sequence[float] = ()
@@ -384,7 +399,7 @@ class Acceptance:
         return max(self.lengths, default=len(self.rates))
 
     def joint(self, drafts: int) -> tuple[float, ...]:
-        """Chances for K drafts. Between two K of known lengths, the length is interpolated.
+        """The chances for K drafts. Between two K with known lengths, lengths are interpolated.
 
         Raises:
             ConfigError: K is larger than `most`.
@@ -393,14 +408,17 @@ class Acceptance:
         if not self.lengths or not drafts:
             return tuple(self.rates[:drafts])
         known = sorted({0: 1.0, **self.lengths}.items())
-        at, lengths = zip(*known, strict=True)
-        length = float(np.interp(drafts, at, lengths))
+        ks, lengths = zip(*known, strict=True)
+        length = float(np.interp(drafts, ks, lengths))
         rate = (length - 1) / drafts
         return joint_rates(conditional_rates(drafts, synthetic_acceptance_rate=rate))
 
     @classmethod
     def stated(cls, drafts: int, **given: Any) -> Self:
-        """From exactly one of `rate`, `rates` and `length`; K is `drafts`, or that of `rates`."""
+        """Acceptance from exactly one of `rate`, `rates` and `length`.
+
+        drafts: K of a rate or length; `rates` have their own K
+        """
         names = [name for name in _KINDS if given.get(name) is not None]
         if len(names) != 1:
             bound = f"one of {', '.join(_KINDS)}, and no other beside it"
@@ -411,7 +429,7 @@ class Acceptance:
         options = {f"synthetic_acceptance_{names[0]}": given[names[0]]}
         try:
             check_int("drafts", count, 1)
-            conditional = conditional_rates(count, **_decayed(options, count))
+            conditional = conditional_rates(count, **_length_as_rate(options, count))
         except ConfigError as error:
             name = error.field.replace("synthetic_acceptance_", "acceptance_")
             raise ConfigError(name, error.value, error.bound, error.remedy) from None
@@ -419,19 +437,19 @@ class Acceptance:
 
     @classmethod
     def read(cls, path: Path, drafts: int, name: str | None = None) -> Self:
-        """Read it from a file.
+        """Read acceptance from a file.
 
         Args:
             drafts: K of a rate or length.
-            name: which of the file's tables, its names joined by `/`; None: the only one.
+            name: the name of a table in the file, nested names joined by `/`; None: the only table.
         """
         data = _parsed(path)
         source = f"{path.name}{f', {name}' if name else ''}"
         if isinstance(data, Mapping) and "rows" in data:
-            return cls(_of_results(path, data["rows"]), source=source)
+            return cls(_rates_of_results(path, data["rows"]), source=source)
         if isinstance(data, Mapping) and (set(data) & {*_KINDS}):
-            found = cls.stated(drafts, **{kind: data.get(kind) for kind in _KINDS})
-            return cls(found.rates, source=source)
+            stated = cls.stated(drafts, **{kind: data.get(kind) for kind in _KINDS})
+            return cls(stated.rates, source=source)
         tables = dict(_tables(data, ""))
         if name is None and len(tables) == 1:
             name = next(iter(tables))
@@ -445,9 +463,11 @@ class Acceptance:
         return cls((), lengths, f"{path.name}, {name}")
 
 
-def _decayed(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Replace a length by the rate with the same mean: its chances decay, as those of real drafts
-    do."""
+def _length_as_rate(options: dict[str, Any], count: int) -> dict[str, Any]:
+    """The options with a mean length replaced by the mean rate that gives it.
+
+    The chances of a mean rate decay from draft to draft, like the chances of real drafts.
+    """
     length = options.get("synthetic_acceptance_length")
     if length is None:
         return options
@@ -456,6 +476,7 @@ def _decayed(options: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> Any:
+    """The contents of a file of JSON or YAML; `ConfigError` if it cannot be read."""
     import yaml  # type: ignore[import-untyped]  # reads JSON, too
 
     try:
@@ -465,19 +486,22 @@ def _parsed(path: Path) -> Any:
         raise ConfigError("acceptance_file", str(path), bound, f"{error}.") from None
 
 
-def _of_results(path: Path, rows: Any) -> tuple[float, ...]:
-    """Rates of the last row with the largest K: acceptance does not depend on batch sizes."""
-    found = list[list[Any]]()
+def _rates_of_results(path: Path, rows: Any) -> tuple[float, ...]:
+    """The rates in the last row with the largest K; acceptance does not depend on batch sizes.
+
+    rows: the rows of `foretoken bench`
+    """
+    rates_of_rows = list[list[Any]]()
     for row in rows if isinstance(rows, list) else ():
         values = row.get("values") if isinstance(row, Mapping) else None
         names = (f"unconditional_at_{i}" for i in count(1))
         known = values if isinstance(values, Mapping) else {}
-        found.append([known[name] for name in takewhile(known.__contains__, names)])
-    if not any(found):
+        rates_of_rows.append([known[name] for name in takewhile(known.__contains__, names)])
+    if not any(rates_of_rows):
         bound = "results with `unconditional_at_1`: those of a run with drafts"
         raise ConfigError("acceptance_file", str(path), bound)
     rates = list[float]()
-    longest: list[Any] = max(found[::-1], key=len)
+    longest: list[Any] = max(rates_of_rows[::-1], key=len)
     for i, value in enumerate(longest, start=1):
         rate: Any = value.get("median") if isinstance(value, Mapping) else value
         check_number(f"{path.name}: unconditional_at_{i}", rate, 0, 1)
@@ -486,7 +510,7 @@ def _of_results(path: Path, rows: Any) -> tuple[float, ...]:
 
 
 def _tables(data: Any, name: str) -> Iterator[tuple[str, dict[int, Any]]]:
-    """Mappings of numbers to numbers anywhere in nested mappings, by their names."""
+    """All tables in nested mappings, as (name, table). A table is a mapping with integer keys."""
     if not isinstance(data, Mapping) or not data:
         return
     keys = [int(k) if str(k).isdecimal() else None for k in data]

@@ -1,9 +1,9 @@
 """The engine's own scheduler, with a clock instead of a model. No torch.
 
-Charter: requests arrive, `Scheduler` decides which request computes what, a profile gives the
-times, random numbers the accepted drafts. Only the engine's code decides which requests run when.
-The rest of `Simulation` does what `Engine.step` and `Engine.commit` do with requests. `Outlook`
-needs no requests: it has the rates of a decoding batch that never changes.
+Charter: requests arrive, `Scheduler` decides which tokens of which request a step computes, a
+profile gives the times, and random numbers decide how many drafts are accepted. The rest of
+`Simulation` does what `Engine.step` and `Engine.commit` do with requests. `Outlook` needs no
+requests: it has the rates of a decoding batch that never changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foretoken.sampling.params import SamplingParams
 
 
 class Ask(NamedTuple):
-    """A request: its arrival in seconds after the start, its tokens of prompt and of output."""
+    """A request: seconds from the start to its arrival, and its tokens of prompt and of output."""
 
     arrival: float
     input_len: int
@@ -34,7 +34,10 @@ class Ask(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The record of a served request; times in seconds after the start."""
+    """The record of a served request: times in seconds after the start, and its output tokens.
+
+    first: time of the first token
+    """
 
     arrival: float
     first: float
@@ -43,7 +46,7 @@ class Served(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step in numbers, named as in `StepTrace`."""
+    """The numbers of a step, named as in `StepTrace`."""
 
     seconds: float
     num_requests: int
@@ -54,7 +57,7 @@ class Step(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The fields of the engine's `Outcome` that the control of K reads."""
+    """A request's random outcome in a step: the fields of `Outcome` that `DraftControl` reads."""
 
     token_ids: Sequence[int]
     num_drafts: int
@@ -63,14 +66,14 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Simulation:
-    """One engine, simulated.
+    """A simulated engine.
 
     Attributes:
-        joint_K: chances that a draft and all before it are accepted, up to the largest K.
-        num_drafts: K of every request; None: chosen step by step, as `auto` does.
-        concurrency: most requests under way; others arrive when there is room for them.
-        seed: of the random acceptance.
-        on_step: gets every step.
+        joint_K: chances that draft i and all drafts before it are accepted, up to the largest K.
+        num_drafts: K of every request; None: K is chosen step by step, as with `auto`.
+        concurrency: at most so many requests are under way; further requests arrive when one ends.
+        seed: seed of the random acceptance.
+        on_step: called with every step.
         now: seconds after the start.
     """
 
@@ -85,9 +88,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         profile, control = self.profile, None
-        limits, most = profile.limits, len(self.joint_K)
+        limits = profile.limits
         if self.num_drafts is None:
-            sizes = limits.max_num_seqs, most
+            sizes = limits.max_num_seqs, len(self.joint_K)
             control = DraftControl(profile.table, *sizes, profile.widths, lambda: self.now)
         self.scheduler = Scheduler(
             BlockPool(limits.num_blocks, limits.block_size),
@@ -98,31 +101,31 @@ class Simulation:
             pace=_pace(profile),
         )
         self._control, self._clock = control, StepClock(profile)
-        self._chance = np.random.default_rng(self.seed)
-        self._unread: Sequence[Share] = ()
-        self._first: dict[Request, float] = {}
+        self._random = np.random.default_rng(self.seed)
+        self._unread: Sequence[Share] = ()  # the step that was launched ahead
+        self._first: dict[Request, float] = {}  # time of the first token
 
     def run(self, asks: Iterable[Ask]) -> list[Served]:
         """Serve all requests; returns their records in the order in which they ended.
 
         Raises:
-            CapacityError: a request is longer than the engine takes.
+            CapacityError: a request is longer than the engine allows.
         """
         waiting = sorted(asks, key=lambda ask: ask.arrival)[::-1]
-        most = self.concurrency or len(waiting)
+        limit = self.concurrency or len(waiting)
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
             if not under_way and waiting[-1].arrival > self.now:
                 self.step()  # a step that was launched ahead ends although no request waits
                 self.now = max(self.now, waiting[-1].arrival)
-            while waiting and under_way < most and waiting[-1].arrival <= self.now:
+            while waiting and under_way < limit and waiting[-1].arrival <= self.now:
                 self._add(waiting.pop())
                 under_way += 1
             self.step()
         return self.served
 
     def step(self) -> None:
-        """Like `Engine.step`; running ahead means to launch a step before the last is committed."""
+        """Like `Engine.step`: launch a step, and commit it, or the last one if steps run ahead."""
         plan = self.scheduler.schedule()
         for slot in plan.left_slots:
             self._release(slot)
@@ -131,20 +134,20 @@ class Simulation:
         done: Sequence[Share] = plan.shares
         if self.profile.runs_ahead:
             done, self._unread = self._unread, done
-        # A step launched ahead may contain requests that have ended meanwhile. On a host they do
-        # not run. A GPU, which drafts in lockstep, has already begun, and takes as long as if they
-        # ran.
+        # A step that was launched ahead may contain requests that have ended since. On a host they
+        # do not run. On a GPU, which drafts in lockstep, they run: the step has already begun.
         live, ended = list[Share](), list[Share]()
         for share in done:
             (ended if share.request.status is Status.FINISHED else live).append(share)
         self._commit(live, ended if self.profile.lockstep else ())
 
     def _add(self, ask: Ask) -> None:
+        """Submit a request to the scheduler."""
         limits = self.profile.limits
         length = ask.input_len + ask.output_len
-        most = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-        if length > most:
-            bound = f"at most {most}, what a request of this engine may have"
+        max_len = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+        if length > max_len:
+            bound = f"at most {max_len}, what a request of this engine may have"
             raise CapacityError("input_len + output_len", length, bound)
         params = SamplingParams(max_tokens=ask.output_len, ignore_eos=True)
         arrival = ask.arrival if self.concurrency is None else self.now
@@ -157,15 +160,19 @@ class Simulation:
         self.scheduler.add(request)
 
     def _commit(self, shares: Sequence[Share], ended: Sequence[Share]) -> None:
+        """End a step: advance the clock, draw the accepted drafts, and report the step.
+
+        ended: shares of requests that have ended, but cost time
+        """
         seconds = self._clock.seconds(shares, ended)
         self.now += seconds
-        uniforms = self._chance.random(len(shares)).tolist()
+        uniforms = self._random.random(len(shares)).tolist()
         drawn = {s.slot: self._draw(s, u) for s, u in zip(shares, uniforms, strict=True)}
         if self._control is not None:
             self._control.observe(shares, drawn, seconds)  # type: ignore[arg-type]
         if shares:
-            drafts = sum(one.num_drafts for one in drawn.values())
-            accepted = sum(one.num_accepted for one in drawn.values())
+            drafts = sum(outcome.num_drafts for outcome in drawn.values())
+            accepted = sum(outcome.num_accepted for outcome in drawn.values())
             tokens = sum(share.num_tokens for share in shares) + drafts
             decoding = sum(map(_decodes, shares))
             self.on_step(Step(seconds, len(shares), decoding, tokens, drafts, accepted))
@@ -173,6 +180,7 @@ class Simulation:
             self._take(share, drawn[share.slot])
 
     def _draw(self, share: Share, u: float) -> Drawn:
+        """A request's outcome; u is uniform and decides how many drafts are accepted."""
         request = share.request
         if request.launched_share is share:
             request.launched_share = None
@@ -183,6 +191,7 @@ class Simulation:
         return Drawn([0] * (accepted + 1), drafts, accepted)
 
     def _take(self, share: Share, drawn: Drawn) -> None:
+        """Add a step's tokens to a request, and record the request if it ends."""
         request = share.request
         if share.num_preemptions == request.num_preemptions:
             request.num_computed += share.num_tokens + drawn.num_accepted
@@ -204,7 +213,7 @@ class Simulation:
 
 
 def _pace(profile: Profile) -> Pace | None:
-    """The engine's pace; None: it has none, or the profile has no prompt costs."""
+    """The engine's `Pace`; None if step times are not bounded, or prompt costs are not known."""
     bound, prompts = profile.limits.max_step_seconds, profile.prompts
     if bound is None or prompts is None:
         return None
@@ -212,7 +221,7 @@ def _pace(profile: Profile) -> Pace | None:
 
 
 def _decodes(share: Share) -> bool:
-    """Whether it computes one known token and draws the next."""
+    """Whether a request decodes: the step computes one known token, and draws the next token."""
     return share.decides and share.num_tokens == 1
 
 
@@ -222,10 +231,13 @@ class StepClock:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self.decoding = DecodeCosts(profile.table, lockstep=profile.lockstep).seconds
-        self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
+        self._seen: dict[int, int] = {}  # by slot, the number of tokens that its drafter has seen
 
     def seconds(self, shares: Sequence[Share], ended: Sequence[Share] = ()) -> float:
-        """Seconds of a step of these shares and of those of ended requests; 0 without any."""
+        """Seconds of a step with these shares, and with shares of ended requests.
+
+        0 if there are no shares.
+        """
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
         drafts = [share.max_drafts for share in (*decoding, *ended)]
@@ -238,18 +250,21 @@ class StepClock:
             seconds = float(prompts.mixed_step(seconds, rows, tokens, pairs))
         for share in decoding:
             if share.max_drafts:
-                missed = max(share.start - self._known.get(share.slot, 0), 0)
+                missed = max(share.start - self._seen.get(share.slot, 0), 0)
                 seconds += self._profile.missed * missed
-                self._known[share.slot] = share.start + 1 + share.max_drafts
+                self._seen[share.slot] = share.start + 1 + share.max_drafts
         return seconds
 
     def release(self, slot: int) -> None:
         """Forget a slot when its request ends or is preempted."""
-        self._known.pop(slot, None)
+        self._seen.pop(slot, None)
 
 
 class Outlook:
-    """Rates by batch size, K, and tokens of context of each request."""
+    """Rates of a batch in which all requests decode, by its size, K, and tokens of context each.
+
+    most: the largest K
+    """
 
     def __init__(self, profile: Profile, acceptance: Acceptance) -> None:
         self.most = min(profile.most_drafts, acceptance.most)
@@ -264,29 +279,31 @@ class Outlook:
         return batch * self._lengths[drafts] / self.seconds(batch, drafts, context)
 
     def best(self, batch: int, context: int) -> int:
-        """K with the highest rate; the smaller one of equals."""
+        """The K with the highest rate; the smallest such K if rates are equal."""
         return max(range(self.most + 1), key=lambda k: (self.rate(batch, k, context), -k))
 
     def need(self, batch: int, drafts: int, context: int) -> float:
-        """Mean tokens of a round, bonus included, from which this K pays; above K + 1 it never
-        does."""
+        """The mean tokens per round, bonus included, above which this K is faster than no drafts.
+
+        A result above K + 1 cannot be reached.
+        """
         return self.seconds(batch, drafts, context) / self.seconds(batch, 0, context)
 
     def last_that_pays(self, context: int) -> int:
-        """The largest batch at which some K beats plain decoding; 0: none."""
+        """The largest batch at which some K is faster than plain decoding; 0: no batch."""
         batches = range(self.profile.limits.max_num_seqs, 0, -1)
         return next((b for b in batches if self.best(b, context)), 0)
 
 
 # Many engines at once -----------------------------------------------------------------------------
-# The scheduler's policy on arrays, for capacities and fleets: first come, first served, prompts in
-# the same steps as decoding. Preemption is left out: a request gets its slot once the cache can
-# hold all of it. All prompts have one length, so the oldest end first, and they are computed one
-# after another. `tests/lab/test_plan.py` compares it with the simulation.
+# The scheduler's policy on arrays, for capacities and fleets: first come, first served; prompts are
+# computed in the same steps as decoding. Preemption is left out: a request gets its slot once the
+# cache can hold all its tokens. All prompts have one length, so that older prompts are complete
+# before newer ones begin. `tests/lab/test_plan.py` compares this policy with the simulation.
 
 
 class FleetTimes(NamedTuple):
-    """Seconds after each engine's start, [E, N]."""
+    """Seconds from each engine's start to events of its requests, [E, N]; first: first token."""
 
     arrival_EN: Array
     first_EN: Array
@@ -304,10 +321,10 @@ class FleetTimes(NamedTuple):
 class Fleet:
     """Engines of one kind, with requests of one length.
 
-    Shapes: E engines, each with N requests; A requests under way; T sizes of batches.
+    Shapes: E engines, each with N requests; A requests that have a slot; T sizes of batches.
 
     Attributes:
-        joint_K: chances that a draft and all before it are accepted; () decodes plainly.
+        joint_K: chances that draft i and all drafts before it are accepted; (): plain decoding.
     """
 
     profile: Profile
@@ -323,36 +340,40 @@ class Fleet:
             bound = f"at most {limits.num_blocks * limits.block_size} tokens of cache"
             raise ConfigError("input_len + output_len", self.input_len + self.output_len, bound)
         drafts, profile = len(self.joint_K), self.profile
-        # Whether a step launched ahead is computed to its end also for requests that have ended
-        # meanwhile. Without drafts no request ends unexpectedly.
-        self.outlives = profile.runs_ahead and profile.lockstep and drafts > 0
+        # Whether a step that was launched ahead also computes requests that have ended since.
+        # Without drafts the end of a request is known in advance.
+        self.computes_ended = profile.runs_ahead and profile.lockstep and drafts > 0
         sizes = range(self.slots + 1)
         self.seconds_T = np.array([clock.decoding([drafts] * b, 0) for b in sizes])
-        more = np.array([clock.decoding([drafts] * b, b) for b in sizes])
-        self.context_T = np.divide(more - self.seconds_T, np.maximum(sizes, 1))
+        one_token_T = np.array([clock.decoding([drafts] * b, b) for b in sizes])
+        # Seconds per token of context.
+        self.context_T = np.divide(one_token_T - self.seconds_T, np.maximum(sizes, 1))
 
     def run(self, arrival_EN: Array, seed: int = 0) -> FleetTimes:
-        """Serve requests with these arrival times, rising along N."""
+        """Serve requests with these arrival times, which rise along N."""
         return _Run(self, arrival_EN, seed).run()
 
 
 class _Run:
-    """State of all engines; in each turn every engine takes one step, each of its own duration.
+    """The state of all engines of a fleet. In each turn every engine makes one step.
 
-    A requests have a slot, in the order in which they got it.
+    Steps of different engines take different times. Arrays with suffix A have an entry per request
+    that has a slot, in the order in which the requests got their slots.
     """
 
     def __init__(self, fleet: Fleet, arrival_EN: Array, seed: int) -> None:
-        self._fleet, self._chance = fleet, np.random.default_rng(seed)
+        self._fleet, self._random = fleet, np.random.default_rng(seed)
         self._engines, self._count = arrival_EN.shape
         self._now_E = np.zeros(self._engines)
-        self._taken_E = np.zeros(self._engines, dtype=np.int64)  # requests that got a slot
+        self._admitted_E = np.zeros(
+            self._engines, dtype=np.int64
+        )  # requests that got a slot so far
         self._active_E = np.zeros(self._engines, dtype=np.int64)
-        # If steps are launched ahead: requests that arrive until `_seen_E` take part in the next
-        # step, which was also launched for the `_ended_E` requests that ended in the last step.
-        self._seen_E = np.zeros(self._engines)
+        # Requests that arrived until `_launch_E` take part in the next step. If it was launched
+        # ahead, it also contains the `_ended_E` requests that ended in the last step.
+        self._launch_E = np.zeros(self._engines)
         self._ended_E = np.zeros(self._engines, dtype=np.int64)
-        self._comes_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
+        self._next_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
         self._prompt_A = self._left_A = self._engine_A  # tokens left to compute, and to emit
         self._fresh_A = np.zeros(0, dtype=bool)  # whether the drafter has not seen the prompt
@@ -365,18 +386,18 @@ class _Run:
         return self._times
 
     def _admit(self) -> bool:
-        """Give free slots to requests that have arrived; False when all are served."""
-        idle_E = (self._active_E == 0) & np.isfinite(self._comes_E)
-        self._now_E = np.where(idle_E, np.maximum(self._now_E, self._comes_E), self._now_E)
-        self._seen_E = np.where(idle_E, self._now_E, self._seen_E)
+        """Give free slots to requests that have arrived; returns False when all are served."""
+        idle_E = (self._active_E == 0) & np.isfinite(self._next_E)
+        self._now_E = np.where(idle_E, np.maximum(self._now_E, self._next_E), self._now_E)
+        self._launch_E = np.where(idle_E, self._now_E, self._launch_E)
         while True:
             has_room_E = self._active_E + self._ended_E < self._fleet.slots
-            ready_E = (self._comes_E <= self._seen_E) & has_room_E
+            ready_E = (self._next_E <= self._launch_E) & has_room_E
             e = np.flatnonzero(ready_E)
             if not len(e):
                 return bool(len(self._engine_A))
             self._engine_A = np.concatenate([self._engine_A, e])
-            self._request_A = np.concatenate([self._request_A, self._taken_E[e]])
+            self._request_A = np.concatenate([self._request_A, self._admitted_E[e]])
             for name, value in (
                 ("_prompt_A", self._fleet.input_len),
                 ("_left_A", self._fleet.output_len),
@@ -384,84 +405,99 @@ class _Run:
             ):
                 setattr(self, name, np.append(getattr(self, name), np.full(len(e), value)))
             self._active_E[e] += 1
-            self._taken_E[e] += 1
-            next_ = np.minimum(self._taken_E[e], self._count - 1)
-            comes = self._times.arrival_EN[e, next_]
-            self._comes_E[e] = np.where(self._taken_E[e] < self._count, comes, np.inf)
+            self._admitted_E[e] += 1
+            n = np.minimum(self._admitted_E[e], self._count - 1)
+            arrival = self._times.arrival_EN[e, n]
+            self._next_E[e] = np.where(self._admitted_E[e] < self._count, arrival, np.inf)
 
     def _sum(self, value_A: Array) -> Array:
+        """Sums over each engine's requests, [E]."""
         return np.bincount(self._engine_A, value_A, self._engines)
 
     def _step(self) -> None:
+        """Make one step of every engine: find its seconds, then advance the requests."""
         fleet, drafts = self._fleet, len(self._fleet.joint_K)
         decodes_A = self._prompt_A == 0
         drafts_A = np.clip(self._left_A - 1, 0, drafts) * decodes_A
-        outlived_E = self._ended_E * fleet.outlives
-        count_E = self._sum(decodes_A).astype(np.int64) + outlived_E
+        ended_E = self._ended_E * fleet.computes_ended
+        count_E = self._sum(decodes_A).astype(np.int64) + ended_E
         context_A = (fleet.input_len + fleet.output_len - self._left_A) * decodes_A
         seconds_E = fleet.seconds_T[count_E] + fleet.context_T[count_E] * self._sum(context_A)
         chunk_A = np.zeros_like(drafts_A)
         if not decodes_A.all():
-            rows_E = count_E + self._sum(drafts_A) + drafts * outlived_E
+            rows_E = count_E + self._sum(drafts_A) + drafts * ended_E
             chunk_A = self._chunks(rows_E, seconds_E)
             if (prompts := fleet.profile.prompts) is not None:
                 pairs_A = chunk_A * (fleet.input_len - self._prompt_A + chunk_A / 2)
                 tokens_E, pairs_E = self._sum(chunk_A), self._sum(pairs_A)
                 seconds_E = prompts.mixed_step(seconds_E, rows_E, tokens_E, pairs_E)
-        seen_A = self._fresh_A & (drafts_A > 0)
-        if seen_A.any():
-            seconds_E += fleet.profile.missed * fleet.input_len * self._sum(seen_A)
-            self._fresh_A &= ~seen_A
+        catches_up_A = self._fresh_A & (drafts_A > 0)  # the drafter computes the prompt
+        if catches_up_A.any():
+            seconds_E += fleet.profile.missed * fleet.input_len * self._sum(catches_up_A)
+            self._fresh_A &= ~catches_up_A
         ahead = fleet.profile.runs_ahead
-        self._seen_E = self._now_E if ahead else self._now_E + seconds_E
+        self._launch_E = self._now_E if ahead else self._now_E + seconds_E
         self._now_E = self._now_E + seconds_E
         self._advance(decodes_A, drafts_A, chunk_A)
 
     def _chunks(self, rows_E: Array, decoding_E: Array) -> Array:
-        """Prompt tokens of each request in this step, as `Scheduler` shares them out."""
+        """The number of prompt tokens of each request that this step computes, [A].
+
+        As in `Scheduler`, older requests come first. The tokens of a step are limited by the batch
+        size and, if decoding requests wait for the step, by its seconds.
+
+        rows_E, decoding_E: rows and seconds of the decoding requests in the step
+        """
         limits, prompts = self._fleet.profile.limits, self._fleet.profile.prompts
-        needs = np.flatnonzero(self._prompt_A)
-        needs = needs[np.argsort(self._engine_A[needs], kind="stable")]
-        engine, prompt = self._engine_A[needs], self._prompt_A[needs]
+        # Requests with prompt tokens left, sorted by engine; in each engine the oldest first.
+        index = np.flatnonzero(self._prompt_A)
+        index = index[np.argsort(self._engine_A[index], kind="stable")]
+        engine, prompt = self._engine_A[index], self._prompt_A[index]
         room_E = np.maximum(limits.max_num_batched_tokens - rows_E, 0).astype(np.int64)
-        _, first, of = np.unique(engine, return_index=True, return_inverse=True)
+        _, first, group = np.unique(engine, return_index=True, return_inverse=True)
 
-        def of_older(what: Array) -> Array:
-            until = np.cumsum(what)
-            return np.asarray(until - what - (until - what)[first][of])
+        def sum_of_older(values: Array) -> Array:
+            """For each request, the sum of the values of older requests in its engine."""
+            before = np.cumsum(values) - values
+            return np.asarray(before - before[first][group])
 
-        tokens, start = of_older(prompt), self._fleet.input_len - prompt
-        chunk = np.clip(room_E[engine] - tokens, 0, prompt)
+        older_tokens, start = sum_of_older(prompt), self._fleet.input_len - prompt
+        chunk = np.clip(room_E[engine] - older_tokens, 0, prompt)
         if limits.max_step_seconds is not None and prompts is not None:
             room = Room.of_step(
                 prompts, limits.max_step_seconds, decoding_E[engine], rows_E[engine]
             )
-            room.tokens, room.pairs = tokens, of_older(prompt * (start + prompt / 2))
-            fitting = np.maximum(room.fitting(start, chunk), np.minimum(chunk, tokens == 0))
+            room.tokens = older_tokens
+            room.pairs = sum_of_older(prompt * (start + prompt / 2))
+            # The oldest prompt always gets one token.
+            one_token = np.minimum(chunk, older_tokens == 0)
+            fitting = np.maximum(room.fitting(start, chunk), one_token)
             chunk = np.where(rows_E[engine] > 0, fitting, chunk)
         chunk_A = np.zeros_like(self._prompt_A)
-        chunk_A[needs] = chunk
+        chunk_A[index] = chunk
         return chunk_A
 
     def _advance(self, decodes_A: Array, drafts_A: Array, chunk_A: Array) -> None:
+        """Draw accepted drafts, note first tokens and ends, and free slots of ended requests."""
         fleet = self._fleet
-        u_A, accepted_A = self._chance.random(len(drafts_A)), np.zeros_like(drafts_A)
+        u_A, accepted_A = self._random.random(len(drafts_A)), np.zeros_like(drafts_A)
         for k, rate in enumerate(fleet.joint_K):
             accepted_A += (u_A < rate) & (k < drafts_A)
         self._prompt_A = self._prompt_A - chunk_A
         first_A = (chunk_A > 0) & (self._prompt_A == 0)
         self._left_A = self._left_A - (accepted_A + 1) * decodes_A - first_A
         ends_A = self._left_A <= 0
-        for what_A, times_EN in ((first_A, self._times.first_EN), (ends_A, self._times.end_EN)):
-            e = self._engine_A[what_A]
-            times_EN[e, self._request_A[what_A]] = self._now_E[e]
+        for event_A, times_EN in ((first_A, self._times.first_EN), (ends_A, self._times.end_EN)):
+            e = self._engine_A[event_A]
+            times_EN[e, self._request_A[event_A]] = self._now_E[e]
         self._ended_E = np.zeros_like(self._active_E)
         if ends_A.any():
             ended_E = self._sum(ends_A).astype(np.int64)
             self._active_E -= ended_E
             if fleet.profile.runs_ahead:
                 self._ended_E = np.where(self._active_E > 0, ended_E, 0)
-                alone_E = (ended_E - self._ended_E) * fleet.outlives
-                self._now_E += fleet.seconds_T[alone_E]
+                # Where no request is left, the step that was launched ahead is only for ended ones.
+                wasted_E = (ended_E - self._ended_E) * fleet.computes_ended
+                self._now_E += fleet.seconds_T[wasted_E]
             for name in ("_engine_A", "_request_A", "_prompt_A", "_left_A", "_fresh_A"):
                 setattr(self, name, getattr(self, name)[~ends_A])

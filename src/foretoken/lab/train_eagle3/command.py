@@ -1,7 +1,7 @@
 """`foretoken train-eagle3`: from a target and a file of text to the folder of a head.
 
-Shape suffixes: N rows of token ids, real ones or the target's own; L tokens of a row, B rows of a
-batch.
+Shape suffixes: N rows of token ids, from the data or written by the target; L tokens of a row, B
+rows of a batch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from foretoken.models.eagle3_config import (
 from foretoken.ops.stack import plain
 
 SAMPLING = ((1.0, 0.35), (0.8, 0.4), (0.0, 0.25))
-"""Temperatures of the target's texts, with their shares. Greedy texts soon repeat themselves."""
+"""Temperatures of the texts that the target writes, each with its share. Greedy texts soon repeat
+themselves."""
 
 
 class Documents(NamedTuple):
     """The contents of a data file.
 
     Attributes:
-        texts: to be learnt as they are, and to be continued.
-        prompts: only to be continued.
+        texts: texts to learn as they are, and to continue.
+        prompts: texts that are only continued.
     """
 
     texts: list[str]
@@ -52,28 +53,29 @@ class Documents(NamedTuple):
 
 
 def read_documents(path: Path) -> Documents:
-    """Read a text, or JSON lines with a `text` or a `prompt` each.
+    """Read a data file: a text, or JSON lines with a `text` or a `prompt` each.
 
     Raises:
         CheckpointError: the file cannot be read, or is not UTF-8.
-        ConfigError: a line is no such object, or the file has no text.
+        ConfigError: a line is not such an object, or the file has no text.
     """
     with reading(path):
         content = path.read_text(encoding="utf-8")
-    found = Documents([], [])
+    documents = Documents([], [])
     if path.suffix != ".jsonl":
-        found.texts.append(content)
+        documents.texts.append(content)
     else:
         for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
                 kind, text = _parse_line(path, number, line)
-                (found.texts if kind == "text" else found.prompts).append(text)
-    if not any(text.strip() for text in (*found.texts, *found.prompts)):
+                (documents.texts if kind == "text" else documents.prompts).append(text)
+    if not any(text.strip() for text in (*documents.texts, *documents.prompts)):
         raise ConfigError("data", str(path), "a file with text in it")
-    return found
+    return documents
 
 
 def _parse_line(path: Path, number: int, line: str) -> tuple[str, str]:
+    """Read a JSON line; returns its kind, `text` or `prompt`, and its string."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -86,47 +88,49 @@ def _parse_line(path: Path, number: int, line: str) -> tuple[str, str]:
 
 
 class Batches:
-    """Batches of rows, each epoch in another order; batch i is the same in every run.
+    """Batches of rows, in a new order for each epoch; batch i is the same in every run.
 
     Args:
         own_NL: rows written by the target; may be empty if `real_NL` is not.
         real_NL: rows of the data; may be empty.
-        real_share: share of real rows in each batch.
+        real_share: share of rows of the data in each batch.
     """
 
     def __init__(
         self, own_NL: Tensor, real_NL: Tensor, batch_size: int, real_share: float, seed: int
     ) -> None:
-        real = round(batch_size * real_share) if len(own_NL) and len(real_NL) else 0
+        num_real = round(batch_size * real_share) if len(own_NL) and len(real_NL) else 0
         if not len(own_NL):
-            real = batch_size
-        self._parts = [(own_NL, batch_size - real, 2 * seed), (real_NL, real, 2 * seed + 1)]
+            num_real = batch_size
+        # Rows, their number in each batch, and the seed of their order.
+        self._parts = [(own_NL, batch_size - num_real, 2 * seed), (real_NL, num_real, 2 * seed + 1)]
 
     def batch(self, index: int) -> Tensor:
-        """Int64 ids [B, L], on the rows' device."""
-        picked = []
+        """The ids of batch `index`, int64 [B, L], on the rows' device."""
+        parts = []
         for rows_NL, count, seed in self._parts:
-            at = range(index * count, (index + 1) * count)
-            rows = [_order(seed, i // len(rows_NL), len(rows_NL))[i % len(rows_NL)] for i in at]
-            picked += [rows_NL[rows].long()] if rows else []
-        return torch.cat(picked)
+            numbers, size = range(index * count, (index + 1) * count), len(rows_NL)
+            rows = [_order(seed, i // size, size)[i % size] for i in numbers]
+            parts += [rows_NL[rows].long()] if rows else []
+        return torch.cat(parts)
 
 
 @lru_cache(maxsize=4)  # the last two epochs of each part: a batch may span both
 def _order(seed: int, epoch: int, size: int) -> list[int]:
+    """The random order of `size` rows in an epoch."""
     generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
     order: list[int] = torch.randperm(size, generator=generator).tolist()
     return order
 
 
 def cut(tokens: Sequence[int] | Tensor, length: int) -> Tensor:
-    """Consecutive rows [N, length] of one run of ids, int32; the remainder is dropped."""
-    whole = len(tokens) // length * length
-    return torch.as_tensor(tokens[:whole], dtype=torch.int32).view(-1, length)
+    """Cut a sequence of ids into rows, int32 [N, length]; the remainder is dropped."""
+    num_used = len(tokens) // length * length
+    return torch.as_tensor(tokens[:num_used], dtype=torch.int32).view(-1, length)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[int]:
-    """All texts as one run of ids, with an end of text after each, if the tokenizer has one."""
+    """All texts as one sequence of ids, each followed by the tokenizer's end of text, if any."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [i for text in texts for i in (*tokenizer.encode(text), *end)]
 
@@ -134,15 +138,20 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[int]:
 def pick_prompts(
     tokenizer: Any, documents: Documents, stream: Sequence[int], length: int, count: int, seed: int
 ) -> Iterator[list[int]]:
-    """`count` prompts of at most `length` tokens: the file's prompts (the ends of long ones) in
-    turn with random windows of its texts."""
+    """`count` prompts of at most `length` tokens, for the target to continue.
+
+    The file's prompts alternate with random windows of its texts. Of long prompts the end is used.
+
+    Args:
+        stream: the ids of all texts, from `encode`.
+    """
     generator = torch.Generator().manual_seed(seed)
-    given = [tokenizer.encode(prompt)[-length:] for prompt in documents.prompts]
-    given = [prompt for prompt in given if prompt]
+    prompts = [tokenizer.encode(prompt)[-length:] for prompt in documents.prompts]
+    prompts = [prompt for prompt in prompts if prompt]
     starts = torch.randint(max(1, len(stream) - length), (count,), generator=generator).tolist()
     for i, start in enumerate(starts):
-        if given and (not stream or i % 2):
-            yield given[i // (2 if stream else 1) % len(given)]
+        if prompts and (not stream or i % 2):
+            yield prompts[i // (2 if stream else 1) % len(prompts)]
         else:
             yield list(stream[start : start + length])
 
@@ -155,13 +164,13 @@ def describe_head(
     fc_norm: bool = False,
     norm_output: bool = False,
 ) -> dict[str, Any]:
-    """`config.json` of a head for a target: one Llama layer of the target's sizes.
+    """The `config.json` of a head for a target: one Llama layer with the target's sizes.
 
     Args:
-        target: its Transformers configuration.
+        target: the target's Transformers configuration.
 
     Raises:
-        ConfigError: `draft_vocab_size` is more than the target has.
+        ConfigError: `draft_vocab_size` is larger than the target's vocabulary.
         UnsupportedModelError: the target has too few layers.
     """
     text = target.get_text_config()
@@ -207,6 +216,7 @@ def describe_head(
 
 
 def _get(config: Any, name: str, default: Any) -> Any:
+    """A field of a configuration; the default if it is missing or None."""
     value = getattr(config, name, None)
     return default if value is None else value
 
@@ -215,7 +225,7 @@ def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | 
     """Write `model.safetensors` in bfloat16, in the layout of the original heads.
 
     Args:
-        weights: by the names of `speculators`.
+        weights: the tensors by the names of `speculators`.
         target_ids: as in `Trainer`.
     """
     from safetensors.torch import save_file
@@ -226,12 +236,12 @@ def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | 
     }
     if target_ids is not None:
         ids = target_ids.cpu()
-        known = json.loads((folder / "config.json").read_text())["vocab_size"]
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
         stored["d2t"] = ids - torch.arange(len(ids))
-        stored["t2d"] = torch.zeros(known, dtype=torch.bool).index_fill_(0, ids, True)
+        stored["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     path = folder / "model.safetensors"
     save_file(stored, path, {"format": "pt"})
-    path.chmod(0o644)  # like the files next to it: `save_file` lets only the owner read it
+    path.chmod(0o644)  # like the other files; only the owner could read what `save_file` wrote
 
 
 def write_card(folder: Path, facts: dict[str, Any], history: list[dict[str, float]]) -> None:
@@ -256,16 +266,16 @@ Trained by `foretoken train-eagle3` {__version__}.
     )
 
 
-_REPORTS = 20  # per run
-_HELD_SHARE = 1 / 32  # of the texts: the head is measured on them, not trained
+_REPORTS = 20  # number of lines of progress per training
+_HELD_SHARE = 1 / 32  # share of the texts on which the head is measured, but not trained
 
 
 class Training:
-    """One call of the command.
+    """One call of `foretoken train-eagle3`.
 
     Args:
-        say: gets lines of progress.
-        note: gets a line about the work done so far, which Ctrl-C reports.
+        say: called with lines of progress.
+        note: called with a line about the work done so far, which Ctrl-C reports.
     """
 
     def __init__(
@@ -288,7 +298,9 @@ class Training:
         self.options = options
 
     def run(self) -> None:
-        """Train, or resume; writes the folder, also when Ctrl-C or SIGTERM ends it early.
+        """Train, or resume a training, and write the folder.
+
+        The folder is written even if Ctrl-C or SIGTERM ends the training early.
 
         Raises:
             ConfigError, CheckpointError, UnsupportedModelError.
@@ -296,33 +308,40 @@ class Training:
         options, device = self.options, choose_device(self.options.device)
         config = self._describe()
         own_NL, real_NL = self._read_texts() if options.resume else self._make_texts()
-        held = max(1, int(len(own_NL) * _HELD_SHARE))
-        held_NL, own_NL = own_NL[:held].to(device), own_NL[held:].to(device)
+        num_held = max(1, int(len(own_NL) * _HELD_SHARE))
+        held_NL, own_NL = own_NL[:num_held].to(device), own_NL[num_held:].to(device)
         trainer = self._trainer(config, own_NL, device)
         if options.resume:
             trainer.load(self._state)
-        share = (options.batch_size, options.real_share, options.seed)
+        settings = (options.batch_size, options.real_share, options.seed)
+        batches = Batches(own_NL, real_NL.to(device), *settings)
         interrupt = Interrupt("return")
         with interrupt.noticed():
-            self._loop(trainer, Batches(own_NL, real_NL.to(device), *share), interrupt)
+            self._loop(trainer, batches, interrupt)
             self._save(trainer, held_NL)
         interrupt.deliver([])
 
     def _describe(self) -> Eagle3Config:
-        """Write the head's `config.json`; refuses targets that cannot have one before any work."""
+        """Write the head's `config.json` and the options; returns the head's configuration.
+
+        Raises an error before any other work if the target cannot have a head.
+        """
         options = self.options
         folder = resolve_checkpoint(options.model)
         with quiet_transformers():
             target = parse_config(folder, read_config(folder)["model_type"])
         names = ("draft_vocab_size", "intermediate_size", "fc_norm", "norm_output")
-        described = describe_head(target, **{name: getattr(options, name) for name in names})
+        config = describe_head(target, **{name: getattr(options, name) for name in names})
         self._texts.parent.mkdir(parents=True, exist_ok=True)
         self._begun.write_text(json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8")
-        (self.folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return read_eagle3_config(self.folder)
 
     def _make_texts(self) -> tuple[Tensor, Tensor]:
-        """The target's rows and real rows [N, length], int32; kept for `resume`."""
+        """The rows that the target writes, and the rows of the data, int32 [N, length].
+
+        They are also written to a file for `resume`.
+        """
         from safetensors.torch import save_file
 
         from foretoken import LLM, SamplingParams
@@ -332,23 +351,24 @@ class Training:
         if tokenizer is None:
             raise CheckpointError(f"`{options.model}` has no tokenizer: nothing can be encoded.")
         stream, length = encode(tokenizer, documents.texts), options.length
-        chosen = (length // 2, options.num_texts, options.seed)
-        given = list(pick_prompts(tokenizer, documents, stream, *chosen))
+        settings = (length // 2, options.num_texts, options.seed)
+        prompts = list(pick_prompts(tokenizer, documents, stream, *settings))
         temperatures = [t for t, share in SAMPLING for _ in range(round(share * 20))]
         params = []
-        for prompt, temperature in zip(given, cycle(temperatures), strict=False):
-            most = length - len(prompt)
-            params.append(SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True))
-        self._say(f"The target writes {len(given)} texts of {length} tokens.")
+        for prompt, temperature in zip(prompts, cycle(temperatures), strict=False):
+            left = length - len(prompt)
+            params.append(SamplingParams(temperature=temperature, max_tokens=left, ignore_eos=True))
+        self._say(f"The target writes {len(prompts)} texts of {length} tokens.")
         engine: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
         with LLM(options.model, **engine, max_model_len=length, seed=options.seed) as llm:
-            outputs = llm.generate(given, params)
+            outputs = llm.generate(prompts, params)
         rows = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
         texts = {"own": torch.tensor(rows, dtype=torch.int32), "real": cut(stream, length)}
         save_file(texts, self._texts)
         return texts["own"], texts["real"]
 
     def _read_texts(self) -> tuple[Tensor, Tensor]:
+        """The rows that `_make_texts` wrote to a file."""
         from safetensors.torch import load_file
 
         with reading(self._texts):
@@ -356,6 +376,7 @@ class Training:
         return texts["own"], texts["real"]
 
     def _trainer(self, config: Eagle3Config, own_NL: Tensor, device: torch.device) -> Trainer:
+        """Load the target, choose the ids that the head drafts, and make the trainer."""
         options, target_ids = self.options, None
         layers = config.aux_layers or ()
         model = load_model(
@@ -370,8 +391,8 @@ class Training:
         target = Target(model.module, plain(model.embedding), plain(model.head), layers)
         if config.draft_vocab_size < config.vocab_size:
             counts = torch.bincount(own_NL.flatten(), minlength=config.vocab_size)
-            likeliest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]
-            target_ids = likeliest.sort().values
+            commonest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]
+            target_ids = commonest.sort().values
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
         sample_BT = own_NL[: options.batch_size].long()
         return Trainer(
@@ -379,18 +400,20 @@ class Training:
         )
 
     def _loop(self, trainer: Trainer, batches: Batches, interrupt: Interrupt) -> None:
-        options, every = self.options, max(1, self.options.steps // _REPORTS)
-        began, first = time.perf_counter(), trainer.step
+        """Train until all steps are made, or until an interrupt."""
+        options, report_every = self.options, max(1, self.options.steps // _REPORTS)
+        start, first = time.perf_counter(), trainer.step
         while trainer.step < options.steps and interrupt.name is None:
             loss = trainer.train(batches.batch(trainer.step))
             done = trainer.step
-            if done % every == 0 or done == options.steps:
-                self._report(trainer, loss.item(), (time.perf_counter() - began) / (done - first))
+            if done % report_every == 0 or done == options.steps:
+                self._report(trainer, loss.item(), (time.perf_counter() - start) / (done - first))
             if done % options.save_every == 0:
                 trainer.save(self._state)
             self._note(f"{done} of {options.steps} steps were done; `--resume` goes on from there.")
 
     def _report(self, trainer: Trainer, loss: float, seconds: float) -> None:
+        """Show progress; `seconds` is a step's mean time. `ConfigError` if the loss diverged."""
         done, options = trainer.step, self.options
         if not math.isfinite(loss):
             bound = f"lower: the loss is {loss} at step {done}"
@@ -401,7 +424,7 @@ class Training:
         self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left:.0f} s left")
 
     def _save(self, trainer: Trainer, held_NL: Tensor) -> None:
-        """Write a checkpoint, the head, and its acceptance on texts that it was not trained on."""
+        """Write a checkpoint, the head, and a card with its acceptance on held-out texts."""
         options = self.options
         trainer.save(self._state)
         save_weights(self.folder, trainer.weights, trainer.target_ids)

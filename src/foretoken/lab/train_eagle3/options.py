@@ -19,31 +19,33 @@ class TrainOptions:
 
     Attributes:
         model: the target: `tiny-python`, a checkpoint folder, or a hub id.
-        data: the file: UTF-8 text, or JSON lines (*.jsonl), each with a `text` or a `prompt`.
+        data: the data file: UTF-8 text, or JSON lines (*.jsonl), each with a `text` or a `prompt`.
         output: folder of the head; its folder `training` holds the state for `resume`.
-        steps: training steps.
-        batch_size: texts of a step.
-        length: tokens of a text.
-        unroll: draft steps that every position is trained for, one after another.
-        learning_rate: the highest; it rises for 5 % of the steps, then falls as a cosine.
+        steps: number of training steps.
+        batch_size: number of texts of a step.
+        length: number of tokens of a text.
+        unroll: number of consecutive draft steps that every position is trained for.
+        learning_rate: the highest learning rate; it rises for 5 % of the steps, then falls as a
+            cosine.
         muon_share: the learning rate of Muon, which trains the matrices inside the layer, in units
-            of `learning_rate`; 0: AdamW trains all.
-        loss: `length` (of accepted drafts), `tv` (the rate of rejections) or `kl`.
-        kl_share: share of the steps, the first ones, with the loss `kl` in any case.
-        num_texts: texts that the target writes, one half each of prompt and answer, at
-            temperatures 1, 0.8 and 0.
-        real_share: share of each batch that is text of `data` as it is, if it has any.
-        draft_vocab_size: ids that the head drafts, those most frequent in its texts; None: all.
-        intermediate_size: of the head's layer; None: the target's.
+            of `learning_rate`; 0: AdamW trains all weights.
+        loss: `length` (the number of accepted drafts), `tv` (the rate of rejections) or `kl`.
+        kl_share: the first steps, up to this share, use the loss `kl` whatever `loss` is.
+        num_texts: number of texts that the target writes, at temperatures 1, 0.8 and 0; half of
+            each text is a prompt, half the target's answer.
+        real_share: share of each batch that is unchanged text of `data`, if `data` has any.
+        draft_vocab_size: number of ids that the head drafts, the most frequent ids in its texts;
+            None: all.
+        intermediate_size: intermediate size of the head's layer; None: the target's.
         tied_head: draft by the target's output layer instead of a separate one.
         fc_norm: norm each hidden state of the target (EAGLE-3.1).
         norm_output: also norm the states that are fed back to the next step (EAGLE-3.1).
         device: `auto` takes a GPU if there is one.
-        dtype: of products: `auto` is bfloat16 on a GPU and float32 on a CPU.
-        seed: of weights, texts and batches.
-        save_every: steps from one checkpoint to the next.
-        resume: go on from the last checkpoint in `output`, with its options: others may be left
-            out, or are refused.
+        dtype: dtype of products: `auto` is bfloat16 on a GPU and float32 on a CPU.
+        seed: seed of weights, texts and batches.
+        save_every: number of steps between checkpoints.
+        resume: continue from the last checkpoint in `output` with its options. Other options may be
+            left out; an option with another value is an error.
     """
 
     model: str = "tiny-python"
@@ -96,12 +98,16 @@ class TrainOptions:
             raise ConfigError("tied_head", True, "left out with `draft_vocab_size`", remedy)
 
     def to_resume(self) -> dict[str, Any]:
-        """The options that must be the same for a resumed training, as JSON."""
-        free = ("device", "output", "resume", "save_every")
-        return {name: value for name, value in asdict(self).items() if name not in free}
+        """The options that a resumed training must not change, by name."""
+        may_change = ("device", "output", "resume", "save_every")
+        return {name: value for name, value in asdict(self).items() if name not in may_change}
 
     def resumed(self, begun: Mapping[str, Any]) -> TrainOptions:
-        """These options with those of the begun training; `ConfigError` if one contradicts."""
+        """These options, completed by the options with which the training was begun.
+
+        Raises:
+            ConfigError: an option was given with another value.
+        """
         defaults = {field.name: field.default for field in fields(self)}
         begun = {**{name: defaults[name] for name in self.to_resume()}, **begun}
         for name, value in self.to_resume().items():

@@ -1,7 +1,7 @@
 """The training loop: a frozen target, a head that learns to draft for it, optimiser, checkpoints.
 
-Shape suffixes: B texts, T tokens of a text, S positions drafted from, X positions in all (B S), J
-draft steps, V ids that the head drafts, N rows of text.
+Shape suffixes: B texts, T tokens of a text, S positions to draft from, X positions of all texts
+(B S), J draft steps, V ids that the head drafts, N rows of text, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -36,19 +36,24 @@ def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.op
 
 
 class HeadOptimizer:
-    """Muon (Jordan 2024) for the matrices inside the layer, AdamW for the rest.
+    """Muon (Jordan 2024) for the matrices inside the layer, AdamW for all other weights.
 
     Args:
-        weights: by name.
-        apart: the matrix that is left to AdamW, because its rows are tokens.
-        muon_share: Muon's learning rate in units of AdamW's; 0: AdamW for all.
+        weights: the weights by name.
+        output_layer: name of the output layer, which AdamW trains, since its rows are tokens.
+        muon_share: Muon's learning rate in units of AdamW's; 0: AdamW trains all weights.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], apart: str, weight_decay: float, muon_share: float
+        self,
+        weights: Mapping[str, Tensor],
+        output_layer: str,
+        weight_decay: float,
+        muon_share: float,
     ) -> None:
-        inner = {n for n, w in weights.items() if w.ndim == 2 and n != apart and muon_share}
+        inner = {n for n, w in weights.items() if w.ndim == 2 and n != output_layer and muon_share}
         others = [w for n, w in weights.items() if n not in inner]
+        # Each optimizer with its learning rate in units of AdamW's.
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         self._parts.append((adamw(others, 0.0, weight_decay), 1.0))
         if inner:
@@ -59,33 +64,34 @@ class HeadOptimizer:
             self._parts.append((muon, muon_share))
 
     def step(self, lr: float) -> None:
-        """One step at this learning rate; clears the gradients."""
+        """Make one step with this learning rate, and clear the gradients."""
         for optimizer, share in self._parts:
             set_learning_rate(optimizer, lr * share)
             optimizer.step()
             optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
+        """The state of both optimizers, by names such as `part.number of the weight.name`."""
         return {
             f"{part}.{i}.{name}": value
             for part, (optimizer, _) in enumerate(self._parts)
-            for i, kept in optimizer.state_dict()["state"].items()
-            for name, value in kept.items()
+            for i, values in optimizer.state_dict()["state"].items()
+            for name, value in values.items()
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a result of `state`."""
+        """Restore a state that `state` returned."""
         for part, (optimizer, _) in enumerate(self._parts):
-            kept: dict[int, dict[str, Tensor]] = {}
-            for name, value in state.items():
-                of_part, i, what = name.split(".")
-                if int(of_part) == part:
-                    kept.setdefault(int(i), {})[what] = value
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})
+            own_state: dict[int, dict[str, Tensor]] = {}
+            for key, value in state.items():
+                key_part, i, name = key.split(".")
+                if int(key_part) == part:
+                    own_state.setdefault(int(i), {})[name] = value
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": own_state})
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float = 0.02) -> float:
-    """Linear warmup, then a cosine from `peak` to `floor · peak`."""
+    """The learning rate of a step: linear warmup, then a cosine from `peak` to `floor · peak`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
@@ -93,19 +99,21 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-TEMPERATURES = (1.0, 0.8, 0.5, 0.8)  # of p and q, in turn; low ones stand for greedy decoding
+# Temperatures of p and q, used in turn by steps; low temperatures stand for greedy decoding.
+TEMPERATURES = (1.0, 0.8, 0.5, 0.8)
 _WARMUP_SHARE = 0.05
-_KL_WEIGHT = 0.05  # added to `tv` and `length`: their gradient vanishes where q is nearly 0
+# Weight of `kl` in addition to `tv` or `length`, which have no gradient where q is nearly 0.
+_KL_WEIGHT = 0.05
 _WEIGHT_DECAY, _CLIP = 0.01, 1.0
 
 
 class Recipe(NamedTuple):
-    """The options that decide a run, apart from the texts; see `TrainOptions`."""
+    """All options that affect the training, except its texts; see `TrainOptions`."""
 
     steps: int
     unroll: int
@@ -120,13 +128,14 @@ class Target:
     """A Transformers module as a function from texts to hidden states and logits.
 
     Args:
-        module: frozen; its attention takes [B, T].
-        embedding: [V, hidden], of tokens.
-        head: [V, hidden], the output layer.
-        aux_layers: hidden states that the head reads, numbered as in `ForwardOutput.aux`.
+        module: the frozen module; its attention takes [B, T].
+        embedding: the embedding of tokens, [V, hidden].
+        head: the output layer, [V, hidden].
+        aux_layers: the hidden states that the EAGLE-3 head reads, numbered as in
+            `ForwardOutput.aux`.
 
     Attributes:
-        norm: the weight of the norm before the output layer, if the module names it `norm`.
+        norm: the weight of the norm before the output layer; None if the module has no `norm`.
     """
 
     def __init__(
@@ -139,20 +148,25 @@ class Target:
 
     @torch.no_grad()
     def __call__(self, token_BT: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Hidden states [B, T, hidden] of `aux_layers`, and logits [B, T, V]."""
+        """The hidden states of `aux_layers`, [B, T, hidden] each, and the logits [B, T, V]."""
         output = self.module(input_ids=token_BT, use_cache=False, output_hidden_states=True)
         return [output.hidden_states[i] for i in self.aux_layers], output.logits
 
 
 class Trainer:
-    """A head in training; `weights` are its tensors in float32, by the names of `speculators`.
+    """The training of a head.
 
     Args:
-        config: of the head.
-        sample_BT: some text, for the magnitude of hidden states.
-        target_ids: int64 [draft_vocab_size], ascending; None: all of the target's.
-        tied: the head uses the target's output layer.
+        config: the head's configuration.
+        sample_BT: some texts, to find the magnitude of hidden states.
+        target_ids: the ids that the head drafts, int64 [draft_vocab_size], ascending; None: all ids
+            of the target.
+        tied: whether the head uses the target's output layer.
         fuse: see `Unroll`.
+
+    Attributes:
+        weights: the head's trained tensors in float32, by the names of `speculators`.
+        step: the number of steps made.
     """
 
     def __init__(
@@ -168,7 +182,7 @@ class Trainer:
     ) -> None:
         self.target, self.target_ids = target, target_ids
         embedding = target.embedding
-        self.weights = _first_weights(config, target, sample_BT, target_ids, recipe.seed)
+        self.weights = _initial_weights(config, target, sample_BT, target_ids, recipe.seed)
         self._frozen = {OUTPUT_LAYER: self.weights.pop(OUTPUT_LAYER)} if tied else {}
         for weight in self.weights.values():
             weight.requires_grad_()
@@ -178,22 +192,27 @@ class Trainer:
 
     @torch.no_grad()
     def begin(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
-        """Begin, or begin again, with a recipe, from these weights or the present ones."""
+        """Begin a training from step 0, with a new optimizer.
+
+        weights: initial weights by name; the current weights stay where there is no new weight
+        """
         self.recipe, self.step, self.history = recipe, 0, list[dict[str, float]]()
         for name, weight in weights.items():
             self.weights[name].copy_(weight)
-        shares = _WEIGHT_DECAY, recipe.muon_share
-        self._optimizer = HeadOptimizer(self.weights, OUTPUT_LAYER, *shares)
+        self._optimizer = HeadOptimizer(
+            self.weights, OUTPUT_LAYER, _WEIGHT_DECAY, recipe.muon_share
+        )
 
     def head(self) -> Stack:
-        """The head with the present weights, in the target's dtype; gradients flow to them."""
+        """The head with the current weights in the target's dtype; gradients flow to them."""
         embedding = self.target.embedding
         tensors = {n: w.to(embedding.dtype) for n, w in (self.weights | self._frozen).items()}
-        # Its logits are for its own ids: p is gathered, which is cheaper than scattering q.
+        # Without target ids, its logits are for the head's own ids: p is gathered for these, which
+        # is cheaper than scattering q.
         return stack_of(tensors, self._config, Dense(embedding), None)
 
     def train(self, token_BT: Tensor) -> Tensor:
-        """One step on texts [B, T], int64. Returns its loss without waiting for the device."""
+        """Make one step on texts, int64 [B, T]; returns the loss without waiting for the device."""
         recipe = self.recipe
         rate = learning_rate(
             self.step, recipe.steps, recipe.learning_rate, max(1, int(_WARMUP_SHARE * recipe.steps))
@@ -213,23 +232,23 @@ class Trainer:
     def _measure(
         self, token_BT: Tensor, temperature: float
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """`agreement` of each draft step, [B, S] each."""
+        """The overlap and the cross-entropy (`agreement`) of each draft step, [B, S] each."""
         aux, logits_BTV = self.target(token_BT)
         p_BTV = (logits_BTV.float() / temperature).softmax(-1)
         if self.target_ids is not None:
             p_BTV = p_BTV[..., self.target_ids]
-        head, size, found = self.head(), token_BT.shape[1] - self.recipe.unroll, []
+        head, size, results = self.head(), token_BT.shape[1] - self.recipe.unroll, []
         for j, hidden_XC in enumerate(self._unroll(head, aux, token_BT, self.recipe.unroll)):
             logits_XV = output(head, hidden_XC)
             logits_BSV = logits_XV.view(len(token_BT), size, -1)
             p_BSV = p_BTV[:, j + 1 : j + 1 + size]
-            found.append(agreement(logits_BSV, p_BSV, temperature, self._rows))
-        rates, entropies = zip(*found, strict=True)
-        return rates, entropies
+            results.append(agreement(logits_BSV, p_BSV, temperature, self._rows))
+        overlaps, entropies = zip(*results, strict=True)
+        return overlaps, entropies
 
     @torch.no_grad()
     def evaluate(self, rows_NL: Tensor, batch_size: int, temperature: float) -> list[float]:
-        """For each draft position: mean chance that this draft and all before it are accepted."""
+        """By draft position: the mean chance that this draft and all before it are accepted."""
         sums, count = torch.zeros(self.recipe.unroll, dtype=torch.float64), 0
         for i in range(0, len(rows_NL), batch_size):
             rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature)
@@ -238,7 +257,7 @@ class Trainer:
         return (sums / count).tolist()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; a former one stays until the new one is complete."""
+        """Write a checkpoint; the former checkpoint stays until the new one is complete."""
         from safetensors.torch import save_file
 
         tensors = {name: weight.detach() for name, weight in self.weights.items()}
@@ -249,10 +268,10 @@ class Trainer:
         os.replace(partial, path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint.
+        """Continue the training from a checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read, or was begun with another recipe or shape.
+            CheckpointError: the checkpoint cannot be read, or has another recipe or other shapes.
         """
         from safetensors import safe_open
 
@@ -266,19 +285,22 @@ class Trainer:
                 f"`{path}` was begun with {facts.get('recipe')}, not with {self.recipe._asdict()}, "
                 "or for a head of another shape: resume with the same options."
             )
-        kept = {name: value for name, value in stored.items() if name not in shapes}
-        self._optimizer.load({n.removeprefix("optimizer."): v for n, v in kept.items()})
+        state = {name: value for name, value in stored.items() if name not in shapes}
+        self._optimizer.load({n.removeprefix("optimizer."): v for n, v in state.items()})
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(stored[name])
         self.step, self.history = facts["step"], facts["history"]
 
 
-def _first_weights(
+def _initial_weights(
     config: Eagle3Config, target: Target, sample_BT: Tensor, target_ids: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
-    """Float32 on the target's device. At first a feature is the last of the hidden states, scaled
-    to size 1; the layer adds little to it; the output layer and its norm are the target's."""
+    """The initial weights of a head, float32 on the target's device.
+
+    With them a feature is nearly the last of the hidden states, scaled to size 1, and the layer
+    adds little to it. The output layer and its norm are the target's.
+    """
     device, width = target.embedding.device, config.hidden_size
     generator, weights = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, shape in tensor_shapes(config).items():
@@ -289,7 +311,8 @@ def _first_weights(
             weight.mul_(0.1)
         weights[name] = weight.to(device)
     last_BTH = target(sample_BT)[0][-1].float()
-    size = last_BTH.pow(2).mean(-1).sqrt().median()  # a first token's may be a hundred times larger
+    # The median, since the state of a first token may be a hundred times larger.
+    size = last_BTH.pow(2).mean(-1).sqrt().median()
     fc = weights["fc.weight"]
     fc[:, -width:] += torch.eye(width, device=device)
     fc /= 1.0 if config.fc_norm else size

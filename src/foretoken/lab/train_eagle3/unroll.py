@@ -1,16 +1,16 @@
 """The training forward of an EAGLE-3 head: several draft steps from every position of a text.
 
-Belongs here: the attention of drafting, for all positions at once, and the losses: how often drafts
-will be rejected. The rest of a head runs through the stack in stock operators itself
-(`ops/backends/torch/stack.py`), so that training and drafting compute the same.
+Belongs here: the attention of drafting, for all positions at once; the losses, which measure how
+often drafts will be rejected. The rest of a head runs in the stock operators of
+`ops/backends/torch/stack.py`, so that training and drafting compute the same.
 
-Step j of position s stands for a drafter's pass for its draft j after the text up to s + 1. It
-reads the token at s + j + 1, and its output predicts the token at s + j + 2. Step 0 reads the
-target's feature of s, step j the output of step j - 1 of s ("training-time test", Li et al. 2025).
-So step j of s sees step 0 of all positions up to s, and the steps in between of s only.
+Step j of position s stands for a drafter's pass for draft j, after the text up to s + 1. It reads
+the token at s + j + 1, and its output predicts the token at s + j + 2. Step 0 reads the target's
+feature at s; step j reads the output of step j - 1 of s ("training-time test", Li et al. 2025). So
+step j of s attends to step 0 of all positions up to s, and to steps 1..j only of s itself.
 
-Shape suffixes: B texts, T tokens of a text, S positions drafted from, J steps, H heads, D head
-size, C the head's hidden size, V ids that the head drafts, X positions in all (B S).
+Shape suffixes: B texts, T tokens of a text, S positions to draft from, J steps, H heads, D head
+size, C the head's hidden size, V ids that the head drafts, X positions of all texts (B S).
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.torch.stack import begin, cos_sin, feature, finish, norm, project
 from foretoken.ops.stack import FeatureRule, Stack
 
-# Numbers in a piece of logits: its float32 copies should fit a CPU's cache, or be few on a GPU.
+# Logits are processed in pieces of so many numbers. On a CPU the float32 copies of a piece should
+# fit the cache; on a GPU there should be few pieces.
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
 Fuse = Callable[[Any], Any]
 
 
 class Unroll:
-    """The draft steps, on a device.
+    """The draft steps of a head, on a device.
 
     Args:
-        fuse: applied to each function over all positions: `torch.compile`, or the identity.
+        fuse: applied to each function that runs over all positions: `torch.compile`, or the
+            identity.
     """
 
     def __init__(self, device: torch.device, fuse: Fuse = lambda function: function) -> None:
@@ -46,7 +48,9 @@ class Unroll:
     def __call__(
         self, head: Stack, aux: Sequence[Tensor], token_BT: Tensor, steps: int
     ) -> Iterator[Tensor]:
-        """Yields the output of each step, [X, C]; S = T - `steps`, so that all have tokens to read.
+        """Yields the output of each step, [X, C].
+
+        S = T - `steps`, so that every step of every position has a token to read.
 
         Args:
             aux: hidden states of the target, [B, T, target_hidden_size] each, in the order of
@@ -96,8 +100,10 @@ def _finish(head: Stack, hidden_XC: Tensor, attended_XD: Tensor) -> Tensor:
 
 
 def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention, and the log-sum-exp of its scores [B, H, S], float32. Keeps all scores:
-    B H S S numbers."""
+    """Causal attention, and the log-sum-exp of its scores, float32 [B, H, S].
+
+    It keeps all scores in memory: B H S S numbers.
+    """
     size, shared = query_BHSD.shape[2], query_BHSD.shape[1] // key_BHSD.shape[1]
     key_BHSD, value_BHSD = (x.repeat_interleave(shared, 1) for x in (key_BHSD, value_BHSD))
     score_BHSS = (query_BHSD * query_BHSD.shape[-1] ** -0.5) @ key_BHSD.transpose(-1, -2)
@@ -109,7 +115,7 @@ def _causal(query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> tuple[T
 
 
 class _Flex:
-    """`_causal` by PyTorch's fused kernels, which keep no scores; only on a GPU."""
+    """`_causal` with PyTorch's fused kernels, which keep no scores in memory; only on a GPU."""
 
     def __init__(self) -> None:
         from torch.nn.attention import flex_attention as flex
@@ -118,36 +124,43 @@ class _Flex:
         self._create_mask, self._masks = flex.create_block_mask, dict[int, Any]()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The result of `_causal`; block masks are kept by number of positions."""
         size = query.shape[2]
         if size not in self._masks:
             self._masks[size] = self._create_mask(
                 lambda b, h, i, j: j <= i, None, None, size, size, device=query.device
             )
-        found: tuple[Tensor, Tensor] = self._attention(
+        result: tuple[Tensor, Tensor] = self._attention(
             query, key, value, block_mask=self._masks[size], enable_gqa=True, return_lse=True
         )
-        return found
+        return result
 
 
 def _merge(
     out_BHSD: Tensor, lse_BHS: Tensor, query_BHSD: Tensor, key_JBHSD: Tensor, value_JBHSD: Tensor
 ) -> Tensor:
-    """Add to the attention one key per step in between, which only its own position sees."""
+    """The attention of a later step: that over step 0, merged with the keys of later steps.
+
+    Each position attends only to its own later keys, one per step.
+
+    out_BHSD, lse_BHS: attention over the keys of step 0, and the log-sum-exp of its scores
+    """
     shared = query_BHSD.shape[1] // key_JBHSD.shape[2]
     key_JBHSD, value_JBHSD = (x.repeat_interleave(shared, 2) for x in (key_JBHSD, value_JBHSD))
     score_JBHS = (query_BHSD.float() * key_JBHSD.float()).sum(-1) * query_BHSD.shape[-1] ** -0.5
-    whole_BHS = torch.logaddexp(lse_BHS, score_JBHS.logsumexp(0))
-    weight_JBHS = (score_JBHS - whole_BHS).exp()
-    found_BHSD: Tensor = (lse_BHS - whole_BHS).exp()[..., None] * out_BHSD
-    found_BHSD = found_BHSD + (weight_JBHS[..., None] * value_JBHSD).sum(0)
-    return found_BHSD.to(out_BHSD.dtype)
+    total_BHS = torch.logaddexp(lse_BHS, score_JBHS.logsumexp(0))
+    weight_JBHS = (score_JBHS - total_BHS).exp()
+    merged_BHSD: Tensor = (lse_BHS - total_BHS).exp()[..., None] * out_BHSD
+    merged_BHSD = merged_BHSD + (weight_JBHS[..., None] * value_JBHSD).sum(0)
+    return merged_BHSD.to(out_BHSD.dtype)
 
 
 def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Tensor]) -> Tensor:
-    """A scalar loss from each step's `agreement`.
+    """A scalar loss from the `agreement` of each step.
 
     `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of rejections.
-    `length`: 1 - accepted drafts per step; a draft counts if all before it are accepted as well.
+    `length`: 1 - the number of accepted drafts per step; a draft counts only if all drafts before
+    it are accepted, too.
     """
     if kind == "kl":
         return torch.stack(list(cross_entropies)).mean()
@@ -158,14 +171,15 @@ def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Ten
 def agreement(
     logits_BSV: Tensor, p_BSV: Tensor, temperature: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How well q fits p at each position, float32, [B, S] each: sum(min(p, q)), which is the chance
-    that a draft is accepted, and the cross-entropy -sum(p log q) in nats, which is KL(p, q) plus a
-    term that does not depend on q.
+    """How well q fits p at each position: overlap and cross-entropy, float32 [B, S] each.
 
-    q is the softmax of `logits_BSV / temperature`. p has the target's probabilities of these ids;
-    only its last dimension must be dense.
+    The overlap sum(min(p, q)) is the probability that a draft is accepted. The cross-entropy
+    -sum(p log q) in nats is KL(p, q) plus a term that does not depend on q. q is the softmax of
+    `logits_BSV / temperature`. p has the target's probabilities of the same ids; only its last
+    dimension must be dense.
     """
-    scale = torch.full((), 1 / temperature, device=logits_BSV.device)  # a number is compiled in
+    # A tensor: a plain number would be a constant of the compiled code.
+    scale = torch.full((), 1 / temperature, device=logits_BSV.device)
     overlap_BS, entropy_BS = _Agreement.apply(  # type: ignore[no-untyped-call]
         logits_BSV, p_BSV, scale, rows or Rows()
     )
@@ -173,10 +187,10 @@ def agreement(
 
 
 class _Agreement(Function):
-    """Both numbers of each position and their gradients in one pass, in the logits' dtype.
+    """Overlap, cross-entropy and the gradients of both, in one pass over the logits.
 
-    Only the two gradients are as large as the logits; PyTorch's autograd would keep ten such
-    tensors.
+    The gradients have the logits' dtype. Only these two tensors are as large as the logits;
+    PyTorch's autograd would keep ten such tensors.
     """
 
     @staticmethod
@@ -185,14 +199,13 @@ class _Agreement(Function):
     ) -> tuple[Tensor, ...]:
         size = max(1, _PIECE[logits_BSV.device.type] // logits_BSV[0].numel())
         pieces = torch.split(logits_BSV, size), torch.split(p_BSV, size)
-        found = [rows.measure(*both, scale) for both in zip(*pieces, strict=True)]
-        whole = [
-            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True)
-        ]
-        *numbers, slope_BSV, other_BSV = whole
-        ctx.save_for_backward(slope_BSV, other_BSV)
+        results = [rows.measure(*piece, scale) for piece in zip(*pieces, strict=True)]
+        overlap_BS, entropy_BS, overlap_slope, entropy_slope = (
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)
+        )
+        ctx.save_for_backward(overlap_slope, entropy_slope)
         ctx.rows = rows
-        return tuple(numbers)
+        return overlap_BS, entropy_BS
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -202,25 +215,33 @@ class _Agreement(Function):
 def _measure(
     logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overlap and cross-entropy [B, S], and their gradients [B, S, V] by the logits."""
+    """Overlap and cross-entropy [B, S], and the gradients of both by the logits [B, S, V]."""
     log_q_BSV = (logits_BSV.float() * scale).log_softmax(-1)
     q_BSV = log_q_BSV.exp()
-    counted_BSV = q_BSV * (q_BSV < p_BSV)  # where q is the smaller, more of it helps
-    overlap_slope = counted_BSV - q_BSV * counted_BSV.sum(-1, keepdim=True)
+    smaller_BSV = q_BSV * (q_BSV < p_BSV)  # min(p, q) depends on q only where q < p
+    overlap_slope = smaller_BSV - q_BSV * smaller_BSV.sum(-1, keepdim=True)
     entropy_slope = q_BSV * p_BSV.sum(-1, keepdim=True) - p_BSV
     overlap_BS, entropy_BS = torch.minimum(p_BSV, q_BSV).sum(-1), -(p_BSV * log_q_BSV).sum(-1)
-    first, other = overlap_slope * scale, entropy_slope * scale
-    return overlap_BS, entropy_BS, first.to(logits_BSV.dtype), other.to(logits_BSV.dtype)
+    dtype = logits_BSV.dtype
+    overlap_slope, entropy_slope = overlap_slope * scale, entropy_slope * scale
+    return overlap_BS, entropy_BS, overlap_slope.to(dtype), entropy_slope.to(dtype)
 
 
-def _weigh(one_BSV: Tensor, other_BSV: Tensor, by_one_BS: Tensor, by_other_BS: Tensor) -> Tensor:
-    """The gradient of a loss by the logits, from its gradients by both numbers."""
-    found_BSV = one_BSV * by_one_BS[..., None] + other_BSV * by_other_BS[..., None]
-    return found_BSV.to(one_BSV.dtype)
+def _weigh(
+    overlap_slope: Tensor, entropy_slope: Tensor, by_overlap_BS: Tensor, by_entropy_BS: Tensor
+) -> Tensor:
+    """The gradient of a loss with respect to the logits, by the chain rule.
+
+    overlap_slope, entropy_slope: gradients of overlap and cross-entropy, from `_measure`
+    by_overlap_BS, by_entropy_BS: the loss's gradients with respect to overlap and cross-entropy
+    """
+    gradient_BSV = overlap_slope * by_overlap_BS[..., None]
+    gradient_BSV = gradient_BSV + entropy_slope * by_entropy_BS[..., None]
+    return gradient_BSV.to(overlap_slope.dtype)
 
 
 class Rows(NamedTuple):
-    """The functions that run over all logits; they may be fused."""
+    """The two functions that run over all logits; they may be fused."""
 
     measure: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = _measure
     weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _weigh

@@ -155,6 +155,7 @@ class NativeStack:
         return ForwardOutput(logits_NV, self._aux, hidden_NC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
+        """See `LoadedStack.logits`; the result is a new tensor."""
         check_hidden(hidden_NC := hidden_NC.contiguous(), len(hidden_NC), self._size)
         logits_NV = torch.empty(len(hidden_NC), self._vocab_size)
         numbers = (hidden_NC.data_ptr(), len(hidden_NC), logits_NV.data_ptr())
@@ -162,6 +163,7 @@ class NativeStack:
         return logits_NV
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
+        """See `RoundStack.draft`. With a `FeatureRule` the batch's tokens are not read."""
         attention, hidden_SC = batch.attention, drafting.hidden_SC
         length_B, block_BL = attention.length_B, attention.block_BL
         columns, block_size = block_BL.shape[1], attention.block_size
@@ -186,6 +188,7 @@ class NativeStack:
         return token_BK
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
+        """See `RoundStack.observe`; writes the rows' outputs to `outcome.hidden_SC`."""
         token_SL, length_B, slot_B, hidden_SC = outcome
         check_hidden(hidden_SC, len(token_SL), self._size)
         known = struct((), *length_B)

@@ -33,7 +33,11 @@ _SIZES, _OUTCOME = 8 * 5, 8 * 7
 
 
 class Steps(stock.Steps):
-    """The functions on one `SlotState`, for one thread."""
+    """`ops.steps.Steps` in C++, for one `SlotState` and one thread.
+
+    Each function writes the addresses of its tensors to a reused C struct, and passes the struct's
+    address. Tensors are copied first if they are not contiguous or not int64.
+    """
 
     def __init__(self, state: SlotState) -> None:
         super().__init__(state)

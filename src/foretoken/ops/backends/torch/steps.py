@@ -27,6 +27,7 @@ class Steps:
     def write_drafts(
         self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
+        """Write drafts after the known tokens of each request."""
         if num_B.device.type == "cpu":
             fits = num_B.shape == requests.num_B.shape and not (num_B > requests.num_B).any()
             if not fits:
@@ -36,6 +37,7 @@ class Steps:
         self._write_tokens(requests.slot_B, requests.position_B, num_B, token_BK.clamp(0, last_id))
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
+        """Pack the tokens of a step; deciding requests have K_b + 1 rows of logits, others none."""
         num_rows_B = tokens.num_D + 1
         if tokens.of_B is not None:
             num_rows_B = pad(num_rows_B, (0, 1))[tokens.of_B]  # index -1 reads the 0 at the end
@@ -45,6 +47,7 @@ class Steps:
         return self._packed(slot_B, start_B, count_B, num_rows_B, sizes, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
+        """Make accepted drafts and the token after them known tokens; returns the outcome."""
         slot_B, (token_BK1, accepted_B, finite_B) = tokens.slot_B, verdict
         decides_B = torch.ones_like(finite_B)
         if (decider_B := tokens.of_B) is not None:
@@ -68,6 +71,7 @@ class Steps:
     def begin_round(
         self, requests: DraftRequests, known: int, max_len: int, block_size: int
     ) -> Round:
+        """Plan all passes of a round of drafting; see `ops.steps.Round`."""
         state, position_B, most = self._state, requests.position_B, requests.most
         count, columns = len(position_B), state.block_SL.shape[1]
         spare, device = len(state.length_S) - 1, position_B.device
@@ -91,6 +95,7 @@ class Steps:
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
+        """The token after each token of a pass, and the index of each request's last such token."""
         token_SL, length_B = self._state.token_SL, batch.length_B
         start_B, end_B = batch.query_start_B1[:-1], batch.query_start_B1[1:]
         index_T = torch.arange(num_tokens, device=end_B.device)

@@ -413,7 +413,7 @@ def _edits_of(edits: Edits, row_M: Tensor, exists_M: Tensor) -> Edits:
     start_M = edits.start_N1[row_M]
     count_M = (edits.start_N1[row_M + 1] - start_M) * exists_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))
-    # On a host the exact number of entries. On a device reading it would wait: an upper bound.
+    # The number of entries; on a device an upper bound, since reading the number would wait.
     size = int(new_M1[-1]) if row_M.is_cpu else len(edits.token_M)
     index_E = torch.arange(size, device=row_M.device)
     m_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)

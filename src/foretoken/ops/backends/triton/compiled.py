@@ -1,6 +1,6 @@
 """Compiled kernels: called with little of the host's time, and compiled ahead in parallel.
 
-Triton binds a kernel's arguments anew at each launch: 33 to 70 us of the host's time for records of
+Triton binds a kernel's arguments at each launch: 33 to 70 us of the host's time for records of
 tensors. Here a key of the arguments finds the compiled kernel, which is called as Triton's own
 launcher would (3.6 and 3.7), but without hooks.
 
@@ -51,13 +51,13 @@ _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
 """Compiled kernels, by a packer and the kinds of arguments that it returns."""
 
 _kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
-"""One object for the kinds in a shared argument: these are hashed once for several launches."""
+"""One object for equal kinds of a shared argument, so that launches need not hash the kinds."""
 
 _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
 
 class _Thread(threading.local):
-    """noted: inside `compile_ahead`, a launch of each kernel not compiled yet; else None."""
+    """noted: in `compile_ahead`, one launch of each kernel that is not compiled yet; else None."""
 
     noted: dict[Any, _Launch] | None = None
 
@@ -66,7 +66,7 @@ _thread = _Thread()
 
 
 class Shared:
-    """An argument of several launches, packed once: a tuple."""
+    """A tuple that is an argument of several launches, packed once."""
 
     def __init__(self, value: tuple[Any, ...]) -> None:
         self.value = value
@@ -74,39 +74,39 @@ class Shared:
         self.kind = _kinds.setdefault((pack, kinds), object())
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """Do what `kernel[grid](*args, **named)` does, faster from the second time on.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Do what `kernel[grid](*args, **options)` does, faster from the second launch on.
 
     Args:
         args: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow. No bools; an integer argument must be one in every launch.
-        named: other constants, and options such as `num_warps`.
+            them; constants may follow. No bools; integers must be integers in all launches.
+        options: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
         if _thread.noted is None:
-            kernel[grid](*_plain(args), **named)
+            kernel[grid](*_plain(args), **options)
         return
     device = driver.active.get_current_device()
-    key = (id(kernel), device, *named.items())
+    key = (id(kernel), device, *options.items())
     packers = _packers.get(key)
     if packers is None:
         packers = _packers[key] = []
     pack, packed, kinds = _pack(packers, args, kernel)
-    known, noted = _kernels.get((pack, kinds)), _thread.noted
+    compiled, noted = _kernels.get((pack, kinds)), _thread.noted
     if noted is not None:
-        if known is None:
-            noted[pack, kinds] = kernel, grid, _plain(args), named
-    elif known is not None:
-        run, function, metadata, rest = known
+        if compiled is None:
+            noted[pack, kinds] = kernel, grid, _plain(args), options
+    elif compiled is not None:
+        run, function, metadata, constants = compiled
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *packed, *rest)
+        run(x, y, z, stream, function, metadata, None, None, None, *packed, *constants)
     else:
-        made = kernel[grid](*_plain(args), **named)
-        # AMD's kernels also depend on the size of each tensor.
-        if made is not None and not torch.version.hip:
-            rest = [named.get(name) for name in kernel.arg_names[len(args) :]]
-            _kernels[pack, kinds] = made.run, made.function, made.packed_metadata, rest
+        new = kernel[grid](*_plain(args), **options)
+        # Not kept on AMD, where kernels also depend on the size of each tensor.
+        if new is not None and not torch.version.hip:
+            constants = [options.get(name) for name in kernel.arg_names[len(args) :]]
+            _kernels[pack, kinds] = new.run, new.function, new.packed_metadata, constants
 
 
 def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,7 +116,7 @@ def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _pack(
     packers: list[_Packer], args: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
-    """The packer that fits, a new one if none does, and the pair that it returns."""
+    """(a packer that fits, made if there is none; the packed arguments; their kinds)."""
     for pack in packers:
         try:
             return pack, *pack(args)
@@ -130,13 +130,13 @@ def _pack(
 def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
     """A function that packs arguments nested as these are, and raises an error for others.
 
-    It returns them with tensors replaced by their addresses, and their kinds, which are what a
-    kernel is compiled for: constants, dtypes, which integers are 1, multiples of 16 or beyond 32
-    bits (of those in `do_not_specialize` only the last), and, unless all addresses are multiples of
-    16, which ones are. It is generated code: a loop over 40 arguments takes 3 times as long.
+    It returns the arguments with tensors replaced by their addresses, and the kinds that a kernel
+    is compiled for: constants, dtypes, and which integers are 1, multiples of 16 or beyond 32 bits
+    (only the last for `do_not_specialize`). If some address is not a multiple of 16, the kinds also
+    say which. The function is generated: a loop over 40 arguments takes 3 times as long.
     """
     params = [] if kernel is None else kernel.params
-    number = next((p.num for p in params if p.is_constexpr), len(args))
+    num_runtime = next((p.num for p in params if p.is_constexpr), len(args))
     names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
     tensors, shared, integers, nones, others = names.values()
     sizes = list[str]()  # integers whose values are not compiled in
@@ -148,8 +148,8 @@ def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
         names[kind].append(f"{kind.__name__}{len(names[kind])}")
         return names[kind][-1]
 
-    constants = [f"constant{i}" for i in range(len(args) - number)]
-    runtime = [*map(pattern, args[:number])]
+    constants = [f"constant{i}" for i in range(len(args) - num_runtime)]
+    runtime = [*map(pattern, args[:num_runtime])]
     for param, name in zip(params, runtime, strict=False):
         if param.do_not_specialize and name in integers:
             integers.remove(name)
@@ -165,8 +165,8 @@ def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
     lines += [f"{name} = {name}.data_ptr()" for name in tensors]
     lines += [f"{name} = {name}.packed" for name in shared]
     if tensors:
-        odd = ", ".join(f"not {name} % 16" for name in tensors)
-        lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({odd},)")
+        aligned = ", ".join(f"not {name} % 16" for name in tensors)
+        lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({aligned},)")
     scope: dict[str, Any] = {}
     body = "\n    ".join([*lines, f"return ({arguments}), kinds"])
     exec(f"def pack(args):\n    {body}", scope)
@@ -175,9 +175,9 @@ def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
 
 
 def compile_ahead(run: Callable[[], object], processes: int | None = None) -> None:
-    """Call `run` without launching its kernels, and compile all of them.
+    """Call `run`, note its launches instead of doing them, and compile all kernels noted.
 
-    Only this thread's launches are affected. Results are uninitialised memory, except that
+    Only this thread's launches are affected. Kernels leave their results uninitialised, except that
     `zero_if_noted` sets those of an op to 0, so that `run` can continue. PyTorch's operators do run
     and may write anywhere in the K/V pools and slots: call this before serving. Under Triton's
     interpreter nothing is compiled.
@@ -202,6 +202,7 @@ def noted_launches(run: Callable[[], object]) -> list[_Launch]:
 
 
 def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
+    """Compile the kernels of all jobs, in processes if several are not on disk, and load them."""
     missing = _not_on_disk(jobs)
     count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
     if count > 1 and not multiprocessing.current_process().daemon:  # a daemon may have no children
@@ -215,8 +216,8 @@ def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
 
 
 def _warm_up(job: _Launch) -> Any:
-    kernel, grid, args, named = job
-    return kernel.warmup(*args, grid=grid, **named)
+    kernel, grid, args, options = job
+    return kernel.warmup(*args, grid=grid, **options)
 
 
 class _NotOnDisk(Exception):
@@ -245,7 +246,7 @@ def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
 
 
 def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
-    """The op; inside `compile_ahead` its results are set to 0. They must be tensors of its own."""
+    """The op, which in `compile_ahead` sets its results to 0. These must be new tensors."""
 
     @wraps(op)
     def safe(*args: P.args, **named: P.kwargs) -> Out:
@@ -268,7 +269,7 @@ def _zero(result: Any) -> None:
 
 
 def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
-    """Fill Triton's cache on disk."""
+    """Compile jobs in `count` processes, which fill Triton's cache on disk."""
     target, device = driver.active.get_current_target(), driver.active.get_current_device()
     stub = SimpleNamespace(
         get_current_target=lambda: target,

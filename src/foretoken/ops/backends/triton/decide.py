@@ -2,13 +2,13 @@
 
 A program per request loads its drafts and their q while the scan may still run, waits for the
 scan's masses, and applies the request's rule (`decision`, which `settle_kernel` uses, too). Then it
-writes the request's *agenda* for `verify.py`, with what is pending: DRAW, the next token must be
-drawn; ONE_ROW, the residual that it is drawn from must be summed first; ALL_ROWS, the residuals of
-all rows must be, since BLOCK decides by them. So K + 1 rows are read, then p and q of one row for
-each request that rejects a draft. This kernel draws where draws decide (T=0, COUPLED), or for all
-requests if no residual pass follows.
+writes the request's *agenda* for `verify.py`, which says what is pending. DRAW: the next token must
+be drawn. ONE_ROW: the residual that it is drawn from must be summed first. ALL_ROWS: the residuals
+of all rows must be summed, since BLOCK decides by them. So K + 1 rows are read, then p and q of one
+row for each request that rejects a draft. This kernel draws where draws decide (T=0, COUPLED), or
+for all requests if no residual pass follows.
 
-After the wait there is one chain of latencies: everything that can be loaded before it is.
+Loads after the wait form one chain of latencies, so all that can be loaded before the wait is.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from foretoken.ops.types import Verdict
 # the sums of all rows' residuals, then the block rule, and a draw.
 DONE, DRAW, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
-# Numbers in a request's agenda: before its lines; integers and floats of each line.
+# Sizes of a request's agenda: integers before its lines; integers and floats of each line.
 HEAD, INTEGERS, FLOATS = tl.constexpr(3), tl.constexpr(5), tl.constexpr(9)
 
 Request = namedtuple("Request", "first num position settings")
-"""first: its first row; num: its number of drafts; position: of the token that row decides."""
+"""first: its first row. num: its number of drafts. position: of the token that `first` decides."""
 
 RequestAgenda = namedtuple("RequestAgenda", "pending arrived arrived_first integers floats")
 """Pointers to one request's part of an `Agenda`, which has K lines.
 
 pending:       DONE, DRAW, ONE_ROW or ALL_ROWS
 arrived:       how many programs have summed their part of a row
-arrived_first: the same of row 0 under BLOCK; `arrived` then counts the other rows
+arrived_first: under BLOCK the same for row 0; `arrived` then counts programs of other rows
 integers, floats: of line 0
 """
 
@@ -64,7 +64,7 @@ log_p, log_q, log_next: for BLOCK: log2 p(x_i), log2 q(x_i), the next row's log2
 
 @triton.jit
 def read_request(batch: Batch, b, RAGGED: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Request b. RAGGED: requests may have drafts. AT_ONCE: see `first_row`."""
+    """The `Request` b. RAGGED: requests may have drafts. AT_ONCE: see `first_row`."""
     num = tl.full((), 0, tl.int32)
     if RAGGED:
         num = tl.load(batch.requests.num_B + b).to(tl.int32)
@@ -97,7 +97,7 @@ def accept_uniforms(request: Request, i, FP64: tl.constexpr):
 
 @triton.jit
 def log2_of(u, FP64: tl.constexpr):
-    """log2 of a uniform, below 0 whatever the hardware's rounding: u < 1 must stay so."""
+    """log2 of a uniform u < 1, kept below 0 whatever the hardware's rounding."""
     if FP64:
         return tl.log(u) * LOG2E
     else:
@@ -158,7 +158,7 @@ def agenda_of(agenda: Agenda, b, K):
 
 @triton.jit
 def store_lines(agenda_b: RequestAgenda, number, lines: Line, mask):
-    """Write a vector of lines to the lines of an agenda with these numbers."""
+    """Write a vector of lines to an agenda; `number`: the number of each line."""
     integers, floats = agenda_b.integers + number * INTEGERS, agenda_b.floats + number * FLOATS
     row, position, p, target, log_p, log_q, log_next = lines
     whole = (row, position, target.mode, target.token, target.q_offset)
@@ -172,13 +172,13 @@ def store_lines(agenda_b: RequestAgenda, number, lines: Line, mask):
 
 @triton.jit
 def store_first_line(agenda_b: RequestAgenda, i, lines: Line, k):
-    """Write the k-th of a vector of lines i to line 0: one lane stores."""
+    """Write the k-th of a vector of lines to line 0 of an agenda: only lane k stores."""
     store_lines(agenda_b, zero_like(i), lines, i == k)
 
 
 @triton.jit
 def load_line(agenda_b: RequestAgenda, number, mask):
-    """Line `number` of an agenda, or a vector of lines; where not `mask`, `row` is -1."""
+    """The `Line` of this number, or a vector of them; where not `mask`, `row` is -1."""
     integers, floats = agenda_b.integers + number * INTEGERS, agenda_b.floats + number * FLOATS
     target = Target(
         mode=tl.load(integers + 2, mask=mask, other=0),
@@ -219,11 +219,11 @@ Decision = namedtuple("Decision", "request drafted p accepted pending mode by_ow
 """The state of a request once its rule has been applied.
 
 p: the `Softmax` of its rows, vectors [KP]
-accepted: how many drafts are accepted; 0 as long as that depends on what is pending
+accepted: how many drafts are accepted; 0 if that depends on what is pending
 pending: DONE, DRAW, ONE_ROW or ALL_ROWS as above
-mode: mode of the `Target` of the token after the accepted drafts
+mode: the mode (`Target`) in which the token after the accepted drafts is drawn
 by_own_draw: p is one-hot (T=0), or p and q share their noise (COUPLED): drafts are accepted while
-    they equal the target's own draws, which are not made yet. Not under SYNTHETIC
+    they equal the target's own draws, which are not made yet. False under SYNTHETIC
 """
 
 
@@ -239,7 +239,7 @@ def decide_kernel(
     have drafts. UNDER_BLOCK: they may be under BLOCK.
     """
     let_next_start(OVERLAP)
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     b, i = tl.program_id(0), tl.arange(0, KP)
     LATER: tl.constexpr = agenda is not None
     decided = decision(batch, drafts, agenda, b, RAGGED, UNDER_BLOCK, LATER, REQUESTS_AT_ONCE, KP,
@@ -271,15 +271,15 @@ def decision(
     UNDER_BLOCK: tl.constexpr, LATER: tl.constexpr, AT_ONCE: tl.constexpr, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The `Decision` on request b; writes the lines that BLOCK needs before it can decide.
+    """The `Decision` on request b. If BLOCK needs residuals first, writes the lines of the agenda.
 
-    RAGGED, UNDER_BLOCK: as in `decide_kernel`. LATER: draws are made later. AT_ONCE: see
-    `first_row`.
+    RAGGED, UNDER_BLOCK: as in `decide_kernel`. LATER: residuals may be summed after the decision.
+    AT_ONCE: see `first_row`.
     """
     i = tl.arange(0, KP)
     request = read_request(batch, b, RAGGED, AT_ONCE)
     settings = request.settings
-    from_p = settings.greedy | (settings.rule == COUPLED)  # there is no residual
+    from_p = settings.greedy | (settings.rule == COUPLED)  # every draw is from p, no residual
     by_own_draw = from_p & (settings.rule != SYNTHETIC)
     if RAGGED:
         drafted = _load_drafts(batch, drafts, request, b, i, from_p, FP64)
@@ -288,7 +288,7 @@ def decision(
         drafted = Drafted(none, zeros, zeros, zeros, zeros, False, zeros)
     wait_for_writes(OVERLAP)
     p, compact = _reduce_rows(batch, request, i, KP, NBP)
-    # Under a rule that is not stated here no row is finite: the request gets no token.
+    # Under a rule that this kernel lacks, rows count as not finite: the request gets no token.
     stated = is_stated(settings.rule, UNDER_BLOCK, drafts.rate_K is not None)
     p = Softmax(p.threshold, p.scale, tl.where(stated, p.lse, float("nan")))
     accepted, pending = tl.full((), 0, tl.int32), tl.full((), DONE, tl.int32)
@@ -301,7 +301,7 @@ def decision(
     if LATER:
         if (pending == DONE) & all_finite(p.lse, accepted) & (not by_own_draw):
             listed = tl.sum(((i == accepted) & compact).to(tl.int32), axis=0) > 0
-            # A dense row's residual is summed first; `draw` itself weighs that of a short list.
+            # A dense row's residual is summed first; `draw` itself sums that of a short list.
             summed = (mode == RESIDUAL) | ((mode == WITHOUT_TOKEN) & settings.flat)
             pending = tl.where(summed & (not listed), ONE_ROW, DRAW)
     return Decision(request, drafted, p, accepted, pending, mode, by_own_draw)
@@ -310,7 +310,7 @@ def decision(
 @triton.jit
 def _load_drafts(batch: Batch, drafts: Drafts, request: Request, b, i, ignore_q,
                  FP64: tl.constexpr):  # fmt: skip
-    """The drafts of request b. Reads nothing that the scan writes."""
+    """The `Drafted` of request b. Reads nothing that the scan writes."""
     V, slot = batch.rows.V, request.settings.slot
     token = tl.load(drafts.token_BK + b * drafts.K + i, mask=i < request.num, other=-1)
     token = token.to(tl.int64)
@@ -340,11 +340,11 @@ def _load_drafts(batch: Batch, drafts: Drafts, request: Request, b, i, ignore_q,
 
 @triton.jit
 def _reduce_rows(batch: Batch, request: Request, i, KP: tl.constexpr, NBP: tl.constexpr):
-    """(the `Softmax` of a request's rows [KP], whether each is compact); stores their lse."""
+    """(the `Softmax` of a request's rows [KP], whether each row is compact); stores each lse."""
     scratch, row, live = batch.scratch, request.first + i, i <= request.num
     block_mass = load_masses(batch, row, live, NBP)
     # The gather gives each lane one row. In the layout of the sum each thread would hold all rows,
-    # and so would all operands that meet them, back to the noise: 1 700 instructions for 340.
+    # also of all operands combined with them, back to the noise: 1 700 instructions, not 340.
     lse = tl.gather(log2_sum_rows(block_mass), i, 0)
     threshold = tl.full((KP,), float("-inf"), tl.float32)
     compact = false_like(i)
@@ -360,7 +360,7 @@ def _reduce_rows(batch: Batch, request: Request, i, KP: tl.constexpr, NBP: tl.co
 def _apply_rule(batch: Batch, drafts: Drafts, agenda: Agenda | None, request: Request,
                 drafted: Drafted, p: Softmax, b, compact, by_own_draw, i,
                 UNDER_BLOCK: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """(accepted drafts, what is pending): ALL_ROWS if BLOCK needs residual masses, else DONE."""
+    """(number of accepted drafts, ALL_ROWS if BLOCK needs residual masses, else DONE)."""
     x, log_q, rule, num = drafted.logit, drafted.log_q, request.settings.rule, request.num
     pending = tl.full((), DONE, tl.int32)
     usable = (x >= p.threshold) & (x > float("-inf")) & is_finite(p.lse)
@@ -390,9 +390,9 @@ def _all_lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, log
                compact, i):  # fmt: skip
     """The lines of a request under BLOCK: the rule needs the residual mass of every row.
 
-    The residual pass sums that of a dense row with a real q. With a one-hot q it follows from
-    p(x_i), and the pass sums it only under flat noise, since a draw needs the scores that the pass
-    finds. That of a short list is summed when the rule is applied.
+    The residual pass sums the masses of dense rows with a real q. With a one-hot q the mass follows
+    from p(x_i); under flat noise the pass still visits the row, since a draw needs its best scores.
+    The mass of a short list is summed when the rule is applied.
     """
     log_w = shifted(log_next, -1)  # 0 for row 0: nothing precedes it
     summed = (i < request.num) & (drafted.log_q > float("-inf")) & (log_w > float("-inf"))
@@ -405,7 +405,7 @@ def _all_lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, log
 @triton.jit
 def _lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, i, row, mode,
            log_w=0.0, log_p=0.0, log_next=0.0):  # fmt: skip
-    """The `Line` of each of a request's rows i. row: -1 where no residual is to be summed."""
+    """The lines of rows i of a request. row: -1 where no residual is to be summed."""
     offset = q_offset(batch.q, request.settings.slot, i)
     target = Target(mode, drafted.token, offset, drafted.q_threshold, drafted.q_lse, log_w)
     position = request.position + i
@@ -414,16 +414,16 @@ def _lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, i, row,
 
 @triton.jit
 def _mode_in_place_of(log_q, real_q):
-    """The mode for the token in place of a draft: the residual, or p if there is no draft."""
+    """The mode in which a draft's replacement is drawn: of its residual, FROM_P without draft."""
     residual = tl.where(real_q, RESIDUAL, WITHOUT_TOKEN)
     return tl.where(log_q == float("-inf"), FROM_P, residual)
 
 
 @triton.jit
 def draw_at_once(batch: Batch, decided: Decision, NBP: tl.constexpr, FP64: tl.constexpr):
-    """(accepted drafts, the token after them) where no residual has to be summed.
+    """(number of accepted drafts, the token after them) where no residual has to be summed.
 
-    Where `by_own_draw`, row after row is drawn as long as the token is the draft.
+    If `by_own_draw`, rows are drawn one after the other as long as the drawn token is the draft.
     """
     request, accepted = decided.request, decided.accepted
     drawn_token = tl.full((), -1, tl.int64)

@@ -1,8 +1,8 @@
 """One token of one row, from p or from the residual.
 
 A *compact* row is drawn from its short list, a *dense* one from its logits (`filters.py`). With
-*flat* noise the token is the argmax of log weight + Gumbel noise over all ids: earlier passes leave
-the best of these scores of each block. Otherwise a block is drawn by its mass, with noise from the
+*flat* noise the token is the argmax of log weight + Gumbel noise over all ids; earlier passes store
+each block's best score of this kind. Otherwise a block is drawn by its mass, with noise from the
 block stream, and then a token of the block.
 """
 
@@ -23,8 +23,8 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, CAPACITY, Settings, load_blocks, load_span, log2_sum, log2_sum_rows, zero_like,
 )  # fmt: skip
 
-# Modes, by the weights that a token is drawn from: p; p without the rejected draft, the residual of
-# a one-hot q; the residual of a real q, max(w p - q, 0).
+# Modes: the weights that a token is drawn from. These are p; p without the rejected draft (the
+# residual of a one-hot q); max(w p - q, 0) (the residual of a real q).
 FROM_P, WITHOUT_TOKEN, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -38,7 +38,7 @@ mode:   FROM_P, WITHOUT_TOKEN, or RESIDUAL
 token:  the draft that was rejected
 q_offset, q_threshold, q_lse: where the draft's row of logits begins, and its `Softmax`, with the
     scale of p
-log_w:  log2 of the weight w. This and q are read only in mode RESIDUAL
+log_w:  log2 of the weight w. q and w are read only in mode RESIDUAL
 """
 
 
@@ -51,7 +51,7 @@ def in_mode(target: Target, mode):
 
 @triton.jit
 def q_offset(q: Q | None, slot, index):
-    """Where the row of logits of a slot's draft begins; 0 without a draft cache."""
+    """Where the logits of a slot's draft begin in the draft cache; 0 without a draft cache."""
     if q is not None:
         return (slot * q.K + index) * q.V
     else:
@@ -60,7 +60,7 @@ def q_offset(q: Q | None, slot, index):
 
 @triton.jit
 def one_minus_exp2(d):
-    """1 - 2^d for d < 0, by a series where the difference would lose leading digits; else 0."""
+    """1 - 2^d for d < 0, else 0. By a series where digits would cancel."""
     t = d * 0.6931471805599453
     series = -t * (1 + t * (0.5 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120)))))
     return tl.where(d < 0, tl.where(t > -0.1, series, 1 - tl.exp2(d)), 0.0)
@@ -80,8 +80,8 @@ def _against_q(x, off, p: Softmax, target: Target, q: Q):
 def weigh(x, off, p: Softmax, target: Target, q: Q | None):
     """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
 
-    There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p); Leviathan et al.
-    2023, appendix A.1, with the weight of Sun et al. 2024.
+    In that mode log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et
+    al. 2023, appendix A.1, with the weight w of Sun et al. 2024.
     """
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     if target.mode == WITHOUT_TOKEN:
@@ -95,7 +95,7 @@ def weigh(x, off, p: Softmax, target: Target, q: Q | None):
 
 @triton.jit
 def block_masses(x, off, p: Softmax, target: Target, q: Q | None, PER: tl.constexpr):
-    """log2 masses of PER adjacent blocks: `weigh` summed, in mode RESIDUAL with one exp2 less."""
+    """log2 masses [PER] of adjacent blocks: sums of 2^`weigh`; RESIDUAL saves an exp2 per id."""
     mass = tl.full((PER,), 0.0, tl.float32)
     if q is not None:
         if target.mode == RESIDUAL:
@@ -121,7 +121,7 @@ def load_list(filtered: Filtered, row, count):
 @triton.jit
 def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, target: Target,
                  address: Address, FP64: tl.constexpr):  # fmt: skip
-    """A token of a compact row; from p if the residual has no mass."""
+    """Draw a token of a compact row; from p if the residual has no mass."""
     c = tl.arange(0, CAPACITY)
     x, id_ = load_list(batch.scratch.filtered, row, count)
     weight = weigh(x, id_, p, target, batch.q)
@@ -145,7 +145,7 @@ def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, targe
 @triton.jit
 def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
                    address: Address, FP64: tl.constexpr):  # fmt: skip
-    """The token of one block; at T=0 the first of the largest."""
+    """Draw a token of one block; at T=0 take the first of its largest logits."""
     first = block * BLOCK
     off = first + tl.arange(0, BLOCK)
     x = load_span(batch.rows, row, first, BLOCK, "evict_last")
@@ -160,7 +160,7 @@ def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, tar
 @triton.jit
 def draw(batch: Batch, row, settings: Settings, target: Target, address: Address, block_noise,
          NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """One token of a row. `block_noise`: `noise_span` of the block stream, for each block.
+    """Draw one token of a row. `block_noise`: noise of the block stream, one value per block.
 
     For a dense row in mode RESIDUAL, or WITHOUT_TOKEN under flat noise, `Scratch` must hold the
     residual's masses and best scores. If the residual has no mass, the token is drawn from p.
@@ -206,7 +206,7 @@ def draw(batch: Batch, row, settings: Settings, target: Target, address: Address
 @triton.jit
 def draw_verified(batch: Batch, row, settings: Settings, target: Target, position,
                   NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """`draw` from a deciding row: by noise TARGET_TOKEN from p, RESIDUAL_TOKEN from a residual."""
+    """`draw` for a verified request. Noise: TARGET_TOKEN for p, RESIDUAL_TOKEN for a residual."""
     stream = tl.where(target.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
     address = Address(settings.key, position, 0, stream)
     block_noise = noise_span(block_address(address), 0, NBP, FP64)
@@ -216,7 +216,7 @@ def draw_verified(batch: Batch, row, settings: Settings, target: Target, positio
 @triton.jit
 def _weigh_p_again(batch: Batch, row, settings: Settings, p: Softmax, address: Address,
                    FP64: tl.constexpr):  # fmt: skip
-    """Write masses and best scores of p again: the residual has no mass (p = q after rounding)."""
+    """Write masses and best scores of p again, since the residual has none (p = q, rounded)."""
     rows, scratch = batch.rows, batch.scratch
     for first in range(0, rows.V, BLOCK):
         x = load_span(rows, row, first, BLOCK, "evict_last")

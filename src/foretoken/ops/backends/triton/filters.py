@@ -1,14 +1,14 @@
-"""Exact min-p, top-k and top-p by the group-maximum bound: a threshold per row, few logits read.
+"""Exact min-p, top-k and top-p: a threshold per row, found by maxima of groups from few logits.
 
 If the maxima of k blocks (or groups) reach t, these hold k logits >= t: the k-th largest maximum is
 a lower bound of the k-th largest logit. So only groups with a maximum that reaches the bound are
-read. Their logits that reach it, a little more than k, make a short list. In this the exact
+read. Their logits that reach it, a little more than k, make a short list. In this list the exact
 thresholds are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
 In the end a row has one of two states. The survivors of a *compact* row are in a short list of up
-to CAPACITY entries. A *dense* row (count DENSE) is read through its threshold, because no token is
-dropped, or because its list would overflow. In the latter case its count is UNDECIDED and its
-number in the queue until `sweep.py` and `wide.py` have searched the whole row.
+to CAPACITY entries. A *dense* row (count DENSE) drops no token, or its list would overflow: later
+kernels compare all its logits with its threshold. While that threshold is not known, the count is
+UNDECIDED: the row is in a queue until `sweep.py` and `wide.py` have searched it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no m
 def filter_kernel(
     batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (request, row of it). Overwrites the maxima of groups that the scan wrote."""
+    """Find each row's threshold or queue the row. Programs: (request, row of it)."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
@@ -61,7 +61,7 @@ def filter_kernel(
     if broken | (top == float("-inf")) | (top == float("inf")):
         j = tl.arange(0, NBP)
         tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
-        return  # dense, and known to be broken by its masses
+        return  # a dense row; later kernels see by its masses that it is not finite
     group_top = filtered.group_top_NG + row * rows.NG
     groups = picked_NG(filtered) + row * rows.NG
     list_id = filtered.list_id_NC + row * CAPACITY
@@ -92,7 +92,7 @@ def filter_kernel(
     if not decided:
         tl.store(row_top_N(scratch) + row, top)
         tl.store(filtered.count_N + row, UNDECIDED)
-        # With min-p alone only masses are still unknown; for flat noise `wide.py` computes them.
+        # With only min-p just the masses are unknown; for flat noise `wide.py` computes them.
         if settings.counted | (settings.top_p < 1) | (not settings.flat):
             tl.debug_barrier()  # the search's notes replace the row's list
             goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
@@ -104,8 +104,8 @@ def filter_kernel(
 def largest_key(key, weight, need, COUNTS: tl.constexpr):
     """The largest t such that the integer weight of keys >= t reaches `need`.
 
-    The key of -inf if all of them do not reach it: fewer than k logits may be above min-p's floor.
-    Keys of 0 count nothing. COUNTS: every weight is 1, unless its key is 0. The bracket of t is
+    If all keys together do not reach `need`, the result is the key of -inf: fewer than k logits may
+    be above min-p's floor. Keys of 0 weigh nothing. COUNTS: all others weigh 1. The bracket of t is
     halved until a single key is left: 5 to 9 rounds for most rows of 151 936 logits, 32 at most.
     """
     valid = key > 0
@@ -131,7 +131,7 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
 
 @triton.jit
 def _largest_group_key(group_top, NG, need):
-    """`largest_key` of a row's group maxima, each counting 1. Every round reads them again."""
+    """`largest_key` of a row's group maxima, with weights of 1. Every round reads them again."""
     low, high = tl.full((), NOTHING, tl.uint32), tl.full((), 0xFF800001, tl.uint32)
     while high - low > 1:
         middle = low + ((high - low) >> 1)
@@ -149,7 +149,7 @@ def _largest_group_key(group_top, NG, need):
 
 @triton.jit
 def _bound(top_J, group_top, settings: Settings, rows: RawRows):
-    """A value that at least the wanted number of logits reach; -inf if a list cannot hold them."""
+    """A value that at least k logits reach (_ENOUGH without top-k); -inf if a list is too small."""
     wanted = tl.where(settings.counted, settings.top_k, tl.minimum(_ENOUGH, rows.NB)).to(tl.int32)
     key = tl.full((), NOTHING, tl.uint32)
     if wanted <= CAPACITY:
@@ -162,11 +162,11 @@ def _bound(top_J, group_top, settings: Settings, rows: RawRows):
 
 @triton.jit
 def _pick_groups(top_J, bound, group_top, groups, blocks, NG, NBP: tl.constexpr):
-    """List in `groups` those whose maxima reach the bound, by rising number; returns how many.
+    """Write the numbers of groups with maxima >= bound to `groups`, rising; returns how many.
 
-    The list overwrites the maxima, each after it is read: a group's rank is at most its number. A
-    result above CAPACITY means that no short list can hold all logits that reach the bound; it may
-    be a number of blocks then. `blocks`: room for CAPACITY numbers.
+    They overwrite the maxima, each after it is read: a group's rank is at most its number. A result
+    above CAPACITY means that no short list can hold all logits that reach the bound; it may then
+    be the number of blocks instead. `blocks`: room for CAPACITY numbers.
     """
     chosen = (top_J >= bound) & (top_J > float("-inf"))
     chosen_blocks = tl.sum(chosen.to(tl.int32), axis=0)
@@ -206,7 +206,7 @@ def _load_groups(rows: RawRows, row, groups, first, picked):
 
 @triton.jit
 def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
-    """List ids and values >= bound of the picked groups, by rising id; returns their number."""
+    """List ids and logits >= bound of the picked groups, by rising id; returns how many."""
     count = tl.full((), 0, tl.int32)
     next_off, next_x = _load_groups(rows, row, groups, 0, picked)
     for first in range(0, picked, _GROUPS_AT_ONCE):
@@ -224,8 +224,8 @@ def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
 def _cut(x, valid, settings: Settings, top, floor, total):
     """(threshold, whether it is exact) from a short list that holds every logit >= its bound.
 
-    `total`: log2 mass of the whole row. Top-p needs it unless top-k or min-p came before: the list
-    holds all that these keep. Weights are integers: their sums are exact in any order.
+    `total`: log2 mass of the whole row. Top-p does not need it after top-k or min-p: the list holds
+    all logits that these keep. Weights are integers: their sums are exact in any order.
     """
     key = tl.where(valid, key_of(x), 0)
     threshold = floor

@@ -1,12 +1,12 @@
-"""What the host side of every op shares: its batch, scratch memory, which kernels may overlap.
+"""The host side that all ops share: the batch, scratch memory, and which kernels may overlap.
 
 Scratch comes from PyTorch's caching allocator. A captured graph keeps the allocator's blocks, so
 nothing is allocated when it replays.
 
 The kernels of an op overlap (programmatic dependent launch): a kernel may start while the previous
-one ends, and waits for its results with `wait_for_writes`. Every program must wait before it
-returns, or else the kernel after next could read too early. Before it waits, a kernel reads only
-what was written before the op's scan began and is not changed by the op.
+one still runs, and waits for the results of that kernel with `wait_for_writes`. Every program must
+wait before it returns, or else the kernel after next could read too early. Before the wait a kernel
+reads only data that were written before the op's scan began and that the op does not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.records import Batch, RawRows, Requests, Scra
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
-BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span; `begin_NJ` is padded by so many
+BLOCKS_AT_ONCE = 4  # most blocks of one load; `begin_NJ` has so many spare columns
 
 
 class Call:
@@ -33,9 +33,9 @@ class Call:
 
     Attributes:
         width: most rows of a request.
-        blocks_padded: a power of 2, at least the blocks of a row.
-        flat: draws may be by flat noise without top-k.
-        stream: the stream of token noise; drafts: whether it is DRAFT_TOKEN.
+        blocks_padded: a power of 2, at least the number of blocks of a row.
+        flat: whether slots without top-k may draw by flat noise.
+        stream: the stream of token noise. drafts: whether that is DRAFT_TOKEN.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class Call:
     ) -> None:
         """params: None for raw logits."""
         check_device(logits_NV)
-        rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
+        rows, slots, flat, filtering = rows_of(logits_NV, edits), None, False, False
         if params is not None:
             slots = records.Slots(*map(Tensor.contiguous, params.columns))
-            flat, cut = Rule.COUPLED in params.rules, params.has_filters
+            flat, filtering = Rule.COUPLED in params.rules, params.has_filters
         q = None
         if cache is not None:
             _, drafts, vocabulary = cache.logits_SKV.shape
             q = records.Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, drafts, vocabulary)
-        self.batch = Batch(rows, requests, slots, q, scratch_of(rows, flat, cut))
+        self.batch = Batch(rows, requests, slots, q, scratch_of(rows, flat, filtering))
         self._shared, self._overlap = Shared(self.batch), overlaps(logits_NV.device)
         self.width, self.blocks_padded = width, max(4, 1 << (rows.NB - 1).bit_length())
         self.flat, self.fp64 = flat, fp64
@@ -71,7 +71,7 @@ class Call:
         """Launch a kernel with the batch, `args` and, last, OVERLAP.
 
         Args:
-            early: whether it may start before the kernel launched before it has ended.
+            early: whether this kernel may start while the previous one still runs.
         """
         options |= dependent(self._overlap and early)
         launch(kernel, (programs,), self._shared, *args, self._overlap, **options)
@@ -82,36 +82,36 @@ def check_device(tensor: Tensor, name: str = "logits") -> None:
     if tensor.is_cuda:
         if tensor.device.index == torch.cuda.current_device():
             return
-        wanted = f"cuda:{torch.cuda.current_device()}, the current device"
+        expected = f"cuda:{torch.cuda.current_device()}, the current device"
         remedy = f"Call under `torch.cuda.device({name}.device)`."
     elif triton.knobs.runtime.interpret:
         return
     else:
-        wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
-    raise ConfigError(f"{name}.device", tensor.device, wanted, remedy)
+        expected, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
+    raise ConfigError(f"{name}.device", tensor.device, expected, remedy)
 
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may start before the previous one has ended: on NVIDIA since 9.0."""
+    """Whether kernels may overlap: on NVIDIA GPUs of compute capability 9.0 or higher."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def dependent(overlap: bool) -> dict[str, Any]:
-    """The launch option that lets a kernel start before the previous one has ended."""
+    """The launch option that lets a kernel start while the previous one runs."""
     return {"launch_pdl": True} if overlap else {}
 
 
 def at_most_registers(count: int) -> dict[str, Any]:
-    """The launch option that limits registers per thread; AMD's compiler has none."""
+    """The launch option that limits registers per thread; AMD's compiler lacks this option."""
     return {} if torch.version.hip else {"maxnreg": count}
 
 
 def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
-    """The logits and their edits; launches the kernel that prepares entries."""
-    number, vocabulary = logits_NV.shape
+    """The `RawRows` of logits and edits; launches the kernel that prepares entries, if any."""
+    num_rows, vocabulary = logits_NV.shape
     blocks, groups = -(-vocabulary // BLOCK.value), -(-vocabulary // GROUP.value)
     mask = None
     if edits is not None and edits.mask_RW is not None and edits.mask_N is not None:
@@ -121,12 +121,12 @@ def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
     if edits is None or not edits.token_M.shape[0]:
         return rows
     columns, bias_M = blocks + BLOCKS_AT_ONCE, edits.bias_M.contiguous()
-    begin_NJ = torch.empty(number * columns, dtype=torch.int32, device=logits_NV.device)
+    begin_NJ = torch.empty(num_rows * columns, dtype=torch.int32, device=logits_NV.device)
     entries = records.Entries(
         edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns
     )
     launch(
-        edit_kernel, (number,),
+        edit_kernel, (num_rows,),
         rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
         edits.subtract_M.contiguous(), 1 << (columns - 1).bit_length(), num_warps=4,
     )  # fmt: skip
@@ -138,22 +138,22 @@ def requests_of(*tensors: Tensor) -> Requests:
     return Requests(*map(Tensor.contiguous, tensors))
 
 
-def scratch_of(rows: RawRows, flat: bool, cut: bool) -> Scratch:
-    """Memory for the kernels of an op. flat: draws may be by flat noise; cut: some slots filter."""
-    number, device = len(rows.logits_NV), rows.logits_NV.device
+def scratch_of(rows: RawRows, flat: bool, filtering: bool) -> Scratch:
+    """Memory for the kernels of an op. flat: as in `Call`; filtering: whether some slots filter."""
+    num_rows, device = len(rows.logits_NV), rows.logits_NV.device
     f32, i32 = torch.float32, torch.int32
-    mass = torch.empty(number * rows.NB, dtype=f32, device=device)
-    lse = torch.empty(number, dtype=f32, device=device)
-    best = torch.empty_like(mass) if flat or cut else None
-    if not cut:
+    mass = torch.empty(num_rows * rows.NB, dtype=f32, device=device)
+    lse = torch.empty(num_rows, dtype=f32, device=device)
+    best = torch.empty_like(mass) if flat or filtering else None
+    if not filtering:
         return Scratch(mass, lse, best, None)
-    list_x = torch.empty(number * CAPACITY.value, dtype=f32, device=device)
+    list_x = torch.empty(num_rows * CAPACITY.value, dtype=f32, device=device)
     filtered = records.Filtered(
         threshold_N=torch.empty_like(lse),
         count_N=torch.empty_like(lse, dtype=i32),
         list_id_NC=torch.empty_like(list_x, dtype=i32),
         list_x_NC=list_x,
-        queue_N1=torch.empty(number + 1, dtype=i32, device=device),
-        group_top_NG=torch.empty(number * rows.NG, dtype=f32, device=device),
+        queue_N1=torch.empty(num_rows + 1, dtype=i32, device=device),
+        group_top_NG=torch.empty(num_rows * rows.NG, dtype=f32, device=device),
     )
     return Scratch(mass, lse, best, filtered)

@@ -22,8 +22,8 @@ ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 _ONE_INSTRUCTION = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
-_LANE = tl.constexpr(65536)  # above any number of lanes
-_LOWEST = tl.constexpr(-2.79)  # `sure_argmax` does not distinguish noise up to this
+_LANE = tl.constexpr(65536)  # more than a block has lanes
+_LOWEST = tl.constexpr(-2.79)  # `sure_argmax` treats all lower noise as equal
 _SLACK = tl.constexpr(1.2207e-4)  # 2 * 2^-14
 _ROUNDING = tl.constexpr(2.384185791015625e-7)  # 2^-22
 
@@ -42,7 +42,7 @@ def block_address(address: Address):
 
 @triton.jit
 def words(address: Address, group):
-    """The four Philox words of each group, an int32 block."""
+    """The four Philox words of each group in an int32 block."""
     zero = tl.full((), 0, tl.int32)
     position = address.position.to(tl.int32)
     return tl.philox(
@@ -52,7 +52,7 @@ def words(address: Address, group):
 
 @triton.jit
 def uniform32(word):
-    """(h + 1/2) 2^-32 in FP32, at most 1 - 2^-24: open at both ends."""
+    """(h + 1/2) 2^-32 of a word h, in FP32 and at most 1 - 2^-24: never 0 or 1."""
     return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
 
 
@@ -83,8 +83,8 @@ def log2(x):
 def gumbel(u):
     """-log2(-ln(1 - u)): standard Gumbel noise -ln(-ln(1 - u)) in units of ln 2.
 
-    The winning tail comes from u -> 0, where -ln(1 - u) is summed as a series: the hardware's log2
-    has an absolute error of 2^-22, which is 2 % of it at u = 1e-5.
+    The highest noise comes from u near 0. There -ln(1 - u) is summed as a series: the hardware's
+    log2 has an absolute error of 2^-22, which is 2 % of -ln(1 - u) at u = 1e-5.
     """
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u * (1 / 7)))))))
     return -log2(tl.where(u < 0.1, series, log2(1 - u) * -LN2))
@@ -92,7 +92,7 @@ def gumbel(u):
 
 @triton.jit
 def gumbel64(u):
-    """The same in FP64, with the series where 1 - u would round u away."""
+    """`gumbel` in FP64, with the series where 1 - u would round u away."""
     series = u * (1 + u * (0.5 + u * (1 / 3)))
     return -tl.log(tl.where(u < 1e-6, series, -tl.log(1 - u))) * LOG2E
 
@@ -149,14 +149,14 @@ def gumbel_at(address: Address, index, FP64: tl.constexpr):
 
 @triton.jit
 def _ordered(score):
-    """An order-preserving int32: a warp reduces integers in one instruction, floats in five."""
+    """int32 in the order of scores: a warp reduces integers in one instruction, floats in five."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def near_gumbel64(high, low):
-    """`gumbel64` of word pairs in FP32, to 2^-14; -2.79 where it is lower."""
+    """`gumbel64` of word pairs, computed in FP32 to within 2^-14; values below -2.79 are raised."""
     u = high.to(tl.float32) * 2.3283064365386963e-10
     u += ((low >> 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
     return tl.maximum(gumbel(u), _LOWEST)
@@ -164,21 +164,21 @@ def near_gumbel64(high, low):
 
 @triton.jit
 def sure_argmax(weight, near):
-    """`argmax64` if FP32 (`near`) can decide it, else a negative number: once in about 1000 calls.
+    """`argmax64` if FP32 noise (`near`) can decide it, else -1: once in about 1000 calls.
 
-    Let ulp = 2^-24, n the FP64 noise of a lane, m what is computed here. u, both words in FP32, is
+    Let ulp = 2^-24, n the FP64 noise of a lane, m its noise in FP32. u, both words in FP32, is
     rounded twice: a relative error of 2 ulp. dn / d(ln u) = u / ((1 - u) L ln 2), L = -ln(1 - u),
     grows from 1.45 to 211 where n = -2.79 (u = 0.99901): an error of 2.6e-5 there, below 2e-6 for
-    u < 0.9. In L: the series (u < 0.1) errs by 3 ulp and 1.3e-8 (its end); 1 - u by 1 ulp of 1 and
-    the hardware's log2 by 2^-22 of max(1, its value): 2.3e-6 relatively where it is worst, u = 0.1.
-    The last log2 and its rounding: 2^-22 max(1, |m|) + ulp |m| < 1.7e-5, |m| <= 54 (u >= 2^-54). No
-    u is worst for two of these errors: |m - n| < 4e-5 if n > -2.8, which is below 2^-14. For lower
-    noise m = -2.79 is an upper bound.
+    u < 0.9. Errors of L: of the series (u < 0.1) 3 ulp and 1.3e-8 (its end); of 1 - u 1 ulp of 1;
+    of the hardware's log2 2^-22 of max(1, its value): 2.3e-6 relatively at worst, at u = 0.1. Error
+    of the last log2 and its rounding: 2^-22 max(1, |m|) + ulp |m| < 1.7e-5, |m| <= 54 (u >= 2^-54).
+    No u is worst for two of these errors: |m - n| < 4e-5 if n > -2.8, which is below 2^-14. For
+    lower noise m = -2.79 is an upper bound.
 
     A score s = weight + m is rounded by ulp |s|. Let t be the largest score of lanes with noise
-    above that bound. A lane with s < t - (2 * 2^-14 + 4 ulp |t|) is less than that lane in FP64
-    too. So if one lane alone reaches this, it is the answer; with ties, other candidates, or rows
-    that are not finite, none or several do.
+    above that bound. A lane with s < t - (2 * 2^-14 + 4 ulp |t|) loses to that lane in FP64, too.
+    So if only one lane reaches this limit, that lane is the answer. With ties, close scores, or
+    rows that are not finite, no lane or several lanes reach it.
     """
     score = tl.where(weight > float("-inf"), weight + near, float("-inf"))
     top = tl.max(_ordered(tl.where(near > _LOWEST, score, float("-inf"))), axis=0)
@@ -191,8 +191,7 @@ def sure_argmax(weight, near):
 
 @triton.jit
 def argmax64(weight, noise: Noise64):
-    """The lane with the largest weight + FP64 noise, the first on ties. FP64 is used only if FP32
-    cannot decide."""
+    """The lane with the largest weight + FP64 noise, the first on ties; by FP32 if that decides."""
     best = sure_argmax(weight, noise.near)
     if best < 0:
         score = weight + gumbel64(uniform64(noise.high, noise.low))
@@ -202,7 +201,7 @@ def argmax64(weight, noise: Noise64):
 
 @triton.jit
 def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr):
-    """Noise of `gumbel_span`, in the form that `argmax_with` takes."""
+    """The noise of `gumbel_span`, in the form that `argmax_with` takes."""
     if FP64:
         high, low = _pairs_span(address, first, COUNT)
         return Noise64(high, low, near_gumbel64(high, low))
@@ -212,7 +211,7 @@ def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr)
 
 @triton.jit
 def noise_at(address: Address, index, FP64: tl.constexpr):
-    """Noise of `gumbel_at`, in the form that `argmax_with` takes."""
+    """The noise of `gumbel_at`, in the form that `argmax_with` takes."""
     if FP64:
         high, low = _pairs_at(address, index)
         return Noise64(high, low, near_gumbel64(high, low))

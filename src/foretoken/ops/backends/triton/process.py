@@ -2,14 +2,14 @@
 
 Log-probabilities take two launches and no copy of the logits. The first measures every block of
 1024, in programs of one warp as `scan.py` does: its sum of exponentials, how many of its logits are
-above the given token's, the maxima of its groups of 64. The second has a program per row. Order
-groups by their maxima, falling, among equals the lowest group first: the k likeliest tokens lie in
-the first k groups, whatever the ties, since each of these has a token that comes before all tokens
+above the given token's, and the maxima of its groups of 64. The second has a program per row. Let
+groups be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens
+lie in the first k groups, whatever the ties: each of these has a token that comes before all tokens
 of a later group.
 
-Processed logits are edited and cut on load, at the thresholds that sampling finds, so rows with
-filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936); with filters
-and edits it is that of sampling.
+Processed logits are edited on load, and dropped below the thresholds that sampling finds, so rows
+with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936); with
+filters and edits it takes as much as in sampling.
 
 Shapes: T likeliest tokens; others as in `records.py`.
 """
@@ -40,8 +40,8 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def write_kernel(batch: Batch, out_NV):
-    """Programs: (row, block of it)."""
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    """Write processed logits. Programs: (row, block of it)."""
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     pid = tl.program_id(0)
     row, first = (pid // rows.NB).to(tl.int64), pid % rows.NB * BLOCK
@@ -84,7 +84,7 @@ class Measured(NamedTuple):
 
 @triton.jit
 def _threshold_and_scale(batch: Batch, row):
-    """(threshold, scale from logits to log2) of a row; raw logits are not cut, and T is 1."""
+    """(threshold, scale from logits to log2) of a row. Raw logits have threshold -inf and T = 1."""
     threshold, scale = float("-inf"), LOG2E
     if batch.slots is not None:
         temperature = tl.load(batch.slots.temperature_S + tl.load(batch.requests.slot_B + row))
@@ -106,8 +106,8 @@ def _token_logit(batch: Batch, row, token_N):
 def measure_kernel(
     batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (row, PER blocks of it)."""
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    """Fill `measured`. Programs: (row, PER blocks of it)."""
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
     pid = tl.program_id(0)
     wait_for_writes(OVERLAP)
@@ -136,9 +136,9 @@ def measure_kernel(
 
 @triton.jit
 def _first(x, id_, T, TP: tl.constexpr):
-    """(value, id) of the first T of a block, values falling, then ids rising; [TP].
+    """(values, ids) [TP] of a block's T largest values; equal values by rising id.
 
-    T rounds of two reductions: a tenth of the instructions of a sort, and of their compile time.
+    T rounds of two reductions take a tenth of a sort's instructions, and of its compile time.
     """
     key, i = key_of(x), tl.arange(0, TP)
     best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
@@ -155,8 +155,8 @@ def likeliest_kernel(
     batch: Batch, token_N, measured: Measured, result: Logprobs, T, NBP: tl.constexpr,
     TP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: rows. TP: a power of 2, at least T; 0 if T is 0."""
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    """Fill `result`, a program per row. TP: a power of 2, at least T; 0 if T is 0."""
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
     row = tl.program_id(0).to(tl.int64)
     token_logit = _token_logit(batch, row, token_N)
@@ -184,26 +184,26 @@ def likeliest_kernel(
         x, token = _first(x, tl.where(valid, off, _NO_ID), T, TP)
         logprob = ((x - top) * scale - lse) * LN2
         tl.store(result.top_logprob_NT + row * T + t, logprob, mask=t < T)
-        token = tl.minimum(token, rows.V - 1)  # in a row of NaN
+        token = tl.minimum(token, rows.V - 1)  # in a row of NaN, ids may be V or more
         tl.store(result.top_token_NT + row * T + t, token.to(tl.int64), mask=t < T)
 
 
-def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of raw logits, or of processed `Rows`; see `Backend.logprobs`.
 
     Two launches, and those that find thresholds if `params.has_filters`.
     """
-    # Raw logits have no slots: no kernel reads the tensor in their place.
-    rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
-    logits_NV, params, slot_N, edits = rows
-    number, device = len(logits_NV), logits_NV.device
+    # Raw logits have no slots: `token_N` only takes the place of `slot_N`, and is not read.
+    fields = rows if isinstance(rows, Rows) else (rows, None, token_N, None)
+    logits_NV, params, slot_N, edits = fields
+    num_rows, device = len(logits_NV), logits_NV.device
     result = Logprobs(
-        torch.empty(number, device=device),
-        torch.empty(number, dtype=torch.int64, device=device),
-        torch.empty(number, num_top, device=device),
-        torch.empty(number, num_top, dtype=torch.int64, device=device),
+        torch.empty(num_rows, device=device),
+        torch.empty(num_rows, dtype=torch.int64, device=device),
+        torch.empty(num_rows, num_top, device=device),
+        torch.empty(num_rows, num_top, dtype=torch.int64, device=device),
     )
-    if not number:
+    if not num_rows:
         return result
     call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
@@ -211,16 +211,16 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     measured = Measured(
         scratch.mass_NJ,
         torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ,
-        torch.empty(number * call.batch.rows.NG, device=device)
+        torch.empty(num_rows * call.batch.rows.NG, device=device)
         if scratch.filtered is None
         else scratch.filtered.group_top_NG,
     )
     if scratch.filtered is not None:
         reduce_rows(call)
-    per = 1 if number * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
-    parts = -(-blocks // per)
+    at_once = 1 if num_rows * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
+    parts = -(-blocks // at_once)
     args = token_N.contiguous(), measured
-    call.launch(measure_kernel, number * parts, *args, parts, per, num_warps=1)
+    call.launch(measure_kernel, num_rows * parts, *args, parts, at_once, num_warps=1)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
-    call.launch(likeliest_kernel, number, *args, result, num_top, call.blocks_padded, width)
+    call.launch(likeliest_kernel, num_rows, *args, result, num_top, call.blocks_padded, width)
     return result

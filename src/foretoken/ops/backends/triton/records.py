@@ -2,23 +2,22 @@
 
 How to read the kernels:
 
-- The host gives a `NamedTuple`, its fields typed; kernels make a `namedtuple` of numbers and blocks
-  for each other. `values` and `type` are names of Triton's own.
-- A kernel is compiled for fields that are None: `if rows.mask is not None` costs nothing when it
-  runs.
-- Triton also compiles in numbers that are 1. Triton 3.6 forgets such numbers of nested records in
-  branches and loops. So kernels begin with `batch = batch`: an assigned field is a value, not a
-  constant.
-- A variable keeps its type and shape: `zero_like(x)` and `false_like(x)` have those of x,
-  `tl.full((), 0, tl.int32)` is a zero that a loop may change.
-- Numbers known to the compiler: FP64, noise in FP64; RAGGED, requests may have drafts; K1, most
-  rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and NB;
-  OVERLAP, kernels overlap (`launch.py`).
-- Indices: b a request, i one of its drafts or rows, j a block, g a group, c an entry of a list.
+- The host passes a `NamedTuple` with typed fields. Kernels pass each other numbers and blocks in a
+  `namedtuple`. No field is called `values` or `type`, which are names of Triton's own.
+- Triton knows which fields are None when it compiles a kernel, so `if rows.mask is not None` costs
+  nothing at run time.
+- Triton also compiles in integers that are 1. Triton 3.6 loses such constants of nested records in
+  branches and loops. So kernels begin with `batch = batch`, which makes them ordinary values.
+- In branches and loops a variable must keep its type and shape. `zero_like(x)` and `false_like(x)`
+  have the shape of x; `tl.full((), 0, tl.int32)` is a zero that a loop may change.
+- Compile-time constants: FP64, whether noise is in FP64; RAGGED, whether requests may have drafts;
+  K1, most rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and
+  NB; OVERLAP, whether kernels overlap (`launch.py`).
+- Indices: b a request, i a draft or row of it, j a block, g a group, c an entry of a list.
 
-In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks of 1024
-ids and NG groups of 64 of a row, J columns of a row of blocks, C entries of a short list, B
-requests, K most drafts of one, S slots, R masks, W words of a mask, M entries of edits.
+In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks (1024 ids)
+and NG groups (64 ids) of a row, J the blocks of a row as columns, C entries of a short list, B
+requests, K most drafts of a request, S slots, R masks, W words of a mask, M entries of edits.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import triton
+import triton.language as tl  # noqa: F401 (the interpreter needs it in modules of kernels)
 from torch import Tensor
 
 
@@ -41,7 +41,7 @@ class Entries(NamedTuple):
     """The entries of `Edits`, as `rows.py: edit_kernel` leaves them.
 
     value_M:  the edited logit of the entry's token
-    begin_NJ: where the entries of each block begin, among those of all rows
+    begin_NJ: the index in `token_M` of the first entry of each block of each row
     columns:  J
     """
 
@@ -52,7 +52,7 @@ class Entries(NamedTuple):
 
 
 class RawRows(NamedTuple):
-    """Raw logits, the edits that are made when they are loaded, and their sizes."""
+    """Raw logits with their sizes, and the edits that kernels make when they load logits."""
 
     logits_NV: Tensor
     stride: int
@@ -92,9 +92,9 @@ class Filtered(NamedTuple):
 
     threshold_N:    the lowest raw logit that is kept; -inf if all are
     count_N:        the entries of the row's short list; DENSE if it has none; UNDECIDED until
-                    `wide_kernel` has decided it
+                    `wide_kernel` has found the threshold
     list_id_NC, list_x_NC: ids and logits of a short list
-    queue_N1:       how many rows a short list could not decide, then their numbers
+    queue_N1:       how many rows need more than a short list, then the numbers of these rows
     group_top_NG:   maxima of groups
     """
 
@@ -107,11 +107,11 @@ class Filtered(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What the kernels of one op leave to each other.
+    """Results that the kernels of one op pass on to later kernels.
 
-    mass_NJ: log2 masses of blocks; at T=0 maxima of blocks. They are p's masses; in rows that
-             `residual_kernel` has summed, a residual's masses
-    best_NJ: best scores of blocks under flat noise, of p or a residual as in `mass_NJ`
+    mass_NJ: log2 masses of blocks; at T=0 maxima of blocks. They are masses of p, except in rows
+             that `residual_kernel` has summed: there they are masses of the residual
+    best_NJ: best scores of blocks under flat noise, of p or the residual as in `mass_NJ`
     lse_N:   log2 of a row's mass
     """
 
@@ -121,8 +121,8 @@ class Scratch(NamedTuple):
     filtered: Filtered | None
 
 
-# The same memory under other names, for rows with filters while it does not hold what its field
-# says. Lists and notes of searches are in `sweep.py`.
+# Other names of the same memory. Rows with filters use it while its field has no values of its own
+# to hold. `sweep.py` does the same with lists and notes of searches.
 
 
 @triton.jit
@@ -139,27 +139,26 @@ def picked_NG(filtered: Filtered):
 
 @triton.jit
 def row_top_N(scratch: Scratch):
-    """Maxima of rows, in place of `lse_N`: of UNDECIDED rows, from `filter_kernel` to
-    `wide_kernel`."""
+    """Maxima of UNDECIDED rows, in place of `lse_N`: from `filter_kernel` to `wide_kernel`."""
     return scratch.lse_N
 
 
 @triton.jit
 def above_NJ(scratch: Scratch):
-    """W of each block's logits above a sweep's keys, in place of `mass_NJ`: linear masses, or
-    counts for top-k. From a sweep until `wide_kernel` makes masses of them, or writes others."""
+    """W(x >= b) of each block after a sweep with keys a, b, in place of `mass_NJ`: linear masses,
+    or counts for top-k. From a sweep until `wide_kernel` writes log2 masses."""
     return scratch.mass_NJ
 
 
 @triton.jit
 def stretch_NJ(scratch: Scratch):
-    """Each block's stretch of a search's list (`sweep.py: packed`), in place of `best_NJ`: as long
-    as `above_NJ`."""
+    """Each block's stretch of a search's list (`sweep.py: packed`), in place of `best_NJ`: valid as
+    long as `above_NJ`."""
     return scratch.best_NJ
 
 
 class Q(NamedTuple):
-    """The tensors of `DraftCache`, whose rows are slot * K + draft index."""
+    """The tensors of `DraftCache`. A draft's row in them is slot * K + draft index."""
 
     logits_SKV: Tensor
     threshold_SK: Tensor
@@ -188,14 +187,14 @@ class Drafts(NamedTuple):
 
 
 class Agenda(NamedTuple):
-    """What the residual pass has to do for each request; `decide.py` says what lies where."""
+    """What the residual pass has to do for each request. Layout: `decide.py: RequestAgenda`."""
 
     integers: Tensor
     floats: Tensor
 
 
 class Candidates(NamedTuple):
-    """Per request: how many of its programs have arrived; for each block a score and a token."""
+    """How many programs of each request have arrived; a score and a token for each block."""
 
     arrived_B: Tensor
     score_token_BJ2: Tensor

@@ -31,9 +31,9 @@ Settings = namedtuple(
 
 greedy:   T=0
 scale:    from logits to log2 of unnormalised probabilities
-counted:  whether top-k is active, which counts logits rather than sum their weights
+counted:  whether top-k is active, which counts logits instead of summing weights
 flat:     whether draws are by flat noise (`draw.py`): top-k is active, or the rule is COUPLED
-filtered: whether top-k, top-p or min-p may drop tokens
+filtered: whether top-k, top-p or min-p may drop tokens; never at T=0
 """
 
 
@@ -45,7 +45,7 @@ def zero_like(x):
 
 @triton.jit
 def false_like(x):
-    """False in the shape of x, which is never below 0, for a variable that starts as False."""
+    """False in the shape of x (x >= 0), for a variable that starts as False."""
     return x < 0
 
 
@@ -84,7 +84,7 @@ def first_row(
 ):
     """The row that decides request b's first token: the sum of K + 1 over earlier requests.
 
-    AT_ONCE: how many are summed at once; up to 4 need no exchange between warps.
+    AT_ONCE: how many requests are summed at once; up to 4 need no exchange between warps.
     """
     if RAGGED:
         total = tl.zeros((AT_ONCE,), tl.int64)
@@ -101,10 +101,10 @@ def first_row(
 def edit_kernel(
     rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A program per row fills `value_M` and `begin_NJ`, so that kernels find edited logits at once.
+    """A program per row fills `value_M` and `begin_NJ`, so that later kernels can look edits up.
 
-    `rows` have no entries yet. A masked entry is -inf, as the mask comes first. The search finds
-    its tokens in the L1 cache.
+    `rows.entries` is None here. A masked token's value is -inf, since the mask is applied first.
+    `_first_entry` runs last: by then the tokens that it reads are in the L1 cache.
     """
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(start_N1 + row), tl.load(start_N1 + row + 1)
@@ -127,7 +127,7 @@ def edit_kernel(
 
 @triton.jit
 def _first_entry(entries: Entries, low, high, id_):
-    """The first of the entries low..high - 1 with a token >= id_, else high; in each lane."""
+    """In each lane, the first of entries low..high - 1 with a token >= id_; high if none has."""
     size = tl.max(high - low, axis=0)
     while size > 0:
         open_ = low < high
@@ -178,7 +178,7 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
 
 @triton.jit
 def load_at(rows: RawRows, row, off, valid):
-    """Edited logits at any ids (int block) of a row, or of a row each; -inf where not `valid`.
+    """Edited logits at ids `off`; `row`: one row, or a block like `off`. -inf where not `valid`.
 
     Each lane finds its entry by a binary search among those of the id's block.
     """
@@ -224,7 +224,7 @@ def log2_sum(x):
 
 @triton.jit
 def log2_sum_exactly(x):
-    """`log2_sum` in units of 1 / FIXED of the largest: the same whatever the number of warps."""
+    """`log2_sum`, summed in integers of 1 / FIXED of the largest: equal for any number of warps."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum((tl.exp2(x - base) * FIXED).to(tl.int64), axis=0)

@@ -1,8 +1,8 @@
 """The verification rules of `ops/rules.py` on the device: one request, its K drafts as a vector.
 
 Belongs here: a number and a function per rule, which says where the accepted prefix ends. They are
-called by `decide.py: _apply_rule`; tests compare them with the oracle. Everything is in log2;
-column i is about draft i, as there.
+called by `decide.py: _apply_rule`; tests compare them with the oracle. Probabilities are in log2.
+Lane i of a vector is about draft i.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import triton.language as tl
 from foretoken.ops.types import Rule
 
 STANDARD = tl.constexpr(int(Rule.STANDARD))
-BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # `BLOCK` is a number of ids in `rows.py`
+BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # since `rows.py: BLOCK` is a number of ids
 COUPLED = tl.constexpr(int(Rule.COUPLED))
 SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
 
 
 @triton.jit
 def is_stated(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
-    """Whether kernels compiled with or without BLOCK (UNDER_BLOCK) and SYNTHETIC (RATES) state this
-    rule."""
+    """Whether the kernel was compiled with this rule: BLOCK if UNDER_BLOCK, SYNTHETIC if RATES."""
     stated = (rule == STANDARD) | (rule == COUPLED)
     if UNDER_BLOCK:
         stated = stated | (rule == BLOCK_RULE)
@@ -32,19 +31,19 @@ def is_stated(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
 
 @triton.jit
 def _prefix(accepted, i, num):
-    """How many leading drafts are accepted."""
+    """How many drafts are accepted before the first that is not, or before draft `num`."""
     return tl.min(tl.where(accepted & (i < num), num, i), axis=0)
 
 
 @triton.jit
 def standard(log_p, log_q, log_u, i, num):
-    """x_i is accepted while u_i < p(x_i) / q(x_i). Leviathan et al. 2023, algorithm 1."""
+    """Accept x_i while u_i < p(x_i) / q(x_i). Leviathan et al. 2023, algorithm 1."""
     return _prefix((log_u < log_p - log_q) & (log_q > float("-inf")), i, num)
 
 
 @triton.jit
 def synthetic(rate, log_q, u, i, num):
-    """x_i is accepted while u_i < c_i, whatever p and q are."""
+    """Accept x_i while u_i < c_i, its rate, whatever p and q are."""
     return _prefix((u < rate) & (log_q > float("-inf")), i, num)
 
 
@@ -55,9 +54,9 @@ def _larger(a, b):
 
 @triton.jit
 def block_weights(log_p, log_q):
-    """log2 p_{i+1}, p_{i+1} = min(1, p_i p(x) / q(x)): a walk reflected at 0, as sum less maximum.
+    """log2 p_{i+1}, where p_{i+1} = min(1, p_i p(x_i) / q(x_i)). Sun et al. 2024, algorithm 2.
 
-    Sun et al. 2024, algorithm 2.
+    In log2 this is a walk reflected at 0: its sum minus the highest sum so far.
     """
     ratio = tl.where(log_q > float("-inf"), log_p - log_q, float("-inf"))
     walk = tl.cumsum(ratio, axis=0)
@@ -67,7 +66,7 @@ def block_weights(log_p, log_q):
 
 @triton.jit
 def block_all(log_next, log_q, log_u, i, num):
-    """num if `block` accepts every draft, which no residual mass decides (h_K = p_K); else 0.
+    """num if BLOCK accepts every draft, else 0. This needs no residual mass, since h_K = p_K.
 
     log_next: log2 p_{i+1}.
     """
@@ -78,9 +77,10 @@ def block_all(log_next, log_q, log_u, i, num):
 
 @triton.jit
 def block(log_next, mass_next, ends, log_q, log_u, i, num):
-    """tau = max{i: u_i < h_i}, no early stop; h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K.
+    """Accept the first tau = max{i: u_i < h_i} drafts, even if an earlier u_i reaches h_i.
 
-    log_next, mass_next: log2 p_{i+1} and S_{i+1}; ends: whether no draft with a q follows.
+    h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K. log_next: log2 p_{i+1}. mass_next: the residual
+    mass S_{i+1}. ends: whether no draft with a q follows.
     """
     p = tl.exp2(log_next)
     rest = mass_next + 1 - p

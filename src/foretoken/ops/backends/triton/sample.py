@@ -41,11 +41,11 @@ def pick_kernel(
     batch: Batch, token_N, token_stream, NBP: tl.constexpr, FP64: tl.constexpr,
     DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per row draws its token.
+    """A program per row draws the row's token.
 
-    DRAFT: rows are drafts; their thresholds and lse are kept in the draft cache, if there is one.
+    DRAFT: rows are drafts; their thresholds and lse go to the draft cache, if there is one.
     """
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, requests, scratch, q = batch.rows, batch.requests, batch.scratch, batch.q
     row = tl.program_id(0).to(tl.int64)
     settings = read_settings(batch.slots, tl.load(requests.slot_B + row), rows.V)
@@ -77,9 +77,9 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """A draft per row, and its q into `cache`; see `Backend.draft`.
+    """A draft per row; stores each draft's q in `cache`, if given. See `Backend.draft`.
 
-    The scan copies the raw row while it reads it; block masses are not kept.
+    The scan copies raw rows to the cache as it reads them; block masses are not kept.
     """
     logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, noise.position_N, noise.draft_index_N)
@@ -95,26 +95,26 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def reduce_rows(call: Call, counter_B: Tensor | None = None) -> None:
-    """Scan the rows and find thresholds; set counters to 0, if given."""
+    """Scan the rows and find the thresholds of filters; set `counter_B` to 0, if given."""
     batch, blocks = call.batch, call.batch.rows.NB
     rows = len(batch.requests.slot_B) * call.width
     few = rows * blocks <= FEW_PROGRAMS.value
-    per = 1 if few else BLOCKS_PER_PROGRAM
-    parts = -(-blocks // per)
+    blocks_per_program = 1 if few else BLOCKS_PER_PROGRAM
+    parts = -(-blocks // blocks_per_program)
     call.launch(
         scan_kernel, rows * parts, counter_B, parts, call.stream, call.width, call.flat,
-        call.fp64, call.drafts, per, few, num_warps=1, early=few,
+        call.fp64, call.drafts, blocks_per_program, few, num_warps=1, early=few,
     )  # fmt: skip
     if batch.scratch.filtered is None:
         return
     call.launch(
         filter_kernel, rows, call.width, call.blocks_padded, num_warps=1 if rows > _MANY else 4,
     )  # fmt: skip
-    # Thresholds and masses of rows that had too many logits for a short list.
+    # Find thresholds and masses of rows that have too many logits for a short list.
     call.launch(guess_kernel, min(GUESS_PROGRAMS, rows), call.blocks_padded)
-    for turn in range(2):
-        parts = min(SECOND_PARTS, blocks) if turn else blocks
-        call.launch(sweep_kernel, min(SWEEP_PROGRAMS, rows * parts), parts, turn, num_warps=1)
+    for sweep in range(2):
+        parts = min(SECOND_PARTS, blocks) if sweep else blocks
+        call.launch(sweep_kernel, min(SWEEP_PROGRAMS, rows * parts), parts, sweep, num_warps=1)
     call.launch(
         wide_kernel, rows, batch.rows.stride, call.stream, call.width, call.blocks_padded,
         call.fp64, call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),

@@ -19,8 +19,8 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2
-# About as many programs as one GPU runs at once. If a scan needs no more, each takes one block. If
-# it needs more, only this many, the last ones, let the next kernel start.
+# About as many programs as one GPU runs at once. If a scan of one block per program needs no more,
+# it runs so. Otherwise only the last FEW_PROGRAMS programs let the next kernel start.
 FEW_PROGRAMS = tl.constexpr(4096)
 
 
@@ -32,15 +32,15 @@ def scan_kernel(
 ):  # fmt: skip
     """Programs: (request, row of it, PER blocks). Writes each block's `mass_NJ` and `best_NJ`.
 
-    Rows with filters get maxima of groups and of blocks in place of best scores. They get masses
-    only without top-k, which makes them useless. The queue of `filters.py` is emptied.
+    Rows with filters get maxima of groups and of blocks in place of best scores. With top-k they
+    get no masses, which would be useless. The queue of `filters.py` is emptied.
 
-    DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
+    DRAFT:        rows are drafts; their raw logits go to the draft cache, if there is one.
     counter_B:    if given, it is set to 0 (`verify.py`).
-    token_stream: stream of flat noise. FLAT: slots without top-k may draw with flat noise.
-    EARLY:        the scan may start before the previous kernel has ended, and the next one at once.
+    token_stream: stream of flat noise. FLAT: slots without top-k may draw by flat noise.
+    EARLY:        the scan may overlap the previous kernel, and the next kernel may start at once.
     """
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, scratch = batch.rows, batch.scratch
     pid = tl.program_id(0)
     if EARLY:
@@ -94,7 +94,7 @@ def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT:
                    FP64: tl.constexpr):  # fmt: skip
     """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
 
-    At T=0 the maximum instead, NaN if the block holds one.
+    At T=0 the first is the largest logit instead, or NaN if a logit is NaN.
     """
     best = tl.full((), float("-inf"), tl.float32)
     if settings.greedy:
@@ -112,9 +112,9 @@ def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT:
 
 @triton.jit
 def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
-    """The noise with which row i of request b draws its token.
+    """The `Address` of the noise by which row i of request b draws its token.
 
-    DRAFT: rows are drafts. Under COUPLED they use the noise with which the target will draw.
+    DRAFT: rows are drafts. Under COUPLED they use the noise by which the target will draw.
     """
     index = tl.full((), 0, tl.int32)
     stream = index + token_stream

@@ -1,10 +1,10 @@
-"""Bookkeeping of a step over its slots, a kernel or two each; see `foretoken.ops.steps.Steps`.
+"""Bookkeeping of slots: one or two kernels per function. See `foretoken.ops.steps.Steps`.
 
 Sizes of batches are arguments that Triton does not specialise on, so a kernel is compiled once for
 all sizes. The next power of 2 of K is compiled in.
 
-One kernel packs the tokens of a pass, for a step and for the first pass of a round. A program takes
-a request, and sums up the tokens of earlier requests itself: a kernel for that would cost more.
+`pack_kernel` packs the tokens of a pass, for a step and for the first pass of a round. Each program
+counts the tokens of all earlier requests itself: a kernel for that would cost more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ AT_ONCE = tl.constexpr(256)  # requests that a program looks at together
 TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
 
 Span = namedtuple("Span", "slot start count rows")
-"""Tokens start..start + count - 1 of a slot, and how many of them, the last ones, need logits."""
+"""Tokens start..start + count - 1 of a slot; the last `rows` of them need logits."""
 
 
 class Table(NamedTuple):
-    """The tensors of `SlotState`. W, L: their widths; spare: the last slot."""
+    """The tensors of `SlotState`; W, L: widths of `token_SL`, `block_SL`; spare: the last slot."""
 
     token_SL: Tensor
     block_SL: Tensor
@@ -48,7 +48,7 @@ class Table(NamedTuple):
 class RoundTensors(NamedTuple):
     """A round of drafting: the tensors of `DraftRequests`, then those of `Round`.
 
-    place_3KB: `position_KB`, `length_KB` and `index_KB`
+    place_3KB: `position_KB`, `length_KB` and `index_KB`. known, max_len: see `Steps.begin_round`
     """
 
     slot_B: Tensor
@@ -74,7 +74,7 @@ class Packed(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Prompt lookup for the tensors of `DraftRequests`. P: parts of a text, each of TEXT tokens.
+    """Prompt lookup: tensors of `DraftRequests`, and ranks. P: parts of a text, TEXT tokens each.
 
     rank_BP: rank of the best occurrence that ends in the part; 0: there is none
     """
@@ -91,14 +91,14 @@ def pack_kernel(
     table: Table, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N, most, stride,
     KP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, SPAN columns of the block table). A request's first does all the rest.
+    """Programs: (request, SPAN columns of the block table). The first of a request does the rest.
 
-    step, drafting: one of them is None.
-    T, N: sizes of `token_T` and `row_N`.
-    most, stride: for drafting, K and the distance of rows of `place_3KB`.
+    step, drafting: one of them is None. T, N: sizes of `token_T` and `row_N`.
+    most, stride: for drafting, K and the distance of rows of `place_3KB`. Passes compute K tokens
+    after a request's `length`; those beyond its own drafts go to the spare's block (`trash`).
     """
     wait_for_writes(OVERLAP)
-    table, out = table, out  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    table, out = table, out  # makes values of fields that are 1, see `records.py`
     if drafting is not None:
         drafting = drafting
     b, part = tl.program_id(0), tl.program_id(1)
@@ -139,7 +139,7 @@ def pack_kernel(
 
 @triton.jit
 def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
-    """What request i computes, or each of a vector; nothing where not live.
+    """The `Span` that request i computes, or a vector of them; empty where not live.
 
     A request that may have no more tokens computes in the spare slot: its last token need not be
     computed, and may have no block.
@@ -162,7 +162,7 @@ def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
 
 @triton.jit
 def _slot_or_spare(table: Table, slot_B, i, live):
-    """The slot of request i; the spare if it may have no more tokens."""
+    """The slot of request i, or the spare slot if the request may have no more tokens."""
     slot = tl.load(slot_B + i, mask=live, other=0)
     length = tl.load(table.length_S + slot, mask=live, other=0)
     limit = tl.load(table.limit_S + slot, mask=live, other=0)
@@ -171,7 +171,7 @@ def _slot_or_spare(table: Table, slot_B, i, live):
 
 @triton.jit
 def _store_packed(table: Table, out: Packed, b, span, first_token, first_row, B, T, N):
-    """Write the tokens and rows of request b; after those of the last request also padding."""
+    """Write the tokens and rows of request b; for the last request also the padding after them."""
     j, its_tokens = tl.arange(0, SPAN), table.token_SL + span.slot * table.W + span.start
     for begin in range(0, span.count, SPAN):
         i = begin + j
@@ -195,7 +195,7 @@ def _store_packed(table: Table, out: Packed, b, span, first_token, first_row, B,
 
 @triton.jit(do_not_specialize=["B"])
 def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
-    """A program counts for AT_ONCE requests."""
+    """A program counts the drafts and known tokens of AT_ONCE requests."""
     wait_for_writes(OVERLAP)
     b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     slot = tl.load(slot_B + b, mask=b < B, other=0)
@@ -211,9 +211,9 @@ def put_kernel(
     table: Table, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the drafts of a request."""
+    """A program writes one request's drafts after its known tokens, as ids in 0..last_id."""
     wait_for_writes(OVERLAP)
-    table = table  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    table = table  # makes values of fields that are 1, see `records.py`
     b, i = tl.program_id(0), tl.arange(0, KP)
     live = (i < K) & (i < tl.load(num_B + b))
     token = tl.load(token_BK + b * K + i, mask=live, other=0)
@@ -226,7 +226,7 @@ def advance_kernel(
     table: Table, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes over a request's step. Several may be the spare's; none changes it."""
+    """A program takes over one request's step, see `Steps.advance`. None changes the spare slot."""
     wait_for_writes(OVERLAP)
     table = table
     b, i = tl.program_id(0), tl.arange(0, KP)
@@ -235,10 +235,10 @@ def advance_kernel(
     computed, d = tl.load(table.computed_S + slot), b.to(tl.int64)
     if step.of_B is not None:
         d = tl.load(step.of_B + b)
-    tl.debug_barrier()  # no warp writes what another has yet to read
+    tl.debug_barrier()  # no warp writes what another one has yet to read
     active, accepted = length < limit, zero_like(length)
     tl.store(packet + b, computed)
-    if d >= 0:
+    if d >= 0:  # request b is number d of those that decide
         accepted = tl.load(verdict.n_accept_B + d)
         finite = tl.load(verdict.finite_B + d).to(tl.int64)
         token = tl.load(verdict.token_BK1 + d * (K + 1) + i, mask=i <= K, other=-1)
@@ -259,7 +259,7 @@ def advance_kernel(
 def shift_kernel(
     table: Table, slot_B, start_B1, length_B, token_T, row_B, B, T, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """A program per request writes the tokens of its rows; the last one also padding."""
+    """A program writes the token after each row of one request; the last one also padding."""
     wait_for_writes(OVERLAP)
     table = table
     b = tl.program_id(0)
@@ -278,7 +278,7 @@ def shift_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constexpr):
-    """A program joins the drafts of AT_ONCE requests. drafts: K of [B]."""
+    """A program joins the drafts of AT_ONCE requests. drafts: K tensors [B]."""
     wait_for_writes(OVERLAP)
     b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     num = tl.load(num_B + b, mask=b < B, other=0)
@@ -291,10 +291,10 @@ def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constex
 def search_kernel(
     table: Table, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (request, TEXT of its tokens). Each ranks the best occurrence that ends there.
+    """Programs: (request, part of its text). Each ranks occurrences of the suffix that end there.
 
-    Ranks rise with the size of the suffix. Among equal sizes, occurrences that all drafts follow
-    rank above the others; among the former the latest ranks highest, among the latter the earliest.
+    Longer suffixes rank higher. For equal lengths, occurrences that have enough later tokens for
+    all drafts come first, the latest one highest; then the rest, the earliest one highest.
     """
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
@@ -321,7 +321,7 @@ def found_kernel(
     table: Table, lookup: Lookup, token_BK, kept_B, K, KP: tl.constexpr, PP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per request drafts what follows the occurrence of the highest rank."""
+    """A program drafts, for one request, the tokens after the occurrence of the highest rank."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
     b, i, part = tl.program_id(0), tl.arange(0, KP), tl.arange(0, PP)
@@ -338,7 +338,7 @@ def found_kernel(
 
 
 class Steps:
-    """The kernels' launches on one `SlotState`."""
+    """The `Steps` of this backend: launches of these kernels on one `SlotState`."""
 
     def __init__(self, state: SlotState) -> None:
         slots, width = state.token_SL.shape
@@ -358,9 +358,9 @@ class Steps:
         self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """See `Steps.write_drafts`."""
-        (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
-        args = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, most, last_id)
-        self._launch(put_kernel, (requests,), *args, triton.next_power_of_2(most))
+        (requests, width), token_BK = token_BK.shape, token_BK.contiguous()
+        args = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, width, last_id)
+        self._launch(put_kernel, (requests,), *args, triton.next_power_of_2(width))
 
     @zero_if_noted
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
@@ -381,7 +381,7 @@ class Steps:
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
         """See `Steps.begin_round`."""
         requests, like = len(asked.slot_B), asked.slot_B
-        # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
+        # Rows at multiples of 16 bytes: for other addresses kernels are compiled again.
         place_3KB = _empty(like, 3, asked.most, requests + requests % 2)
         kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
         drafting = RoundTensors(
@@ -397,17 +397,17 @@ class Steps:
     ) -> tuple[Tensor, Tensor]:
         """See `Steps.shift`."""
         token_T, row_B = _empty(slot_B, num_tokens), torch.empty_like(slot_B)
-        where = (slot_B, batch.query_start_B1, batch.length_B)
-        args = (self._table, *where, token_T, row_B, len(slot_B), num_tokens)
+        spans = (slot_B, batch.query_start_B1, batch.length_B)
+        args = (self._table, *spans, token_T, row_B, len(slot_B), num_tokens)
         self._launch(shift_kernel, (len(slot_B),), *args)
         return token_T, row_B
 
     @zero_if_noted
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
         """See `Steps.join_drafts`."""
-        requests, most = len(num_B), len(drafts)
-        token_BK, programs = _empty(num_B, requests, most), triton.cdiv(requests, AT_ONCE.value)
-        self._launch(join_kernel, (programs,), tuple(drafts), num_B, token_BK, requests, most)
+        requests, width = len(num_B), len(drafts)
+        token_BK, programs = _empty(num_B, requests, width), triton.cdiv(requests, AT_ONCE.value)
+        self._launch(join_kernel, (programs,), tuple(drafts), num_B, token_BK, requests, width)
         return token_BK
 
     @zero_if_noted
@@ -431,18 +431,19 @@ class Steps:
         sizes: PackSizes,
         block_size: int,
     ) -> ForwardBatch:
+        """Launch `pack_kernel` for a step, or for the first pass of a round."""
         like, columns = self._table.length_S, self._table.L
         out = Packed(
             _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
             _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
             block_size,
         )  # fmt: skip
-        _, most, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
-        numbers = (requests, sizes.tokens, sizes.rows, most, stride, triton.next_power_of_2(most))
+        _, passes, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
+        dims = requests, sizes.tokens, sizes.rows, passes, stride, triton.next_power_of_2(passes)
         grid = (requests, -(-columns // SPAN.value))
-        self._launch(pack_kernel, grid, self._table, step, drafting, out, *numbers)
-        where = (out.start_B1, out.length_B, out.block_BL, block_size)
-        attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
+        self._launch(pack_kernel, grid, self._table, step, drafting, out, *dims)
+        paged = (out.start_B1, out.length_B, out.block_BL, block_size)
+        attention = AttentionBatch(*paged, most_queries=sizes.queries, values_fit=True)
         return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:

@@ -1,24 +1,24 @@
 """The search for the threshold of a row that a short list cannot decide, and its first passes.
 
-The threshold is the largest t such that W(x >= t), the weight of the logits from t on, reaches the
-weight that is needed. For top-k every finite logit weighs 1; for top-p a logit that reaches min-p's
-floor weighs its mass relative to the row's maximum. Thresholds are handled as *keys*, integers in
-the order of logits (`rows.py: key_of`). A guess is two keys a < b, the threshold probably between
-them.
+The threshold is the largest t such that W(x >= t), the weight of all logits >= t, reaches the
+weight that is needed. For top-k every finite logit weighs 1. For top-p a logit that reaches min-p's
+floor weighs its mass, relative to that of the row's maximum. Thresholds are handled as *keys*,
+integers in the order of logits (`rows.py: key_of`). A guess is two keys a < b that probably have
+the threshold between them.
 
-The filters queue such a row, and `guess_kernel` guesses. The first sweep, spread over the whole
-GPU, measures W(x >= a) and W(x >= b), lists the logits between them, and writes each block's mass
-from b on, which is kept whatever the threshold turns out to be. Programs of one warp take a block
-of a queued row at a time, as the scan does: no barrier between warps. If the guess was wrong or too
-wide, the second sweep does the same with keys that the first one's figures suggest; `wide.py` does
-the rest. What these launches save and cost: decision 010.
+The filters queue such a row, and `guess_kernel` guesses its keys. The first sweep, spread over the
+whole GPU, measures W(x >= a) and W(x >= b), lists the logits in [a, b), and writes each block's
+weight W(x >= b), which stays valid wherever in [a, b) the threshold is. Programs of one warp take a
+block of a queued row at a time, as the scan does: no barrier between warps. If the guess was wrong
+or too wide, a second sweep does the same with keys that the figures of the first suggest; `wide.py`
+does the rest. What these launches save and cost: decision 010.
 
 A block reserves a stretch of the row's list, so stretches lie in any order. No result depends on
 the order: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the
 largest weight is 1), and listed logits are added to a block's mass in the order of ids. A block
 writes where its stretch starts, and its length, to `stretch_NJ`.
 
-A queued row has no short list, so the list's memory holds notes until `wide_kernel` has ended:
+A queued row has no short list. Until `wide_kernel` has ended, that memory holds notes:
 
     list_x_NC   0-5  the `Search`: maximum, scale, floor, counted, goal, top
                 6-9  the logits of a and b of its first guess, then of its second
@@ -55,14 +55,14 @@ _SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
 _FILL = tl.constexpr(0.9)  # share of the list's room that a guess should fill, by the sample
 SWEEP_PROGRAMS = 132 * 20  # most programs; they loop
 SECOND_PARTS = 16  # parts of a row in the second sweep, which skips most rows
-_PART = tl.constexpr(256)  # logits of a block that are loaded again at once: more need registers
+_PART = tl.constexpr(256)  # logits that `_list_block` loads at once: more need registers
 _ASIDE = tl.constexpr(0.45)  # share of the list's room on either side of a second guess
 _LENGTHS = tl.constexpr(2048)  # more than the length of a stretch, at most a block's 1024
 
 Weighting = namedtuple("Weighting", "maximum scale floor")
 """The weight of a logit x: 2^((x - maximum) scale) if x reaches the floor, else 0.
 
-If logits are counted, maximum and scale are 0 and the floor is the lowest finite float.
+For top-k, maximum and scale are 0 and the floor is the lowest finite float: each weighs 1.
 """
 
 Search = namedtuple("Search", "weighting counted goal top")
@@ -72,10 +72,10 @@ goal: k, or the share top_p of the row's weight; top: the row's maximum
 """
 
 Guess = namedtuple("Guess", "a b")
-"""Keys a <= b, the threshold probably in [a, b)."""
+"""Keys a <= b; the threshold is probably in [a, b)."""
 
 Bracket = namedtuple("Bracket", "low high w_low w_high")
-"""Keys low < high, the threshold surely in [low, high), and W(x >= low), W(x >= high)."""
+"""Keys that surely have the threshold in [low, high); W(x >= low) and W(x >= high)."""
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs: any number; each takes queued rows and guesses where their thresholds lie."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     queued = tl.load(filtered.queue_N1, cache_modifier=".cg")
     for item in range(tl.program_id(0), queued, tl.num_programs(0)):
@@ -92,7 +92,7 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
         weighting = search.weighting
         floor = key_of(weighting.floor)
         guess = Guess(floor, floor)
-        if search.counted | (search.goal < 1):  # else min-p alone: its floor is the threshold
+        if search.counted | (search.goal < 1):  # else only min-p: its floor is the threshold
             x = sample_of(rows, row, 0)
             unit = tl.maximum(rows.V / SAMPLE, 1.0)
             mass = unit * tl.sum(weight_of(x, weighting), axis=0)
@@ -107,7 +107,7 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
 
 @triton.jit
 def search_for(counted, goal, top, scale, floor):
-    """The search for top-k's threshold (`counted`) or for top-p's."""
+    """The `Search` for the threshold of top-k (`counted`) or of top-p."""
     lowest = value_of(tl.full((), LOWEST, tl.uint32))
     zero = tl.full((), 0.0, tl.float32)
     weighting = Weighting(
@@ -127,7 +127,7 @@ def weight_of(x, weighting: Weighting):
 
 @triton.jit
 def needed(search: Search, mass):
-    """The weight to be reached, in a row that weighs `mass`."""
+    """The weight that W(x >= t) must reach, in a row of weight `mass`."""
     return tl.where(search.counted, search.goal, tl.maximum(search.goal * mass, 1e-30))
 
 
@@ -155,7 +155,7 @@ def notes_of(filtered: Filtered, row):
 
 @triton.jit
 def load_search(filtered: Filtered, row):
-    """What `queue_row` noted."""
+    """The `Search` that `queue_row` noted."""
     notes = notes_of(filtered, row)
     weighting = Weighting(tl.load(notes), tl.load(notes + 1), tl.load(notes + 2))
     return Search(weighting, tl.load(notes + 3) > 0, tl.load(notes + 4), tl.load(notes + 5))
@@ -171,7 +171,7 @@ def store_guess(filtered: Filtered, row, turn, guess: Guess):
 
 @triton.jit
 def load_guess(filtered: Filtered, row, turn):
-    """What `store_guess` noted."""
+    """The `Guess` that `store_guess` noted."""
     notes = notes_of(filtered, row) + 6 + 2 * turn
     return Guess(key_of(tl.load(notes)), key_of(tl.load(notes + 1)))
 
@@ -190,7 +190,7 @@ def room_for_list(rows: RawRows):
 
 @triton.jit
 def sample_of(rows: RawRows, row, turn):
-    """SAMPLE logits in chunks spread over the row, at other places each turn; -inf past its end."""
+    """SAMPLE logits in chunks spread over a row, others in each turn; -inf past its end."""
     i = tl.arange(0, SAMPLE)
     apart = tl.maximum(rows.V // (SAMPLE // _CHUNK), _CHUNK)
     off = i // _CHUNK * apart + i % _CHUNK + (apart - _CHUNK) * turn // GUESSES
@@ -201,9 +201,9 @@ def sample_of(rows: RawRows, row, turn):
 def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
     """The `Guess` inside a bracket that a sample x of its row suggests.
 
-    W is known at both ends of the bracket, so W(t) can be estimated from either end: by the sample
-    above t, or by the sample below it. The best mix weighs both by their variances: a few heavy
-    logits, sampled or not, do not blur a threshold far below them.
+    W is known at both ends of the bracket, so W(x >= t) can be estimated from either end: by the
+    sample above t, or by the sample below it. The best mix weighs them by their variances, so that
+    a few heavy logits, sampled or not, do not blur a threshold far below them.
 
     unit: how many logits of the row a sampled logit represents. room: the list's room.
     """
@@ -262,14 +262,14 @@ Swept = namedtuple("Swept", "whole from_a from_b listed")
 
 @triton.jit
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
-    """Programs: any number; each takes parts of queued rows until none is left.
+    """Sweep queued rows. Programs: any number; each takes parts of rows until none is left.
 
     parts: number of parts of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued
-    rows, 1 the rows that the first sweep missed.
+    rows, 1 those in which the first sweep missed the threshold.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, filtered = batch.rows, batch.scratch.filtered
     items = tl.load(filtered.queue_N1, cache_modifier=".cg") * parts
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -278,7 +278,7 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
         if TURN:
             missed, guess = _second_guess(filtered, row, guess, room_for_list(rows))
             end = tl.where(missed, rows.NB, 0)
-            if item % parts == 0:  # noted for `wide.py`: computed there, it may round differently
+            if item % parts == 0:  # for `wide.py`, which might round it differently
                 store_guess(filtered, row, 1, guess)
                 tl.store(notes_of(filtered, row) + MISSED, missed.to(tl.float32))
         for j in range(item % parts, end, parts):
@@ -287,11 +287,11 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 
 @triton.jit
 def _second_guess(filtered: Filtered, row, first: Guess, room):
-    """(whether the first sweep missed, the guess for a second).
+    """(`missed`: whether a second sweep is due, its guess).
 
-    It missed if W(b) < need <= W(a) does not hold, or if the list overflowed. It is repeated only
-    if logits were listed: their number says how dense logits are near the first keys, and so how
-    many keys away the threshold is, or, if the list overflowed, where between the keys it is.
+    It is due if W(x >= b) < need <= W(x >= a) does not hold or the list overflowed, but only if
+    logits were listed. Their number says how dense logits are near the first keys. This tells how
+    many keys away the threshold is or, if the list overflowed, where it is between the keys.
     """
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
@@ -324,7 +324,7 @@ def _at_most(keys, most):
 
 @triton.jit
 def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
-    """Add a block to its row's sums, list its logits between the keys, write its W above them."""
+    """Add a block to its row's sums, list its logits in [a, b), and store its W(x >= b)."""
     rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
     x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
     lowest, highest = value_of(guess.a), value_of(guess.b)
@@ -358,7 +358,7 @@ def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
 
 @triton.jit
 def packed(start, number, room):
-    """A block's stretch of the list in one float32: exactly, as integers up to 2^24 are."""
+    """A block's stretch of the list in one float32, exact as all integers up to 2^24."""
     return (tl.minimum(start, room) * _LENGTHS + number).to(tl.float32)
 
 
@@ -371,13 +371,13 @@ def unpacked(stretch):
 
 @triton.jit
 def _sums(filtered: Filtered, row, turn):
-    """Where a sweep's four sums are."""
+    """Where the four sums of a sweep are: turn 0 or 1."""
     return (filtered.list_id_NC + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
 
 
 @triton.jit
 def load_sweep(filtered: Filtered, row, turn):
-    """Results of a sweep."""
+    """The `Swept` of a sweep: turn 0 or 1."""
     sums = _sums(filtered, row, turn)
     return Swept(
         tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED,

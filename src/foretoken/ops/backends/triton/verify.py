@@ -1,16 +1,16 @@
-"""Verification: the op, the pass over p and q together, and the draws that `decide.py` left.
+"""Verification: the op, the pass over p and q together, and the draws that `decide.py` leaves.
 
-`residual_kernel`: many programs sum a request's residual, each some blocks of a row, and count
-themselves; the last to arrive finishes the request: the block rule, and the draw. That saves a
-fourth launch. If a request has nothing to sum, its first program draws.
+In `residual_kernel` many programs sum a request's residual, each over some blocks of a row, and
+count themselves. The last one to arrive applies the block rule, if it is due, and draws the token:
+that saves a fourth launch. If a request has nothing to sum, its first program draws.
 
-`settle_kernel`, for few requests, replaces `decide_kernel`, too: each program makes the request's
-decision by itself and draws the best token of its block, and the last one to arrive compares: one
-launch less, and no draw at the end. With many requests, deciding so often is wasted work (decision
-010). It does not do BLOCK, which needs the masses of all rows first. All programs of a request must
-reach the same decision, though some are ahead of others. So until all have arrived, a program
-changes nothing that decisions read: what it stores there (`Scratch.lse_N`) is the number that was
-there before.
+If there are few requests, `settle_kernel` replaces both `decide_kernel` and `residual_kernel`. Each
+of its programs makes the request's decision by itself and draws the best token of one block; the
+last one to arrive takes the best of these. That saves a launch, and the draw at the end. With many
+requests, deciding so often is wasted work (decision 010). BLOCK is left out: it needs the masses of
+all rows first. All programs of a request must reach the same decision, though some are ahead. So
+until all have arrived, a program changes nothing that decisions read: what it stores to
+`Scratch.lse_N` is the value that was there before.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def residual_kernel(
 ):  # fmt: skip
     """Programs: (request, line of its agenda, PER blocks of that line's row).
 
-    DRAW: the first program draws at once. ONE_ROW: the programs of line 0 sum its row, and the
-    last to arrive draws. ALL_ROWS: line i is row i of the request. The last program of all that sum
-    rows 1..K-1 applies the rule. If that accepts a draft, row 0 is not needed, and the same program
-    draws. If it accepts none, the last to arrive at row 0 draws: a program that sums row 0, or the
-    one that applied the rule.
+    DRAW: the first program draws at once. ONE_ROW: the programs of line 0 sum its row; the last one
+    to arrive draws. ALL_ROWS: line i is row i of the request. Of the programs that sum rows 1..K-1
+    the last one to arrive applies the block rule. If the rule accepts a draft, row 0 is not needed,
+    and the same program draws. If it accepts none, the last one to arrive at row 0 draws: a program
+    that sums row 0, or the one that applied the rule.
 
     parts: programs per row. lines: how many lines of an agenda have programs.
 
     Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Row 0
     of all requests runs last: under BLOCK its mass is unused once a draft has been accepted.
     """
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     requests = tl.num_programs(0) // (parts * lines)
@@ -72,7 +72,7 @@ def residual_kernel(
     pending = tl.load(agenda_b.pending, cache_modifier=".cg")
     line = load_line(agenda_b, number, True)
     accepted = tl.load(outcome.n_accept_B + b).to(tl.int32)
-    # For one row the programs of line 0 suffice; for a draw alone, one program.
+    # To sum one row, the programs of line 0 suffice; only to draw, one program does.
     idle = (pending == DONE) | ((pending != ALL_ROWS) & (number > 0))
     if idle | ((pending == DRAW) & (part > 0)):
         return
@@ -83,7 +83,7 @@ def residual_kernel(
         summed = (load_line(agenda_b, i, i < lines).row >= 0).to(tl.int32)
         others = tl.sum(tl.where(i > 0, summed, 0), axis=0)  # rows to be summed, except row 0
         if (line.row < 0) & ((tl.sum(summed, axis=0) > 0) | (part + number > 0)):
-            return  # if a request has no rows to be summed, its first program continues
+            return  # in a request without rows to be summed, the first program continues
         expected = others * parts
         if number == 0:  # the program that applies the rule arrives here, too
             arrived, expected = agenda_b.arrived_first, parts + tl.minimum(others, 1)
@@ -100,7 +100,7 @@ def residual_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") != expected - 1:
             return
-    # Only requests that are finite have DRAW or ONE_ROW pending.
+    # If DRAW or ONE_ROW is pending, all rows that decided are finite.
     row, position, target, finite = line.row, line.position, line.target, True
     if pending == ALL_ROWS:
         request = read_request(batch, b, True, REQUESTS_AT_ONCE)
@@ -113,7 +113,7 @@ def residual_kernel(
             if (accepted == 0) & (others > 0) & (load_line(agenda_b, 0, True).row >= 0):
                 tl.debug_barrier()
                 if tl.atomic_add(agenda_b.arrived_first, 1, sem="acq_rel") != parts:
-                    return  # row 0 is still being summed; if a draft was accepted, it is not needed
+                    return  # row 0 is still being summed; its last program will draw
             tl.store(agenda_b.pending, DONE)  # later programs of row 0 have nothing to do
         else:  # the rule was applied by another program, and accepted nothing
             finite = tl.load(outcome.finite_B + b) != 0
@@ -128,9 +128,9 @@ def residual_kernel(
 @triton.jit
 def weigh_blocks(batch: Batch, row, part, settings: Settings, p: Softmax, target: Target,
                  address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """(masses, best scores, logits) of the part-th PER blocks of a row's residual.
+    """(log2 masses, best scores, logits) of PER blocks of a row's residual, from part * PER on.
 
-    Best scores are those of flat noise; ignore them without it.
+    Best scores are those under flat noise; without flat noise ignore them.
     """
     width: tl.constexpr = PER * BLOCK
     start = part * width
@@ -181,10 +181,10 @@ def settle_kernel(
 ):  # fmt: skip
     """Programs: (request, block of the row to be drawn from). No slot may be under BLOCK.
 
-    ONE_ROW: every program draws from its block of the residual, and the last to arrive takes the
-    best. Otherwise the first program draws, and the others have nothing to do.
+    ONE_ROW: every program draws from its block of the residual; the last to arrive takes the best
+    of these tokens. In all other cases only the first program draws; the others do nothing.
     """
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     NB = batch.rows.NB
     b, block = tl.program_id(0) // NB, tl.program_id(0) % NB
     decided = decision(batch, drafts, None, b, RAGGED=True, UNDER_BLOCK=False, LATER=True,
@@ -215,7 +215,7 @@ def settle_kernel(
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
         drawn_token, undrawn = _best_candidate(of_b, NB, NBP)
-        if undrawn:  # without masses `draw` uses p; by now all programs have read the masses of p
+        if undrawn:  # set masses to 0, so that `draw` uses p; all programs have read them by now
             j = tl.arange(0, NBP)
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
             tl.debug_barrier()
@@ -234,7 +234,7 @@ def settle_kernel(
 @triton.jit
 def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
                      address: Address, candidate, FP64: tl.constexpr):  # fmt: skip
-    """Store the score with which a block of the residual competes for its row, and its token."""
+    """Store a block's best token of the residual, and the score with which the block competes."""
     mass, best, x = weigh_blocks(batch, row, block, settings, p, target, address, 1, FP64)
     score = mass + gumbel_at(block_address(address), block + tl.arange(0, 1), FP64)
     score = tl.where(settings.flat, best.to(tl.float64), score.to(tl.float64))
@@ -247,14 +247,14 @@ def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, t
 
 @triton.jit
 def _better(score, token, other_score, other_token):
-    """The larger score and its token, the lower one of equals."""
+    """(the larger score, its token); of equal scores the lower token."""
     first = (score > other_score) | ((score == other_score) & (token < other_token))
     return tl.where(first, score, other_score), tl.where(first, token, other_token)
 
 
 @triton.jit
 def _best_candidate(candidates, NB, NBP: tl.constexpr):
-    """(token, whether no block has one) of a row's candidates."""
+    """(the candidate token with the best score, whether no block has a candidate)."""
     j = tl.arange(0, NBP)
     score = tl.load(candidates + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
     token = tl.load(candidates + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
@@ -265,57 +265,57 @@ def _best_candidate(candidates, NB, NBP: tl.constexpr):
 def verify(batch: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
-    Three launches without filters (two for few requests), more with them, and one for edit entries.
+    Three launches (two for few requests), more with filters, and one more for edit entries.
     Nothing here waits for the device.
 
     The output is distributed exactly as the target's (Leviathan et al. 2023, appendix A.1; Sun et
-    al. 2024, theorem 1; Daliri et al. 2024). A request with a deciding row that is not finite
-    gets -1.
+    al. 2024, theorem 1; Daliri et al. 2024). If a row that decided is not finite, its request gets
+    the token -1.
     """
-    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64_noise, _ = batch
-    device, (number, most) = logits_NV.device, block.token_BK.shape
+    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64, _ = batch
+    device, (num_requests, max_drafts) = logits_NV.device, block.token_BK.shape
     verdict = Verdict(
-        torch.empty(number, most + 1, dtype=block.token_BK.dtype, device=device),
+        torch.empty(num_requests, max_drafts + 1, dtype=block.token_BK.dtype, device=device),
         torch.empty_like(slot_B),
         torch.empty_like(slot_B, dtype=torch.bool),
     )
-    if not number:
+    if not num_requests:
         return verdict
     requests = launch.requests_of(block.num_B, slot_B, position_B, block.num_B)
     block_rule = Rule.BLOCK in params.rules
-    later = most > 0 and (block.cache is not None or block_rule or params.has_filters)
-    few = later and number <= FEW.value and not block_rule
+    residuals = max_drafts > 0 and (block.cache is not None or block_rule or params.has_filters)
+    few = residuals and num_requests <= FEW.value and not block_rule
     call = launch.Call(
-        logits_NV, params, requests, edits, block.cache, fp64_noise, Stream.TARGET_TOKEN, most + 1
+        logits_NV, params, requests, edits, block.cache, fp64, Stream.TARGET_TOKEN, max_drafts + 1
     )  # fmt: skip
     blocks = call.batch.rows.NB
     drafts = Drafts(
         block.token_BK.contiguous(), block.real_q_B.contiguous(),
-        None if rate_K is None else rate_K.contiguous(), most,
+        None if rate_K is None else rate_K.contiguous(), max_drafts,
     )  # fmt: skip
-    widths = (max(2, 1 << most.bit_length()), call.blocks_padded, fp64_noise)
+    widths = (max(2, 1 << max_drafts.bit_length()), call.blocks_padded, fp64)
     if few:
         candidates = Candidates(
-            torch.empty(number, dtype=torch.int64, device=device),
-            torch.empty(number * blocks * 2, dtype=torch.float64, device=device),
+            torch.empty(num_requests, dtype=torch.int64, device=device),
+            torch.empty(num_requests * blocks * 2, dtype=torch.float64, device=device),
         )
         reduce_rows(call, counter_B=candidates.arrived_B)
-        call.launch(settle_kernel, number * blocks, drafts, verdict, candidates, *widths)
+        call.launch(settle_kernel, num_requests * blocks, drafts, verdict, candidates, *widths)
         return verdict
     agenda = None
-    if later:
-        integers, floats = HEAD.value + INTEGERS.value * most, FLOATS.value * most
+    if residuals:
+        integers, floats = HEAD.value + INTEGERS.value * max_drafts, FLOATS.value * max_drafts
         agenda = Agenda(
-            torch.empty(number * integers, dtype=torch.int64, device=device),
-            torch.empty(number * floats, dtype=torch.float32, device=device),
+            torch.empty(num_requests * integers, dtype=torch.int64, device=device),
+            torch.empty(num_requests * floats, dtype=torch.float32, device=device),
         )
     reduce_rows(call)
     args = (drafts, verdict, agenda)
-    call.launch(decide_kernel, number, *args, most > 0, block_rule, *widths)
-    if later:
-        lines, parts = most if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
+    call.launch(decide_kernel, num_requests, *args, max_drafts > 0, block_rule, *widths)
+    if residuals:
+        lines, parts = max_drafts if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
         call.launch(
-            residual_kernel, number * lines * parts, *args, parts, lines, *widths,
+            residual_kernel, num_requests * lines * parts, *args, parts, lines, *widths,
             launch.BLOCKS_AT_ONCE, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

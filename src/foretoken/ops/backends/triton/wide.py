@@ -1,19 +1,19 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-A program has a row to itself. It begins with the results of `sweep.py` for one guess or two. If the
+A program has a row to itself. It starts from the results of one or two sweeps by `sweep.py`. If the
 threshold is between a guess's keys and the list had room for all logits there, the threshold is
-found in the list, and the listed logits that are kept complete the masses: after one pass for most
-rows of 151 936 normal logits, after two for nearly all others. Otherwise the results bound the next
+found in the list, and the listed logits that are kept complete the masses. That takes one pass for
+most rows of 151 936 normal logits, two for nearly all others. Otherwise the results bound the next
 guess, for which the program sweeps the row. A list that overflowed is the sample for this guess
-(except that of `sweep.py`, which is in order of arrival). A value that would fill the list by
-itself is bracketed alone (b is the next key). After GUESSES passes the keys between the bounds are
-halved, so that the search ends for every row.
+(except a list of `sweep.py`, which is in order of arrival). For a value so frequent that it would
+fill the list, the guess is only this value's key (b is the next key). After GUESSES passes the
+range of keys is halved instead, so that the search ends for every row.
 
 A pass by one program is a chain of latencies, so the next span is loaded while one is worked on.
 Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
 
 Weights are relative to the row's maximum, and so are the masses until they are complete. A block
-whose weight underflows has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
+with underflowing weight has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
 and under flat noise the masses only say whether a row is empty.
 """
 
@@ -54,12 +54,12 @@ def wide_kernel(
     """Programs: (request, row of it); most have nothing to do. Makes UNDECIDED rows DENSE.
 
     The compiler must not know that the rows' stride is a multiple of 16. It would load four
-    neighbours a thread. But single ones are stored to the list, so it would move ranks, addresses
-    and values of each span to another layout, through shared memory.
+    neighbours per thread. But logits are stored to the list one by one, so it would move ranks,
+    addresses and values of each span to another layout, through shared memory.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    batch = batch  # fields that are 1 as values: Triton 3.6 loses constants in branches
+    batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, requests, filtered = batch.rows, batch.requests, batch.scratch.filtered
     rows = RawRows(rows.logits_NV, stride, rows.V, rows.NB, rows.NG, rows.mask, rows.entries)
     batch = Batch(rows, requests, batch.slots, batch.q, batch.scratch)
@@ -74,7 +74,7 @@ def wide_kernel(
     settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
     top = tl.load(row_top_N(batch.scratch) + row)
     threshold, room = min_p_floor(settings, top), room_for_list(rows)
-    listed = zero_like(room)  # for min-p alone nothing is listed; with top-k the noise is flat
+    listed = zero_like(room)  # stays 0 with only min-p; not used with top-k (flat noise)
     if settings.counted:
         goal = settings.top_k.to(tl.float32)
         search = search_for(True, goal, top, settings.scale, threshold)
@@ -115,10 +115,10 @@ def _all(x):
 
 @triton.jit
 def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
-    """One pass; returns `Swept`.
+    """One pass over a row; returns `Swept`.
 
-    Writes the first listed logits to the list, as many as it has room for, block by block, and
-    each block's `stretch_NJ` and `above_NJ`.
+    Writes the logits between the keys to the list, block by block until it is full, and each
+    block's `stretch_NJ` and `above_NJ`.
     """
     rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
     lowest, highest = value_of(guess.a), value_of(guess.b)
@@ -146,7 +146,7 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
         stretch = packed(start, per_block, room)
         before = start[:, None] + tl.cumsum(per_lane, axis=1) - per_lane
         rank = tl.reshape(before[:, None, :] + tl.cumsum(listed, axis=1) - 1, (_SPAN,))
-        # one dimension again: a store of three would change the layout of all operands
+        # 1-dimensional: a 3-dimensional store would change the layout of all operands
         tl.store(list_ + rank, span, mask=(tl.reshape(listed, (_SPAN,)) > 0) & (rank < room))
         count += tl.sum(per_block, axis=0)
         above = tl.sum(sure, axis=1)
@@ -163,20 +163,20 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
 
 @triton.jit
 def _search(batch: Batch, row, search: Search, swept_before):
-    """(the largest t such that W(x >= t) reaches the weight needed, the number listed at last).
+    """(the largest t such that W(x >= t) reaches the weight needed, how many the last pass listed).
 
-    swept_before: whether `sweep.py` made the first sweeps. If more were listed than the list has
-    room for, the list and the masses are not those of t.
+    If that number exceeds the list's room, list and masses are not those of t.
+    swept_before: whether `sweep.py` made the first sweeps.
     """
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
     weighting, list_ = search.weighting, list_of(batch, row)
-    # The threshold's key is in [low, high). w_low, w_high: W from low and from high on; -1: not yet
-    # known.
+    # The threshold's key is in [low, high). w_low: W(x >= low), -1 until it is known; w_high:
+    # W(x >= high).
     low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
     mass = zero_like(search.top) - 1  # W of the row
     w_low, w_high, need = mass, zero_like(mass), zero_like(mass)
-    # The last pass listed `width` logits; `inside`: they are those of [low, high). count: `width`
-    # if so, else more than the list has room for, so that the search continues.
+    # The last pass listed `width` logits; `inside`: whether these are all logits in [low, high).
+    # count: `width` if so; else more than the list's room, so that the search continues.
     count, passes = room + 1, zero_like(room)
     inside, width, sweeps = false_like(passes), zero_like(room), passes
     if swept_before:
@@ -231,7 +231,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
 
 @triton.jit
 def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
-    """Make masses, in log2, of what a sweep wrote and the listed logits that are kept."""
+    """Write log2 masses: the weights above a sweep's keys, and the listed logits that are kept."""
     NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
     mass = tl.load(above_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
     stretch = tl.load(stretch_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
@@ -249,7 +249,7 @@ def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
 
 @triton.jit
 def _score(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.constexpr):
-    """Write masses, and best scores under flat noise, of the logits that are kept."""
+    """Write masses, and best scores under flat noise, of the logits that are kept: a pass more."""
     rows, scratch = batch.rows, batch.scratch
     ahead = _span(rows, row, 0)
     for first in range(0, rows.V, _SPAN):

@@ -42,8 +42,8 @@ class _Plan:
 
     tile: the tile of `decode_kernel`
     prefill: None if no request has many queries
-    new: new tokens of a request with few at most, a power of 2
-    items, tiles, merges: upper bounds
+    new: most new tokens of a request with few queries, rounded up to a power of 2
+    items, tiles, merges: most items, tiles of `prefill_kernel`, and rows to be merged
     """
 
     work: records.Work
@@ -124,7 +124,7 @@ def attend_new(
             tokens are read before that wait: they must exist when the plan is made (see `prepare`),
             and the first kernel after the plan must wait before it lets others start.
 
-    While T <= 16 a row's bits depend on its own context alone: not on other requests, nor on the
+    While T <= 16 a row's bits depend only on its own context, not on other requests, nor on the
     rows next to it in its request.
 
     Raises:
@@ -183,7 +183,7 @@ def prepare(
 ) -> None:
     """Make the plan of a batch of `tokens` rows now, before kernels that overlap.
 
-    Otherwise the first layer of this shape makes it. It is launched as an ordinary kernel.
+    Without this, the first layer of this shape makes the plan. `plan_kernel` does not overlap.
 
     Args:
         decoding: chooses the configuration of `decode_kernel`, by what `configs.decoding` takes.
@@ -211,18 +211,18 @@ def _decode(
         SHAPE=shape, TILE=plan.tile, ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1],
         STAGES=config.stages, NEW=plan.new if heads else 1, AHEAD=config.ahead, OVERLAP=overlap,
         num_warps=config.warps,
-        # A score must be rounded before the largest is subtracted. With a mask between the two it
-        # is; without one the compiler would fuse them, and tiles without a mask would differ.
+        # A score must be rounded before the largest score is subtracted. A mask between the two
+        # steps ensures that; without one the compiler would fuse them, with different results.
         enable_fp_fusion=False, **at_most_registers(config.registers), **dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
-        together = min(config.merged_heads, shape.H & -shape.H)
-        parts = shape.H // together
+        heads_at_once = min(config.merged_heads, shape.H & -shape.H)
+        parts = shape.H // heads_at_once
         rows_at_once = max(1, _MERGES * _multiprocessors(out.device) // parts)
         launch(
             merge_kernel, (parts, min(plan.merges, rows_at_once)),
-            plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V,
-            WIDTH_V=shape.WIDTH_V, HEADS=together, PIECES=config.merged_pieces, OVERLAP=overlap,
+            plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V, WIDTH_V=shape.WIDTH_V,
+            HEADS=heads_at_once, PIECES=config.merged_pieces, OVERLAP=overlap,
             num_warps=config.merged_warps, **dependent(overlap),
         )  # fmt: skip
 
@@ -234,43 +234,45 @@ def _plan(
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> _Plan:
     """The plan of this batch for layers of this shape; made if there is none yet."""
-    # A captured graph must make its own plan: at a replay one made outside would be out of date.
+    # A captured graph must make its own plan: at a replay any other would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
-    of_batch = _plans.setdefault(batch, {})
-    plan = of_batch.get((tokens, shape, capturing))
+    plans = _plans.setdefault(batch, {})
+    plan = plans.get((tokens, shape, capturing))
     if plan is None:
-        plan = of_batch[tokens, shape, capturing] = _new_plan(batch, tokens, shape, decoding)
+        plan = plans[tokens, shape, capturing] = _new_plan(batch, tokens, shape, decoding)
     return plan
 
 
 def _new_plan(
     batch: AttentionBatch, tokens: int, shape: HeadShape, decoding: Callable[..., Decoding]
 ) -> _Plan:
+    """Size a plan by upper bounds known to the host, and launch the kernel that fills it."""
     requests, columns = batch.block_BL.shape
-    most, longest = batch.most_queries or tokens, columns * shape.PAGE
-    few = min(most, FEW.value)
-    rows, tile_rows = min(tokens, requests * few), few * shape.G
+    max_queries, longest = batch.most_queries or tokens, columns * shape.PAGE
+    few_queries = min(max_queries, FEW.value)
+    rows, tile_rows = min(tokens, requests * few_queries), few_queries * shape.G
     widest = max(shape.D, shape.D_V)
     decode = decoding(tokens, requests, shape.H_KV, tile_rows, widest, shape.dtype)
-    prefill = configs.prefilling(widest, shape.dtype) if most > FEW.value else None
+    prefill = configs.prefilling(widest, shape.dtype) if max_queries > FEW.value else None
     pieces = most_pieces(decode.size, decode.count, longest, shape.WINDOW)
-    segments = 2 if few > 1 and longest > decode.size * decode.count else 1
+    segments = 2 if few_queries > 1 and longest > decode.size * decode.count else 1
     items = requests * (triton.cdiv(tile_rows, decode.rows) + segments - 1) * pieces
     tiles, many_rows = 0, 1
     if prefill is not None:
         many_rows = prefill.rows
         tiles = triton.cdiv(tokens * shape.G, many_rows) + requests
 
-    def new(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def empty(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)
 
     fields, partial = FIELDS.value, rows * shape.H * pieces
     work = records.Work(
-        new(items * fields), new(rows * MERGE_FIELDS.value), new(max(tiles, 1) * fields), new(4)
-    )
+        empty(items * fields), empty(rows * MERGE_FIELDS.value), empty(max(tiles, 1) * fields),
+        empty(4),
+    )  # fmt: skip
     partials = records.Partials(
-        new(partial * shape.D_V, torch.float32), new(partial, torch.float32),
-        new(partial, torch.float32), pieces,
+        empty(partial * shape.D_V, torch.float32), empty(partial, torch.float32),
+        empty(partial, torch.float32), pieces,
     )  # fmt: skip
     step = decode.groups * decode.keys
     cut = records.Cut(
@@ -284,7 +286,7 @@ def _new_plan(
     if decode.groups * decode.sets == 1:
         live = min(live, triton.next_power_of_2(tile_rows))
     tile = records.Tile(decode.rows, live, decode.sets, decode.groups, decode.keys)
-    new_tokens = triton.next_power_of_2(few)
+    new_tokens = triton.next_power_of_2(few_queries)
     return _Plan(work, partials, decode, tile, prefill, new_tokens, items, tiles, rows)
 
 
@@ -305,8 +307,8 @@ def _query_heads(qkv_TW: Tensor, key_cache: Tensor, value_cache: Tensor) -> int:
     kv_heads, size = key_cache.shape[2:]
     query = qkv_TW.shape[1] - kv_heads * (size + value_cache.shape[3])
     if query <= 0 or query % (kv_heads * size):
-        wanted = f"[T, H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})]"
-        raise ConfigError("qkv_TW.shape", tuple(qkv_TW.shape), wanted)
+        expected = f"[T, H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})]"
+        raise ConfigError("qkv_TW.shape", tuple(qkv_TW.shape), expected)
     return query // size
 
 
@@ -321,7 +323,7 @@ def _scores(options: AttentionOptions) -> records.Scores:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """How many the device has; 1 for a CPU, which interprets programs one by one."""
+    """How many multiprocessors a device has; 1 for a CPU, which interprets programs one by one."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

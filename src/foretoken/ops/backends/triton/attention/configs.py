@@ -13,18 +13,18 @@ LARGEST_HEAD = 256
 class Decoding(NamedTuple):
     """Configuration of `decode_kernel`.
 
-    Bits depend on size, count, groups, keys, and how pieces are merged.
+    The bits of results depend on size, count, groups, keys, and how pieces are merged.
 
     size, count: the shortest length of a piece, the most pieces; see `plan.py`. Pieces grow by
                  groups * keys tokens, and size is a multiple of that
     groups:      groups of warps, each with its own keys
-    keys:        keys of a warp at a time
-    rows:        rows of a tile; sets: sets of warps that share its rows
-                 One group and one set: four warps, each with a quarter of 64 rows and all keys
+    keys:        keys that a warp handles at a time
+    rows:        rows of a tile; sets: sets of warps, each with its own part of the rows. With one
+                 group and one set, each of four warps has all keys and a quarter of 64 rows
     stages:      stages of the pipeline that loads tiles
     programs:    programs per multiprocessor
     registers:   most registers of a thread
-    merged_heads, merged_pieces: that a program of the merge reads at once; merged_warps: its warps
+    merged_heads, merged_pieces: how many a program of the merge reads at once, by merged_warps
     ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """
 
@@ -48,7 +48,7 @@ class Decoding(NamedTuple):
 
 
 class Prefilling(NamedTuple):
-    """Configuration of `prefill_kernel`. rows: of a tile; keys: that it reads at a time."""
+    """Configuration of `prefill_kernel`: rows of a tile, keys that it reads at a time."""
 
     rows: int
     keys: int
@@ -56,10 +56,10 @@ class Prefilling(NamedTuple):
     warps: int
 
 
-# Heads of up to 128. Warps that share all keys read each of them once whatever the rows: at 32k
-# tokens one row takes 45.7 us a layer and five 43.2, with keys of their own 50.0 and 59.5; at 1150
-# tokens one row takes 11.7 and 10.4, and 32 requests of five rows 50.4 and 69.2 (8B shape). The
-# first two configurations differ only in values that change no bit.
+# Heads of up to 128. Warps that share all keys read each key once for all rows. Times of a layer
+# (8B shape) if keys are shared, and if each warp has its own: 45.7 and 50.0 us for one row at 32k
+# tokens, 43.2 and 59.5 for five; at 1150 tokens 11.7 and 10.4 for one row, 50.4 and 69.2 for 32
+# requests of five rows. The first two configurations differ only in values that change no bit.
 _ONE_REQUEST = Decoding(256, 33, 1, 32, 64, 1, 4, 2, 255, 1, 32, 2, ahead=64)
 _REQUESTS = _ONE_REQUEST._replace(stages=3, programs=3, registers=168, ahead=0)
 _MEDIUM = Decoding(576, 16, 1, 32, 64, 1, 3, 3, 168, 8, 8, 4)
@@ -69,30 +69,30 @@ _MANY = Decoding(2048, 4, 1, 64, 64, 1, 3, 2, 255, 8, 8, 4)
 def decoding(
     tokens: int, requests: int, kv_heads: int, tile_rows: int, size: int, dtype: torch.dtype
 ) -> Decoding:
-    """For a step of `tokens` tokens and `requests` requests of at most `tile_rows` rows each."""
+    """The configuration for a step: `requests` requests of up to `tile_rows` rows (token, head)."""
     few = _ONE_REQUEST if requests == 1 else _REQUESTS
-    # One long context gives two programs for each multiprocessor a piece: 33 of 8 K/V heads.
+    # One long context gives two programs per multiprocessor a piece each: 33 for 8 K/V heads.
     few = few._replace(count=min(128, max(16, few.count * 8 // kv_heads)))
     many = _MANY if requests > 16 else _MEDIUM
     shared = few if tokens <= SAME_BITS else many
-    cut, merging = shared[:2], shared[9:]
+    piece_limits, merge_fields = shared[:2], shared[9:]
     if dtype == torch.float32:  # products without tensor cores: operands pass through registers
         groups = 4 if size <= 128 else 2
-        return Decoding(*cut, groups, 16, 16, 1, 2, 2, 255, *merging)
+        return Decoding(*piece_limits, groups, 16, 16, 1, 2, 2, 255, *merge_fields)
     if size > 128:
         rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
-        return Decoding(*cut, 4, 16, rows, sets, 2, 1, 255, *merging)
-    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer, shared 83.8
-        return Decoding(*cut, 2, 16, 16, 1, 3, 4, 255, *merging)
+        return Decoding(*piece_limits, 4, 16, rows, sets, 2, 1, 255, *merge_fields)
+    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer; 83.8 shared
+        return Decoding(*piece_limits, 2, 16, 16, 1, 3, 4, 255, *merge_fields)
     if tokens > SAME_BITS and 2 < requests <= 8:
-        # 8 x 5 rows at 1024 tokens: a pass takes 4.88 ms, as _MEDIUM 5.15. At 16k tokens a layer
+        # 8 x 5 rows at 1024 tokens: a pass takes 4.88 ms, with _MEDIUM 5.15. At 16k tokens a layer
         # takes 172 us in 33 pieces of a request, and 152 in 16.
         return few._replace(count=few.count // 2)
     return few if requests <= 2 else shared
 
 
 def prefilling(size: int, dtype: torch.dtype) -> Prefilling:
-    """For heads of this size."""
+    """The configuration for heads of this size."""
     if dtype == torch.float32:
         return Prefilling(rows=32, keys=32, stages=1, warps=8)
     if size > 128:

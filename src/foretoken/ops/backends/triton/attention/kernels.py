@@ -1,20 +1,20 @@
-"""Attention of many queries; and of few, over pieces of their context that a second kernel merges.
+"""Attention of many queries, and of few over pieces of context that a second kernel merges.
 
-The rows of a request's new tokens, times the G heads of a K/V head, form one operand: K and V are
-read once for a tile of them. `prefill_kernel`, for many queries: a tile of rows passes over all the
-keys that it sees, as FlashAttention-2 (Dao 2023). `decode_kernel`, for few: each of GROUPS warps
-has its own keys and its own softmax; the warps' results are added at the end of a piece. With one
-group, all warps share keys, and each has rows of its own. The rest is about few queries:
+The new tokens of a request, times the G query heads of a K/V head, are the rows of one operand: K
+and V are read once for a tile of rows. For many queries, a tile of `prefill_kernel` passes over all
+the keys that it sees, as in FlashAttention-2 (Dao 2023). For few queries, each of GROUPS warps of
+`decode_kernel` has its own keys and its own softmax; the warps' results are added at the end of a
+piece. With one group, all warps share keys, and each has its own rows.
 
-A row's bits depend on its context, SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on
-nothing else: tiles lie at fixed positions, tiles that a row does not see change none of its bits,
-and rows of a product do not mix, however many a tile has.
+With few queries, a row's bits depend only on its context, SIZE, COUNT, GROUPS, KEYS and how pieces
+are merged: tiles lie at fixed positions, tiles that a row does not see change none of its bits, and
+rows of a product do not mix, however many a tile has.
 
-A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of
-dependent instructions decides. So whole tiles have no masks, addresses are constants wherever the
-shape allows it, and warps exchange whole vectors.
+A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB), so its time is that
+of the longest chain of dependent instructions. Therefore whole tiles have no masks, addresses are
+constants wherever the shape allows it, and warps exchange whole vectors.
 
-Letters: R rows of a tile, W warps (GROUPS for each of SETS of rows), Q rows of a warp, k keys of a
+Letters: R rows of a tile, W warps (each of SETS of rows has GROUPS), Q rows of a warp, k keys of a
 warp, D sizes.
 """
 
@@ -36,7 +36,7 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 @triton.jit
 def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.constexpr):
-    """Continue a running softmax by keys with scores s and these values: (top, total, acc)."""
+    """Continue a running softmax with keys of scores s; returns the new (top, total, acc)."""
     higher = tl.maximum(top, tl.max(s, KEY_AXIS))
     weight = tl.exp2(s - tl.expand_dims(higher, -1))
     old = tl.exp2(top - higher)
@@ -61,7 +61,7 @@ def _for_warps(x, TILE: tl.constexpr):
 
 @triton.jit
 def _spread(x, R: tl.constexpr):
-    """Rows [n, D] as each R / n-th of [R, D]; the others are 0."""
+    """Spread rows [n, D] evenly over [R, D]: row i moves to i * R / n; the rows between are 0."""
     for _ in tl.static_range(6):
         if x.shape[0] < R:
             x = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)).reshape(
@@ -81,7 +81,7 @@ def _lanes(TILE: tl.constexpr):
 
 @triton.jit
 def _for_sets(x, SETS: tl.constexpr):
-    """Keys or values [GROUPS, k, D] for each set of rows, [W, k, D]."""
+    """Keys or values [GROUPS, k, D] repeated for each set of rows, [W, k, D]."""
     if SETS > 1:
         x = tl.broadcast_to(x[None, :, :, :], (SETS, x.shape[0], x.shape[1], x.shape[2]))
         x = x.reshape(SETS * x.shape[1], x.shape[2], x.shape[3])
@@ -113,8 +113,8 @@ def _load_tile(
     PAGE: tl.constexpr = SHAPE.PAGE
     lane = _lanes(TILE)
     d = tl.arange(0, WIDTH)
-    # Where tiles and pages share borders, an address is a block's plus a constant. Before, half of
-    # the instructions of a tile computed addresses.
+    # Where tiles and pages share borders, an address is a block's address plus a constant. Without
+    # this, half of a tile's instructions computed addresses.
     block = block.to(tl.int64) * (PAGE * SHAPE.H_KV) + h
     if PAGE % TILE.TOKENS == 0:
         p, at = pool + (block + first % PAGE * SHAPE.H_KV) * D, lane
@@ -134,7 +134,7 @@ def _load_tile(
 
 @triton.jit
 def _prefetch_item(table, item, cache: Cache, h, SHAPE: tl.constexpr, AHEAD: tl.constexpr):
-    """Prefetch the first AHEAD of an item's keys and values into the L2, except new ones."""
+    """Prefetch keys and values of an item's first AHEAD tokens into the L2, except new tokens."""
     at = item.begin + tl.arange(0, AHEAD)
     old = at < tl.minimum(item.end, item.start)
     block = tl.load(table + at // SHAPE.PAGE, mask=old, other=0)
@@ -160,7 +160,7 @@ def _write_new(
     table, rows: TokenRows, heads: HeadInputs, cache: Cache, item, h,
     SHAPE: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of the new tokens that lie in a piece."""
+    """Write keys and values of the new tokens that lie in an item's piece."""
     new = tl.arange(0, NEW)
     at = item.start + new
     here = (at >= item.begin) & (at < item.end)
@@ -223,8 +223,8 @@ def _pass_over_piece(
 def _sum_groups(x, TILE: tl.constexpr):
     """[W, Q, D] -> [R, D], the sum over the groups of each set, neighbours first.
 
-    By halves, each an exchange of whole vectors: `tl.sum` over warps takes three times as many
-    instructions, and its order is not fixed by us.
+    Each round adds pairs of groups by an exchange of whole vectors. `tl.sum` over warps takes three
+    times as many instructions, in an order that Triton chooses.
     """
     D: tl.constexpr = x.shape[2]
     x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.R // TILE.SETS, D)
@@ -273,15 +273,15 @@ def decode_kernel(
     scores: Scores, out, SHAPE: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
     STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, i) takes K/V head h of item i, then of one in each further round of programs.
+    """Program (h, i) takes K/V head h of item i, then of one more item per round of programs.
 
-    ROTARY: 0 if `rows` attend as they are and their K/V is in the cache; else rows are of qkv.
-    (Triton 3.6 cannot ask whether `heads` is None, if a field of it is None.)
-    NEW: new tokens of a request at most, a power of 2.
-    AHEAD: tokens of an item that are prefetched into the L2 while the kernel before is running.
+    ROTARY: rotated dimensions; `rows` then has rows of qkv. 0: it has finished queries, with their
+    K/V in the cache. (Triton 3.6 cannot ask whether `heads` is None if a field of it is None.)
+    NEW: most new tokens of a request, rounded up to a power of 2.
+    AHEAD: tokens of an item that are prefetched into the L2 while the previous kernel is running.
     """
     let_next_start(OVERLAP)
-    rows, cache, partials = rows, cache, partials  # 1s as values, see `triton/records.py`
+    rows, cache, partials = rows, cache, partials  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     R: tl.constexpr = TILE.R
@@ -292,7 +292,7 @@ def decode_kernel(
     items = tl.load(work.totals)
     item = load_item(work.few_I, i)
     while i < items:
-        # Up to the wait nothing is read that the kernel before this one writes.
+        # Before the wait nothing is read that the previous kernel writes.
         table = cache.block_BL + item.request.to(tl.int64) * cache.columns
         r = item.row + tl.arange(0, LIVE)
         t, head = r // G, h * G + r % G
@@ -353,12 +353,12 @@ def merge_kernel(
     H: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
     PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, f) merges pieces of HEADS heads of rows f, f + programs, ..., in their order.
+    """Program (j, f) merges the pieces of HEADS heads of rows f, f + programs, ..., in order.
 
-    PIECES: how many are loaded at once.
+    PIECES: how many pieces are loaded at once.
     """
     let_next_start(OVERLAP)
-    partials = partials  # 1s as values, see `triton/records.py`
+    partials = partials  # makes values of 1s, see `triton/records.py`
     f = tl.program_id(1)
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     n, d_v = tl.arange(0, PIECES), tl.arange(0, WIDTH_V)
@@ -433,7 +433,7 @@ def prefill_kernel(
     R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program h + H_KV * i takes K/V head h of tile i."""
-    rows, cache = rows, cache  # 1s as values, see `triton/records.py`
+    rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
     D_V: tl.constexpr = SHAPE.D_V
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V

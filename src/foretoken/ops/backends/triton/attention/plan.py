@@ -1,15 +1,15 @@
 """The work of a pass, listed on the device: which queries meet which piece of which context.
 
-A row's context is cut into pieces of SIZE tokens, from its start on. If these would be more than
-COUNT, pieces are longer by multiples of STEP, so that there are never more than COUNT. An item
-costs about 5 us in addition to its keys, so there should be one for each program that a GPU holds
-at a time. The cut depends on a row's own context alone, and so do the results of its pieces. If a
-context outgrows COUNT pieces in this very step, its rows need different cuts: the request then has
-two segments with items of their own.
+A row's context is cut into pieces of SIZE tokens, from the start of the context. If there would be
+more than COUNT pieces, all are made longer, by multiples of STEP. An item costs about 5 us in
+addition to its keys, so there should be one for each program that a GPU holds at a time. The cut
+depends only on a row's own context, and so do the results of its pieces. If a context outgrows
+COUNT pieces in this very step, its rows need different cuts: the request then has two segments,
+each with its own items.
 
-A request with up to `FEW` queries is cut into items (tile of rows x piece); row r of a request is
-head r % G of its token r // G, for each K/V head alike. A request with more queries is cut into
-tiles only, each over all the keys that it sees.
+A request with up to `FEW` queries is cut into items (tile of rows x piece). For each K/V head, row
+r of a request is head r % G of its token r // G. A request with more queries is cut only into
+tiles, each over all the keys that its rows see.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.records import Work
 
-FEW = tl.constexpr(16)  # queries; a request with more has many
+FEW = tl.constexpr(16)  # most queries of a request that has "few"; with more it has "many"
 FIELDS = tl.constexpr(16)  # integers per item, so that one load of 64 bytes reads it
 MERGE_FIELDS = tl.constexpr(4)
 
@@ -30,15 +30,15 @@ Item = namedtuple("Item", "request row begin end piece first start count slot")
 
 row:        the tile's first row
 begin, end: the piece's tokens; for a request with many queries, `end` is its length
-piece:      its number in its segment, or -1 if there is no other: no merge follows
+piece:      its number in its segment; -1 if it is the only one, which needs no merge
 first:      the packed index of the request's first new token
 start:      the position of that token
-count:      new tokens from `first` on up to the segment's last
-slot:       where rows of the request begin in `merge_F` and partial results
+count:      how many new tokens there are from `first` to the segment's last
+slot:       where the request's rows begin in `merge_F` and in partial results
 """
 
 MergeRow = namedtuple("MergeRow", "row first last")
-"""A packed row and the pieces that it sees; none if last < first: it needs no merge."""
+"""A packed row and the first and last piece that it sees. If last < first, it needs no merge."""
 
 _Segment = namedtuple("_Segment", "token end size low high tiles")
 """New tokens token..end - 1 of a request, their pieces low..high, the tiles of their rows."""
@@ -61,7 +61,7 @@ def _piece_size(length, CUT: tl.constexpr):
 
 @triton.jit
 def _oldest(position, CUT: tl.constexpr):
-    """The first position that a row sees."""
+    """The first position that a row at `position` sees."""
     return tl.maximum(position - CUT.WINDOW + 1, 0) if CUT.WINDOW else tl.zeros_like(position)
 
 
@@ -78,7 +78,7 @@ def _items(segment):
 
 
 _Share = namedtuple("_Share", "first count length early late tiles few")
-"""What there is to do for a request.
+"""A request's share of the work.
 
 first, count, length: its first new token, how many are new, and its length with them
 early, late: its segments if it has few queries; the early one is often empty
@@ -148,7 +148,7 @@ def plan_kernel(
         else:
             for chunk in range(0, share.tiles, AT_ONCE):
                 e = chunk + lanes
-                row = (share.tiles - 1 - e) * CUT.MANY_ROWS  # the longest first
+                row = (share.tiles - 1 - e) * CUT.MANY_ROWS  # longest first
                 item = Item(
                     b, row, 0, share.length, -1, share.first, start, share.count, slot
                 )  # fmt: skip
@@ -159,7 +159,7 @@ def plan_kernel(
 def _store_items(
     item_I, i, share, segment, b, slot, CUT: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Store the items of a segment from item i on: first the last piece, with the new tokens."""
+    """Store a segment's items from item i on. Its last piece, with the new tokens, comes first."""
     start, number = share.length - share.count, _items(segment)
     for chunk in range(0, number, AT_ONCE):
         e = chunk + tl.arange(0, AT_ONCE)
@@ -183,7 +183,7 @@ def _store_item(item_I, i, item, valid):
 
 @triton.jit
 def load_item(item_I, i):
-    """Item i; its fields are scalars."""
+    """The `Item` i; its fields are scalars."""
     place = item_I + i * FIELDS
     return Item(
         tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3),
@@ -194,6 +194,6 @@ def load_item(item_I, i):
 
 @triton.jit
 def load_merge_row(merge_F, f):
-    """Row f of those that may need a merge."""
+    """The `MergeRow` f."""
     place = merge_F + f * MERGE_FIELDS
     return MergeRow(tl.load(place), tl.load(place + 1), tl.load(place + 2))

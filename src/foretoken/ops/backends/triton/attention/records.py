@@ -60,12 +60,12 @@ class HeadShape:
 
     @property
     def WIDTH(self) -> int:
-        """D as kernels compute with it."""
+        """D padded for kernels: a power of 2, at least 16."""
         return max(16, int(triton.next_power_of_2(self.D)))
 
     @property
     def WIDTH_V(self) -> int:
-        """D_V as kernels compute with it."""
+        """D_V padded for kernels: a power of 2, at least 16."""
         return max(16, int(triton.next_power_of_2(self.D_V)))
 
     @property
@@ -95,9 +95,9 @@ class Cut:
 class Tile:
     """A tile of `decode_kernel`.
 
-    R:     its rows
-    LIVE:  rows that any step of this shape fills, a power of 2
-    SETS, GROUPS: W = SETS * GROUPS warps, GROUPS for each of SETS of rows
+    R:     rows of the tile
+    LIVE:  how many of them a step of this shape can fill, a power of 2
+    SETS, GROUPS: W = SETS * GROUPS warps; each of the SETS of rows has GROUPS warps
     KEYS:  keys that a warp handles at a time
     """
 
@@ -109,14 +109,14 @@ class Tile:
 
     @property
     def TOKENS(self) -> int:
-        """Keys of all groups."""
+        """Keys that all groups handle at a time."""
         return self.GROUPS * self.KEYS
 
 
 class TokenRows(NamedTuple):
     """Query heads of packed tokens; in a row of qkv also key and value heads, after them.
 
-    stride, head_stride: from one token, one head to the next
+    stride, head_stride: distance from one token, from one head to the next
     """
 
     query: Tensor
@@ -134,7 +134,7 @@ class Cache(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the plan says there is to do; see `plan.py`.
+    """The plan's lists of what attention has to do; see `plan.py`.
 
     few_I:    items of requests with few queries: an `Item` each
     merge_F:  rows of these requests: a `MergeRow` each
@@ -163,7 +163,7 @@ class Partials(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores in base 2 are made of products. sink_H: sink scores of heads, base e, or None."""
+    """How products of q and k become scores in base 2. sink_H: each head's sink score (base e)."""
 
     scale: float
     softcap: float | None

@@ -29,7 +29,7 @@ def score(product, scores: Scores):
 
 @triton.jit
 def normalized(top, total, acc, h_R, live_R, scores: Scores):
-    """The attended values of R rows of heads h: acc / total, a sink's weight included in total."""
+    """The attended values of R rows of heads h: acc / total. A sink's weight is added to total."""
     if scores.sink_H is not None:
         sink = tl.load(scores.sink_H + h_R, mask=live_R, other=0.0).to(tl.float32) * LOG2E
         highest = tl.maximum(top, sink)
@@ -52,7 +52,7 @@ def load_heads(p, live, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_angles(heads: HeadInputs, position, live, SHAPE: tl.constexpr, ROTARY: tl.constexpr):
-    """The angles at these positions. No earlier kernel writes what this reads."""
+    """The `Angles` of these positions. No kernel writes them, so they may be read before a wait."""
     HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, SHAPE.WIDTH)
     turns = tl.expand_dims(live, -1) & (d < ROTARY)
@@ -86,7 +86,7 @@ def rotated_heads(
 
 @triton.jit
 def value_head(row_p, h, SHAPE: tl.constexpr):
-    """Where value head h of rows of qkv is: after all query and key heads."""
+    """The address of value head h in rows of qkv: after all query and key heads."""
     return row_p + (SHAPE.H + SHAPE.H_KV) * SHAPE.D + h * SHAPE.D_V
 
 
@@ -96,12 +96,12 @@ def write_new_kernel(
     SHAPE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per ROWS tokens and K/V head writes their keys and values, and replaces queries.
+    """A program per ROWS tokens and K/V head writes keys and values, and replaces queries.
 
-    AT_ONCE: how many requests the search for each token's request compares at once.
+    AT_ONCE: to find each token's request, so many requests are compared at once.
     """
     let_next_start(OVERLAP)
-    rows, cache = rows, cache  # 1s as values, see `triton/records.py`
+    rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     h = tl.program_id(1)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.zeros((ROWS,), tl.int32)
@@ -131,5 +131,5 @@ def write_new_kernel(
     for g in range(SHAPE.G):
         p = row_p + (h * SHAPE.G + g) * SHAPE.D
         query = rotated_heads(p, angles, live, heads.q_norm_D, heads, SHAPE, ROTARY)
-        tl.debug_barrier()  # a lane reads, as a partner, what another lane replaces
+        tl.debug_barrier()  # lanes have read partner dimensions that others replace
         tl.store(p[:, None] + d, query.to(value.dtype), mask=inside)

@@ -1,7 +1,7 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
-Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
-layer is (`ops/stack.py`), the order of products (`stack.py`).
+Belongs here: which kernel multiplies, and its arguments. Does not: tiles (`tiles.py`), what a layer
+is (`ops/stack.py`), the order of products (`stack.py`).
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -16,14 +16,10 @@ import triton
 from torch import Tensor
 
 from foretoken.ops.backends.triton.compiled import launch
-from foretoken.ops.backends.triton.decoder.rowwise import (
-    embed_kernel,
-    gemv_kernel,
-    norm_kernel,
-    scale_kernel,
-    silu_kernel,
-)
 
+from foretoken.ops.backends.triton.decoder.rowwise import (  # isort: skip
+    embed_kernel, gemv_kernel, norm_kernel, scale_kernel, silu_kernel,
+)  # fmt: skip
 from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
     MOST_ROWS, Epilogue, GemvTile, Operands, ProductTile, Shape, bucket, gemv_tile, stream_tile,
 )  # fmt: skip
@@ -41,7 +37,7 @@ class Products:
     All steps of a model share it, one after the other on one stream.
 
     Args:
-        deterministic: a row's bits in a pass of up to 16 rows do not depend on how many there are.
+        deterministic: in passes of up to 16 rows, a row's bits do not depend on their number.
     """
 
     def __init__(
@@ -58,7 +54,7 @@ class Products:
             self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> ProductTile | None:
-        """The tile that multiplies so many rows; None: cuBLAS does, with small kernels around it.
+        """The tile for a product of so many rows; None: cuBLAS and small kernels compute it.
 
         float16 is left to cuBLAS: rows that are multiplied before they are normed may overflow.
         """
@@ -113,18 +109,18 @@ class Products:
 class ResidualStream:
     """The hidden states of T tokens on their way through layers.
 
-    Products read them normed. A fused product uses `scaled` and `squares`, which the product before
-    it wrote; cuBLAS reads rows that a kernel has normed. Either is made when a product first needs
-    it, so that each product may choose for itself.
+    Products read the stream after a norm. A fused product uses `scaled` and `squares`, which the
+    product before it wrote; cuBLAS reads rows that a kernel has normed. Each of these forms is made
+    when a product first needs it, so that each product may choose for itself.
 
     state_TH: the present state of the stream
     """
 
     def __init__(self, products: Products, state_TH: Tensor, gain_H: Tensor) -> None:
-        """gain_H: weight of the norm that the next products read through."""
+        """gain_H: weight of the norm through which the next products read."""
         self._products, self._gain_H = products, gain_H
         self.state_TH = state_TH
-        self._kept = True  # the state belongs to the caller
+        self._must_keep = True  # the state belongs to the caller
         self._scaled: tuple[Tensor, Tensor] | None = None
         self._normed_TH: Tensor | None = None
 
@@ -140,7 +136,7 @@ class ResidualStream:
             return y_TN
         gate_up = _multiply(self._normed(), linear)
         rows, size = len(gate_up), gate_up.shape[1] // 2
-        block = 4096 if rows <= 512 else 1024  # 320 rows: 5 us a layer less than 1024
+        block = 4096 if rows <= 512 else 1024  # 320 rows: 5 us a layer less than with 1024
         grid = rows, triton.cdiv(size, block)
         launch(silu_kernel, grid, gate_up, size, block, num_warps=4)
         return gate_up[:, :size]
@@ -154,9 +150,9 @@ class ResidualStream:
         shape = _shape(linear, Epilogue.RESIDUAL)
         tile = self._products.tile(len(x_TK), shape)
         old, new = self.state_TH, self.state_TH
-        if self._kept or keep:
+        if self._must_keep or keep:
             new = torch.empty_like(old)
-        self.state_TH, self._gain_H, self._kept = new, gain_H, keep
+        self.state_TH, self._gain_H, self._must_keep = new, gain_H, keep
         self._normed_TH, self._scaled = None, None
         if tile is None:
             torch.addmm(old, x_TK, plain(linear.weight).T, out=new)
@@ -170,7 +166,7 @@ class ResidualStream:
 
     def narrow(self, row_N: Tensor) -> None:
         """Keep only the rows `row_N`, in this order; N may be 0."""
-        self.state_TH, self._kept = self.state_TH[row_N], False
+        self.state_TH, self._must_keep = self.state_TH[row_N], False
         self._normed_TH, self._scaled = None, None
 
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
@@ -211,9 +207,10 @@ class ResidualStream:
         return y_TN
 
     def _scaled_and_squares(self, tile: ProductTile) -> tuple[Tensor, Tensor]:
+        """`scaled` and `squares` of the state; a kernel makes them if no product has."""
         if self._scaled is None:
             x_TH, size = self.state_TH, self.state_TH.shape[1]
-            # As many parts as in later layers: one kernel less to compile.
+            # As many parts of squares as in later layers: one kernel less to compile.
             shape = Shape(size, size, Epilogue.RESIDUAL)
             usual = self._products.tile(len(x_TH), shape) or tile
             squares = _squares(x_TH, max(1, size // usual.block_n))

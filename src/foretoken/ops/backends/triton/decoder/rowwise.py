@@ -1,7 +1,7 @@
 """Products of one row, and kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, the
 input and the output of an EAGLE-3 head.
 
-In the names of tensors: T packed tokens, N wanted rows or columns of y, H hidden size, K of x, V
+In the names of tensors: T packed tokens, N selected rows or columns of y, H hidden size, K of x, V
 vocabulary, P parts of a sum of squares, Q ids that a head drafts.
 """
 
@@ -20,7 +20,7 @@ def gemv_kernel(
     PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """As `tiles.py` says; N / BN programs, each of which writes one part of new squares."""
+    """A product of one row, as in `tiles.py`. Each of N / BN programs writes a part of squares."""
     y, bias, residual, gain, scaled, squares_in, squares_out = operands
     tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)
@@ -58,7 +58,7 @@ def gemv_kernel(
         if bias is not None:
             up += tl.load(bias + N + n).to(tl.float32)
         out = out / (1 + tl.exp(-out)) * up
-    dtype: tl.constexpr = y.dtype.element_ty
+    dtype: tl.constexpr = y.dtype.element_ty  # type: ignore[attr-defined]
     if EPILOGUE == RESIDUAL:
         out += tl.load(residual + n).to(tl.float32)
         out = out.to(dtype).to(tl.float32)  # as the norm reads it
@@ -83,9 +83,9 @@ def scale_kernel(
     x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     PP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`scaled`, and the sum of squares of each row as the first of its P parts (`tiles.py`).
+    """Write `scaled`, and each row's sum of squares as the first of P parts; the others are 0.
 
-    It is launched after all earlier kernels have ended, so it lets the next kernel start at once.
+    All earlier kernels have ended when this one starts, so it lets the next kernel start at once.
     """
     t = tl.program_id(0).to(tl.int64)
     let_next_start(OVERLAP)
@@ -101,7 +101,7 @@ def norm_kernel(
     x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of the rows `row_N` of x; None: of all. It may be launched before x is written."""
+    """RMSNorm of the rows `row_N` of x, or of all if None. It may start before x is written."""
     n = tl.program_id(0).to(tl.int64)
     wait_for_writes(OVERLAP)
     t = n
@@ -132,10 +132,10 @@ def join_kernel(
     token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
     V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row, half): a token's vector after its norm, then the feature after its own.
+    """Write a token's vector (half 0) or its feature (half 1), normed. Programs: (row, half).
 
-    normed_TH: None, or gets the second half once more. As the first kernel of a pass it waits for
-    all earlier kernels before it lets the next one start: attention reads the cache early.
+    normed_TH: if given, it also gets the normed features. As the first kernel of a pass this one
+    waits for all earlier kernels, then lets the next one start: attention reads the cache early.
     """
     t, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, HP)
@@ -161,7 +161,7 @@ def spread_kernel(
     logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row, BLOCK of the head's ids). Moves each logit to the target's id for it."""
+    """Programs: (row, BLOCK of the head's ids). Writes each logit to its target id's column."""
     n, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target_id = tl.load(target_id_Q + j, mask=j < Q, other=0)
     wait_for_writes(OVERLAP)

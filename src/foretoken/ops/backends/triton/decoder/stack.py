@@ -2,15 +2,15 @@
 
 A layer is five launches: q, k and v; attention with its norms, rotary embedding and K/V write; the
 output layer, which adds to the residual stream and prepares the next norm; gate and up with SiLU;
-the down layer, which adds to the stream, too. Few rows are bound by the memory's speed, and each
-kernel starts while the previous one ends. From 65 rows on cuBLAS multiplies, with small kernels
-between its products. With a `FeatureRule` one kernel more makes the input of the first q, k and v,
-and one spreads logits to the target's ids.
+the down layer, which also adds to the stream. Passes of few rows are bound by the memory's speed,
+and each kernel starts while the previous one ends. With 65 rows or more cuBLAS multiplies, with
+small kernels between its products. With a `FeatureRule`, one more kernel makes the input of the
+first q, k and v, and one moves logits to the target's ids.
 
 Belongs here: which stacks the kernels can run, what is derived from them, and the pass. Self-checks
 decide whether its results are right, as for every backend.
 
-Shape suffixes: T packed tokens, N wanted ones, H = C hidden size, Q ids that a head drafts, V
+Shape suffixes: T packed tokens, N rows with logits, H = C hidden size, Q ids that a head drafts, V
 vocabulary, W a row of q, k and v, R as in `ops/stack.py`.
 """
 
@@ -53,11 +53,11 @@ _SPREAD_BLOCK = 1024
 class FusedStack:
     """The `LoadedStack` of this backend, on the stack's own weights.
 
-    Every pass may be captured in a CUDA graph. Logits by `target_ids` are written into one buffer;
-    its other columns stay -inf. So a quarter of a row is written for a head of 32 000 ids.
+    Every pass may be captured in a CUDA graph. Logits by `target_ids` are written into one buffer,
+    where all other columns stay -inf: a head of 32 000 ids writes only a quarter of a row.
 
     Args:
-        positions: as in `Backend.load_stack`: kernels read the angles of all positions.
+        positions: as in `Backend.load_stack`; angles of all positions are computed once.
         most_rows: rows of that buffer.
         deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
             whatever runs next to it: greedy text is then equal with and without speculation.
@@ -94,8 +94,7 @@ class FusedStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`: in the dtype of the weights, without a kernel for the norm before
-        logits."""
+        """See `LoadedStack.run`. In the weights' dtype; the last norm has no kernel of its own."""
         output = self._run(batch, kv, aux_layers, features, logits)
         return output._replace(logits_NV=self._by_target_ids(output.logits_NV))
 
@@ -104,7 +103,7 @@ class FusedStack:
         """See `LoadedStack.logits`."""
         return self._by_target_ids(self._logits(hidden_NC))
 
-    # `zero_if_noted` is on inner functions: it must not zero the buffer of logits.
+    # `zero_if_noted` decorates only inner functions: it must not zero the buffer of logits.
 
     @zero_if_noted
     def _logits(self, hidden_NC: Tensor) -> Tensor:
@@ -120,24 +119,25 @@ class FusedStack:
         features: Features | None,
         logits: bool,
     ) -> ForwardOutput:
-        stack, rule, (token_T, _, row_N, where, _) = self.stack, self.stack.features, batch
+        """`run` with logits by the head's own ids."""
+        stack, rule, (token_T, _, row_N, paged, _) = self.stack, self.stack.features, batch
         layers, last = stack.layers, len(stack.layers)
         if rule is None and not logits:
             row_N = row_N[:0]
         check_pass(stack, batch, kv, features)
-        stream, both_T2C = self._begin(token_T, where, kv, features)
+        stream, input_T2C = self._begin(token_T, paged, kv, features)
         aux = {0: stream.state_TH}
         gains = [layer.mixer_norm_C for layer in layers] + [stack.norm_C]
-        # After the last layer's K/V only rows that are wanted continue: one row for a prompt. For
-        # 8 192 tokens of an 8B shape that saves 2.8 % of the products.
+        # After the last layer's K/V only rows with logits continue: one row for a prompt. For 8 192
+        # tokens of an 8B shape that saves 2.8 % of the products.
         narrow = len(row_N) < len(token_T) and last not in aux_layers
         for i, (layer, heads) in enumerate(zip(layers, self._heads, strict=True), 1):
-            qkv, paged = layer.mixer.qkv, (kv.keys[i - 1], kv.values[i - 1])
-            if both_T2C is not None and i == 1:
-                qkv_TW = self._products.multiply(both_T2C, qkv)
+            qkv, pools = layer.mixer.qkv, (kv.keys[i - 1], kv.values[i - 1])
+            if input_T2C is not None and i == 1:
+                qkv_TW = self._products.multiply(input_T2C, qkv)
             else:
                 qkv_TW = stream.project(qkv)
-            attended_TC = attend(qkv_TW, heads, layer.mixer.options, where, *paged)
+            attended_TC = attend(qkv_TW, heads, layer.mixer.options, paged, *pools)
             if narrow and i == last:
                 attended_TC = attended_TC[row_N]
                 stream.narrow(row_N)
@@ -153,44 +153,45 @@ class FusedStack:
         hidden_NC = None
         if rule is not None:
             hidden_NC = stream.state_TH if rows is None else stream.state_TH[rows]
-        wanted = row_N[:0] if not logits else rows
-        logits_NV = stream.head(stack.head, wanted)
+        logit_rows = row_N[:0] if not logits else rows
+        logits_NV = stream.head(stack.head, logit_rows)
         return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers), hidden_NC)
 
     def _begin(
         self, token_T: Tensor, batch: AttentionBatch, kv: KV, features: Features | None
     ) -> tuple[ResidualStream, Tensor | None]:
-        """(the residual stream, what the first q, k and v read if that is not the stream). Makes
-        plans of attention before the first kernel that lets the next one start."""
+        """(the residual stream, the input of the first q, k and v or None if that is the stream).
+        Plans of attention are made here, before any kernel lets the next one start."""
         stack, rule = self.stack, self.stack.features
         if rule is not None and features is not None and not isinstance(features, Tensor):
             features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
         for heads, options in {(m.heads, m.options) for _, m, _, _ in stack.layers}:
             prepare(batch, len(token_T), heads, kv.keys[0], kv.values[0], options)
-        both_T2C = None
+        input_T2C = None
         if rule is not None and isinstance(features, Tensor):
-            both_T2C, state_TC = self._join(token_T, features, rule)
+            input_T2C, state_TC = self._join(token_T, features, rule)
         else:
             state_TC = embed(token_T, plain(stack.embedding))
-        return ResidualStream(self._products, state_TC, stack.layers[0].mixer_norm_C), both_T2C
+        return ResidualStream(self._products, state_TC, stack.layers[0].mixer_norm_C), input_T2C
 
     def _join(
         self, token_T: Tensor, feature_TC: Tensor, rule: FeatureRule
     ) -> tuple[Tensor, Tensor]:
-        """(what the first q, k and v read, the state in which the residual stream begins)."""
+        """(the input of the first q, k and v, the first state of the residual stream)."""
         stack, products = self.stack, self._products
         (rows, size), vocabulary = feature_TC.shape, len(plain(stack.embedding))
-        both_T2C = feature_TC.new_empty(rows, 2 * size)
+        input_T2C = feature_TC.new_empty(rows, 2 * size)
         normed_TC = torch.empty_like(feature_TC) if rule.norm_before_residual else None
         launch(
             join_kernel, (rows, 2), token_T, plain(stack.embedding), stack.layers[0].mixer_norm_C,
-            feature_TC, rule.feature_norm_C, both_T2C, normed_TC, vocabulary, size,
+            feature_TC, rule.feature_norm_C, input_T2C, normed_TC, vocabulary, size,
             triton.next_power_of_2(size), stack.eps, products.overlap, num_warps=8,
             **products.dependent,
         )  # fmt: skip
-        return both_T2C, feature_TC if normed_TC is None else normed_TC
+        return input_T2C, feature_TC if normed_TC is None else normed_TC
 
     def _by_target_ids(self, logits_NQ: Tensor) -> Tensor:
+        """[N, V]: logits in the columns of their target ids, -inf in all others."""
         if self._target_ids is None:
             return logits_NQ
         rows, drafted = logits_NQ.shape
@@ -250,7 +251,7 @@ def _check_fit(stack: Stack) -> None:
         raise UnfitError(f"heads of sizes up to {largest}: more than {_LARGEST_HEAD}")
     if len(sizes) > 1:
         raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size")
-    if names := _lacking(stack, mixers[0]):
+    if names := _unsupported(stack, mixers[0]):
         raise UnfitError(f"the kernels of a head have no {', '.join(names)}")
     for name, weight in (
         *_weights("embedding", table_VC),
@@ -264,11 +265,11 @@ def _check_fit(stack: Stack) -> None:
             raise UnfitError(f"`{name}` is not contiguous {table_VC.dtype} on {table_VC.device}")
 
 
-def _lacking(stack: Stack, mixer: Attention) -> list[str]:
-    """Features of a stack with a `FeatureRule` that its kernels do not implement."""
+def _unsupported(stack: Stack, mixer: Attention) -> list[str]:
+    """Names of features that kernels do not implement together with a `FeatureRule`."""
     if (rule := stack.features) is None:
         return []
-    has = {
+    present = {
         "fc_norm": rule.fc_norm_PA is not None,
         "qk_norm": mixer.q_norm_D is not None,
         "qkv_bias": mixer.qkv.bias is not None,
@@ -277,7 +278,7 @@ def _lacking(stack: Stack, mixer: Attention) -> list[str]:
         "sliding_window": mixer.options.sliding_window is not None,
         "partial_rotary_factor": 2 * len(mixer.rope.frequency_R) < mixer.head_size,
     }
-    return [f"`{name}`" for name, is_set in has.items() if is_set]
+    return [f"`{name}`" for name, is_set in present.items() if is_set]
 
 
 def _weights(name: str, part: Any) -> Iterator[tuple[str, Tensor]]:

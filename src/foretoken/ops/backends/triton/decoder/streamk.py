@@ -8,9 +8,9 @@ through a ring of STAGES buffers, and four warps multiply them with wgmma: W is 
 that 8 rows cost no more than one.
 
 The first STAGES blocks of weights are loaded before `gdc_wait`, while the previous kernel still
-runs. Where several programs share a tile, the last to finish adds up what they left in memory, in
-the order of K: equal input gives equal bits. A row's bits depend on the tile's shape and on the
-number of programs, not on the rows next to it.
+runs. Where several programs share a tile, the last to finish adds up the parts that all left in
+memory, in the order of K: equal input gives equal bits. A row's bits depend on the tile's
+shape and on the number of programs, not on the rows next to it.
 
 In the names of tensors: M rows of x, N columns of y, K of x, P parts of a sum of squares.
 """
@@ -45,6 +45,7 @@ def _ask_weights(
     weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, MP: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
+    """Start to load a unit's weights; `full` also waits for the unit's x."""
     mbarrier.expect(full.index(stage), (HALVES * BN + MP) * BK * 2)
     for half in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(
@@ -59,7 +60,7 @@ def _load(
     BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring: weights need not wait for the previous kernel, x must."""
+    """Fill the ring. Loads of x wait for the previous kernel, those of weights need not."""
     early = min(begin + STAGES, end)
     for unit in range(begin, early):
         _ask_weights(weight, full, weights, unit, unit - begin, N, KT, BN, BK, MP, HALVES)
@@ -96,7 +97,7 @@ def _multiply(
     MP: gl.constexpr, BN: gl.constexpr, KT: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the units begin..end - 1 as they come; finish the tiles that this completes."""
+    """Multiply units begin..end - 1 as they arrive; write the tiles that are then complete."""
     y, bias, residual, gain, scaled, squares_in, squares_out = operands
     UNITS: gl.constexpr = N // BN * KT
     WARPS: gl.constexpr = gl.num_warps()
@@ -130,7 +131,7 @@ def _multiply(
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index(stage))
-        first = ((tile * KT + 1) * programs - 1) // UNITS  # of the programs that share this tile
+        first = ((tile * KT + 1) * programs - 1) // UNITS  # first, last: the programs of this tile
         last = ((tile * KT + KT) * programs - 1) // UNITS
         whole = first == last
         if first != last:
@@ -180,7 +181,7 @@ def streamk_kernel(
     P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `tiles.py` says; with SILU the N rows of `up` lie after the N of `gate`.
+    """A product as in `tiles.py`; with SILU, the N rows of `up` lie after the N rows of `gate`.
 
     Args:
         weight, x: tensor maps with blocks [BN, BK] of [N or 2 N, K] and [MP, BK] of [M, K]; bf16.
@@ -210,8 +211,7 @@ def streamk_kernel(
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> Any:
-    """How TMA loads blocks of [rows, columns] of a bf16 matrix to shared memory; rows beyond the
-    matrix are 0."""
+    """A descriptor for TMA loads of [rows, columns] of a bf16 matrix; 0 beyond the last row."""
     size, layout = list(matrix.shape), _layout(rows, columns)
     return TensorDescriptor(matrix, size, [size[1], 1], [rows, columns], layout)
 

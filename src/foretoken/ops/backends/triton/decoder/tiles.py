@@ -41,7 +41,7 @@ _SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
 
 
 class Operands(NamedTuple):
-    """What a product reads in addition to x and its weights, and what it writes; as named above.
+    """What a product reads in addition to x and its weights, and what it writes; names as above.
 
     residual_TN, gain_N, scaled_TN, new_squares_PT: None unless the epilogue is RESIDUAL
     squares_PT: parts of the sums of squares of x's rows; None: n is 1
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 
 class GemvTile(NamedTuple):
-    """A program of `rowwise.py`: block_n rows of weights, block_k of their columns at a time."""
+    """A program of `gemv_kernel`: block_n rows of weights, block_k of their columns at a time."""
 
     block_n: int
     block_k: int
@@ -76,7 +76,7 @@ class StreamTile(NamedTuple):
     """The ring of `streamk.py` and how many programs share the work.
 
     With rings below some 113 KB two programs of a launch may run on one SM. Fewer programs than SMs
-    are faster where a program's share is then a whole number of tiles, or a whole part of one.
+    are faster if each program then gets a whole number of tiles, or tiles divide into whole shares.
     """
 
     block_n: int
@@ -118,14 +118,14 @@ _MANY_ROWS = {  # 17 to 64
 
 
 def bucket(rows: int, deterministic: bool) -> int:
-    """The number of rows that `rows`, up to `MOST_ROWS`, is padded to."""
+    """The number of rows to which `rows` (up to `MOST_ROWS`) are padded."""
     least = _SAME_BUCKET if deterministic else 1
     return next(b for b in _BUCKETS if max(rows, least) <= b)
 
 
 @cache
 def gemv_tile(shape: Shape) -> GemvTile | None:
-    """None: the shape does not divide into tiles."""
+    """The tile for one row. None: the shape does not divide into tiles."""
     if shape in _GEMV:
         return _GEMV[shape]
     block_k = min(2048, shape.K & -shape.K)
@@ -151,7 +151,7 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
 
 def _even_programs(tiles: int, blocks: int, processors: int) -> int:
     """How many programs share `tiles` tiles of `blocks` blocks each: one per processor, or a few
-    less (down to 5/6) if each then has whole tiles, or a whole part of one."""
+    less (down to 5/6) if each then has whole tiles, or tiles divide into whole shares."""
     for programs in range(processors, processors * 5 // 6 - 1, -1):
         share, rest = divmod(tiles * blocks, programs)
         if not rest and share and (share % blocks == 0 or blocks % share == 0):

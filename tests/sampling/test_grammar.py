@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from foretoken.drafting.forced import by_grammar
 from foretoken.errors import RequestError
 from foretoken.sampling.grammar import (
-    NUM_THREADS,
     Compilers,
     Grammar,
     Grammars,
@@ -68,9 +67,11 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
-def grammars_of(tokenizer: Any, compilers: Compilers | None = None) -> Grammars:
+def grammars_of(
+    tokenizer: Any, compilers: Compilers | None = None, make: type[Grammars] = Grammars
+) -> Grammars:
     size, ends = len(tokenizer) + PADDING, frozenset([tokenizer.eos_token_id])
-    return Grammars(tokenizer, size, ends, compilers)
+    return make(tokenizer, size, ends, compilers)
 
 
 def compiled(tokenizer: Any, choices: Sequence[str] = CHOICES) -> Grammar:
@@ -218,31 +219,25 @@ def test_threads_that_ask_for_one_grammar_share_it() -> None:
     assert all(one is found[0] for one in found)
 
 
+class Noting(Grammars):
+    """Notes which grammars are compiled, which takes until `release` is set."""
+
+    noted: list[str] = []
+    release = Event()
+
+    def build(self, outputs: dict[str, Any], *given: Any) -> Grammar:
+        self.noted.append(outputs["choice"][0])
+        self.release.wait(PATIENCE)
+        return super().build(outputs, *given)
+
+
 def test_a_grammar_that_is_no_longer_wanted_is_not_compiled() -> None:
-    compilers = Compilers()
-    grammars = grammars_of(byte_level(), compilers)
-    wanted, dropped = ({"choice": [word]} for word in ("a", "b"))
-
-    def occupy() -> Event:
-        """Keep all threads busy until the event is set."""
-        release = Event()
-
-        def work() -> None:
-            release.wait(PATIENCE)
-
-        for _ in range(NUM_THREADS):
-            compilers.submit(work)
-        return release
-
-    release = occupy()
-    grammars.begin(dropped)  # its result is not kept
-    entry = grammars.begin(wanted)
-    assert entry is not None
-    release.set()
-    assert isinstance(entry.future.result(PATIENCE), Grammar)
-    release = occupy()
-    again = grammars.begin(dropped)
-    assert again is not None
-    assert not again.future.done(), "it was not compiled, and begins now"
-    release.set()
-    assert isinstance(again.future.result(PATIENCE), Grammar)
+    grammars = grammars_of(byte_level(), make=Noting)
+    kept = [grammars.begin({"choice": [word]}) for word in ("first", "second")]
+    grammars.begin({"choice": ["left"]})
+    kept.append(grammars.begin({"choice": ["stays"]}))
+    Noting.release.set()
+    for entry in kept:
+        assert entry is not None
+        assert isinstance(entry.future.result(PATIENCE), Grammar)
+    assert sorted(Noting.noted) == ["first", "second", "stays"]

@@ -43,7 +43,7 @@ _GBNF_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*]?|\.',
 _GBNF_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _GBNF_RANGE = re.compile(rf"({_GBNF_CHARACTER})(?:-({_GBNF_CHARACTER}))?", re.DOTALL)
 _GBNF_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{c: c for c in '"\\[]'}}
-NUM_THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
+_THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
 _CACHED = 128  # grammars that an engine keeps in addition to those that requests hold
 
 
@@ -218,7 +218,7 @@ class Compilers:
 
         Only one thread may call `submit` at a time.
         """
-        if self._num_threads < NUM_THREADS:
+        if self._num_threads < _THREADS:
             self._num_threads += 1
             name, thread_args = "foretoken-grammar", (self._submitted,)
             Thread(target=_run_submitted, args=thread_args, name=name, daemon=True).start()
@@ -234,7 +234,7 @@ def _run_submitted(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
 
 def _end_threads(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
     """End all threads of a pool after the work that was submitted."""
-    for _ in range(NUM_THREADS):
+    for _ in range(_THREADS):
         submitted.put(None)
 
 
@@ -261,6 +261,10 @@ class Grammars:
         self._last_began = 0.0  # when any compilation last began
         self._entries_lock, self._native_lock = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
+
+    def build(self, outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
+        """Compile a grammar in a thread of the pool. An exception refuses the grammar."""
+        return _compile(outputs, tokens, executor)
 
     def begin(self, outputs: Any) -> Compiling | None:
         """Begin to compile `structured_outputs` in the background, unless that was done before.
@@ -339,7 +343,7 @@ class Grammars:
                 if self._native is None:
                     self._native = self._load(outputs)
             tokens, executor = self._native
-            result: Grammar | RequestError = _compile(outputs, tokens, executor)
+            result: Grammar | RequestError = self.build(outputs, tokens, executor)
         except RequestError as error:
             result = error
         except Exception as error:

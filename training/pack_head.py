@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -83,13 +84,17 @@ def scheme(bits: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Write the packed head."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the packed head.
+
+    Args:
+        argv: the command line's arguments; None: those of this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, choices=(4, 8), required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     config = json.loads((options.head / "config.json").read_text(encoding="utf-8"))
     config |= {"quantization_config": scheme(options.bits), "dtype": "float32"}

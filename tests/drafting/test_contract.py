@@ -1,7 +1,7 @@
-"""What every drafter is given and must give back, through the engine's own runner.
+"""What every drafter gets and must return, through the engine's own runner.
 
-Its q reaches the request it was made for by slot, whatever the order of the batch; outcomes come in
-one call per step, of prompts too; nothing is kept for a request that is gone.
+The q of a draft reaches its request by slot, whatever the order of the batch. Outcomes come in one
+call per step, also those of prompts. Nothing is kept for a request that has ended.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from foretoken.slots.step import (
     StepRequests,
     StepResult,
 )
-from tests.models.heads import head_of
+from tests.models.heads import drafter_options
 from tests.support.checkpoints import VOCABULARY, ids_of
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-# By slot: what it asks for, its rule, its K.
+# By slot: sampling parameters, rule, K.
 ASKED = [
     (SamplingParams(temperature=1.0), Rule.STANDARD, 3),
     (SamplingParams(temperature=0.7, top_k=9), Rule.BLOCK, 2),
@@ -48,14 +48,8 @@ IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
 
 
 def build(target: Path, name: str, **speculation: Any) -> LLM:
-    """The target drafts for itself where a drafter takes a model: q is near p, and never equal."""
-    given = {
-        "draft_model": {"model": str(target)},
-        "draft_text": {"model": str(target)},
-        "eagle3": {"model": str(head_of(target))},
-        "ngram": {"prompt_lookup_min": 1},
-    }
-    options = {"method": name, **given.get(name, {}), **speculation}
+    """Where a drafter takes a model, the target drafts for itself: q is near p, but never equal."""
+    options = {"method": name, **drafter_options(target, target).get(name, {}), **speculation}
     return LLM(str(target), options, num_blocks=64, **OPTIONS)
 
 
@@ -64,7 +58,7 @@ Change = Callable[[Propose], Propose]
 
 
 def decide(llm: LLM, order: list[int], change: Change | None = None) -> list[dict[int, Outcome]]:
-    """Six steps of four requests in this order of the batch: what was decided, by slot."""
+    """The outcomes of six steps of four requests in this order of the batch, by slot."""
     runner = llm.engine.runner
     drafter: Any = runner.drafter
     if change is not None:
@@ -113,7 +107,7 @@ def with_q_by_row(propose: Propose) -> Propose:
 
 
 def test_a_q_that_is_kept_by_the_order_of_the_batch_is_noticed(target: Path, draft: Path) -> None:
-    """By an unlike draft: of the target's own q, too many drafts are accepted either way."""
+    """With an unlike draft model: too many drafts of the target itself are accepted either way."""
     llms = [build(target, "draft_model", model=str(draft)) for _ in range(2)]
     assert decide(llms[0], IN_ORDER, with_q_by_row) != decide(llms[1], MIXED, with_q_by_row)
 
@@ -131,7 +125,7 @@ def without_q_of(lost: int) -> Change:
 
 
 def test_a_q_that_is_missing_costs_its_own_request_alone(target: Path, draft: Path) -> None:
-    """Verified as one-hot, it accepts less; nobody else notices."""
+    """Its drafts are verified as one-hot, so fewer are accepted; other requests do not change."""
     whole, lossy = (
         decide(build(target, "draft_model", model=str(draft)), MIXED, change)
         for change in (None, without_q_of(0))
@@ -142,7 +136,7 @@ def test_a_q_that_is_missing_costs_its_own_request_alone(target: Path, draft: Pa
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_proposal_keeps_to_what_was_asked(target: Path, name: str) -> None:
+def test_a_proposal_has_no_more_drafts_than_requested(target: Path, name: str) -> None:
     proposals = []
 
     def recorded(propose: Propose) -> Propose:
@@ -180,7 +174,7 @@ def test_a_proposal_keeps_to_what_was_asked(target: Path, name: str) -> None:
 
 
 class Watching(NGram):
-    """Remembers what it was shown, and something for each slot."""
+    """Remembers the steps that it observed, and a number for each slot."""
 
     def __init__(self, setup: DrafterSetup) -> None:
         super().__init__(setup)
@@ -254,7 +248,7 @@ def test_every_step_is_observed_once_prompts_too(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_what_a_drafter_keeps_for_nobody_is_found(target: Path) -> None:
+def test_state_that_a_drafter_keeps_for_a_free_slot_is_found(target: Path) -> None:
     llm = build(target, "Leaking")
     with pytest.raises(IntegrityError, match=r"drafts of slots that no request has: \[0\]"):
         llm.generate("abc", SamplingParams(max_tokens=3))

@@ -1,7 +1,7 @@
-"""The drafter's half of the cache: what counts as complete was computed, whatever the steps were.
+"""The drafter's half of the cache: blocks that count as complete were computed, in any schedule.
 
-Requests come, decode with a K that changes from step to step, give way, hit prefixes and are
-aborted. Blocks that change hands are filled with a number that no model computes, so that whatever
+Requests arrive, decode with a K that changes from step to step, are preempted, hit prefixes and
+are aborted. Freed blocks are filled with a number that no model computes, so that a position that
 was left out shows. At the end, seeded requests get the same tokens and accept as many drafts from
 these blocks and slots as from an engine that has served no other request.
 """
@@ -27,17 +27,14 @@ from foretoken.ops import unavailable
 from foretoken.ops.steps import ForwardBatch
 from foretoken.slots.step import StepRequests, StepResult
 from tests.engine.doubles import llm_of
-from tests.models.heads import head_of
+from tests.models.heads import drafter_options
 
 STALE, K, SIZE = 3e4, 3, 2
 ASKED: dict[str, dict[str, Any]] = {
     "forced": {"allowed_token_ids": [7]},
     "prediction": {"prediction": [1, 2, 3] * 20},
 }
-SEVERAL = {
-    "several": ("draft_model", "ngram", "eagle3"),
-    "hybrid": ("ngram", "draft_model"),
-}
+SEVERAL = {"several": ("draft_model", "ngram", "eagle3"), "hybrid": ("ngram", "draft_model")}
 
 
 class Case(NamedTuple):
@@ -62,13 +59,7 @@ WITH_KV = [case for case in CASES if {"draft_model", "eagle3"} & {*case.members}
 
 
 def build(target: Path, draft: Path, case: Case, **options: Any) -> LLM:
-    given: dict[str, dict[str, Any]] = {
-        "draft_model": {"model": str(draft)},
-        "draft_text": {"model": str(draft)},
-        "eagle3": {"model": str(head_of(target))},
-        "ngram": {"prompt_lookup_min": 1},
-        "suffix": {"suffix_decoding_max_cached_requests": 0},
-    }
+    given = drafter_options(target, draft) | {"suffix": {"suffix_decoding_max_cached_requests": 0}}
     entries: list[dict[str, Any]] = [{"method": n, **given.get(n, {})} for n in case.members]
     spec = entries[0]
     if case.name in SEVERAL:
@@ -91,13 +82,13 @@ def keepers(llm: LLM) -> Iterator[Autoregressive]:
 
 
 def kept(drafter: Autoregressive, blocks: list[int]) -> Tensor:
-    """All it keeps in these blocks, a row each: where in it a position is, kernels decide."""
+    """All K/V of these blocks, a row each. Where in the row a position is, kernels decide."""
     caches = (*drafter.kv.keys, *drafter.kv.values)
     return torch.cat([cache[blocks].flatten(1) for cache in caches], dim=1)
 
 
 def claimed(drafter: Autoregressive, request: Request) -> list[int]:
-    """Blocks of a running request that by the drafter's contract are complete."""
+    """Blocks of a running request that are complete by the drafter's contract."""
     if isinstance(drafter, DraftModel):
         return [block for block in request.block_ids if drafter.complete[block]]
     known = len(request.token_ids) - drafter.reads_next_token
@@ -106,7 +97,7 @@ def claimed(drafter: Autoregressive, request: Request) -> list[int]:
 
 
 def found(llm: LLM, drafter: Autoregressive, tokens: list[int]) -> list[int]:
-    """Blocks that others find for a text, as far as the drafter's half counts as complete."""
+    """Blocks that the prefix index finds for a text, up to the first that the drafter lacks."""
     blocks = [b for b, _ in llm.engine.scheduler.pool.match(tokens, len(tokens) // SIZE)]
     if isinstance(drafter, DraftModel):
         ends = (i for i, block in enumerate(blocks) if not drafter.complete[block])
@@ -115,7 +106,7 @@ def found(llm: LLM, drafter: Autoregressive, tokens: list[int]) -> list[int]:
 
 
 class Workload:
-    """Requests at random, looked at after every step."""
+    """Random requests, checked after every step."""
 
     def __init__(self, llm: LLM, fresh: LLM, case: Case, seed: int) -> None:
         self.llm, self.fresh, self.case = llm, fresh, case
@@ -137,7 +128,7 @@ class Workload:
         runner.clear = poison  # type: ignore[method-assign]
 
     def params(self, **given: Any) -> SamplingParams:
-        first = self.rng.choice([1, None])  # a round of other drafters hides what one leaves out
+        first = self.rng.choice([1, None])  # other drafters' rounds hide what one leaves out
         name = self.rng.choice(self.case.members[:first])
         asked = {"drafter": name} if self.case.name == "several" else ASKED.get(name, {})
         return SamplingParams(**{"ignore_eos": True, "seed": self.num_added, **asked, **given})
@@ -189,7 +180,7 @@ class Workload:
         self.live = [group for group in self.live if not group.finished]
 
     def compare(self, text: list[int]) -> None:
-        """What others find of a text is what an engine keeps that computes it at once."""
+        """Blocks found for a text equal those of an engine that computes the text at once."""
         mine = [kept(drafter, found(self.llm, drafter, text)) for drafter in keepers(self.llm)]
         if any(map(len, mine)):
             for rows, theirs in zip(mine, self.expected(text), strict=True):
@@ -197,7 +188,7 @@ class Workload:
                 self.seen["compared"] += len(rows)
 
     def expected(self, text: list[int]) -> list[Tensor]:
-        """Of each drafter; without a prefix hit, since log-probabilities are wanted."""
+        """The rows of each drafter, without a prefix hit, since log-probabilities are requested."""
         engine, name = self.fresh.engine, "draft_model" if self.case.name in SEVERAL else None
         params = SamplingParams(
             temperature=0.0, max_tokens=2 * K + 2, ignore_eos=True, prompt_logprobs=1, drafter=name
@@ -222,7 +213,7 @@ def play(target: Path, draft: Path, case: Case, **options: Any) -> Workload:
 
 
 def check_warm(work: Workload, cold: LLM) -> None:
-    """Seeded requests that go on from what finished ones left."""
+    """Seeded requests that continue the texts of finished ones."""
     for i, text in enumerate(work.texts[-3:]):
         asked = work.params(temperature=0.9, seed=i, max_tokens=9)
         mine, theirs = (llm.generate([[*text, 5]], asked)[0] for llm in (work.llm, cold))
@@ -240,7 +231,7 @@ def check_warm(work: Workload, cold: LLM) -> None:
 def test_what_counts_as_complete_was_computed(
     target: Path, draft: Path, case: Case, always_right: bool
 ) -> None:
-    """By a draft model whose drafts are all accepted, and by one of which some are."""
+    """With a draft model of which all drafts are accepted, and with one of which some are."""
     if case.name == "suffix" and unavailable("native"):
         pytest.skip("suffix needs the native kernels")
     model = target if always_right else draft
@@ -269,7 +260,7 @@ class OneBehind(LockstepDraftModel):
 
 
 class KeepsMarks(DraftModel):
-    """Takes blocks that changed hands for complete."""
+    """Counts blocks as complete although another request has them now."""
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forgets to forget."""
@@ -298,7 +289,7 @@ def test_a_drafter_that_leaves_something_out_is_noticed(
 def test_a_prompt_in_chunks_is_one_for_the_draft_model_too(
     target: Path, draft: Path, asked: int | None
 ) -> None:
-    """No step computes more of it than the target did; nothing for a request without drafts."""
+    """No step computes more of a prompt than the target; a request without drafts computes none."""
     spec = {"model": str(draft), "num_speculative_tokens": 2}
     llm = LLM(str(target), spec, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=96)
     engine, drafter = llm.engine, llm.engine.runner.drafter

@@ -46,11 +46,9 @@ def build(
 ) -> DraftModel:  # fmt: skip
     method = options.pop("draft_sample_method", "probabilistic")
     spec = SpeculativeConfig(
-        method="draft_model",
-        model=str(folder),
-        num_speculative_tokens=MOST,
+        method="draft_model", model=str(folder), num_speculative_tokens=MOST,
         draft_sample_method=method,
-    )
+    )  # fmt: skip
     config = EngineConfig(
         model=str(folder), speculative_config=spec, block_size=block_size, max_num_seqs=SLOTS,
         max_num_batched_tokens=48, **options,
@@ -70,7 +68,7 @@ def build(
 
 
 class Unfused:
-    """A model that has the native stack's passes, but not its round of drafting."""
+    """A model with the passes of the native stack, but without its round of drafting."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = self.network = model
@@ -80,7 +78,7 @@ class Unfused:
 
 
 class Asked(NamedTuple):
-    """Whom a drafter is asked to draft for: known tokens, blocks, most drafts."""
+    """A request for drafts: known tokens, blocks, most drafts."""
 
     slot: int
     tokens: list[int]
@@ -140,7 +138,10 @@ def make_pair(folder: Path) -> Iterator[MakePair]:
 
 
 def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
-    """Rounds over requests of ragged lengths, some accepted, some left out; drafts made in all."""
+    """Rounds over some requests of ragged lengths, of which some drafts are accepted.
+
+    Returns the number of drafts.
+    """
     rng = random.Random(seed)
     size = pair.at_once.config.block_size
     columns = -(-(MAX_LEN + MOST) // size)
@@ -170,7 +171,7 @@ RULES = [Rule.STANDARD, Rule.BLOCK, Rule.COUPLED, Rule.COUPLED, Rule.SYNTHETIC, 
 
 
 def with_rules(params: SlotParams) -> SlotParams:
-    """Other rules in other slots, coupled ones with and without a temperature."""
+    """A rule for each slot; coupled slots with and without a temperature."""
     return replace(params, rule_S=torch.tensor([*RULES, Rule.STANDARD], dtype=torch.int64))
 
 
@@ -203,8 +204,7 @@ def test_drafts_that_are_the_argmax_at_any_temperature(
 
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize(
-    "filters",
-    [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": [4, 4, 0, 0, 0, 0, 9]}],
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": [4, 4, 0, 0, 0, 0, 9]}]
 )
 def test_filters_rules_and_noise(make_pair: MakePair, filters: dict[str, Any], fp64: bool) -> None:
     params = with_rules(make_params(SLOTS, TEMPERATURES, **filters))
@@ -213,7 +213,7 @@ def test_filters_rules_and_noise(make_pair: MakePair, filters: dict[str, Any], f
 
 
 def test_coupled_requests_draw_the_targets_own_tokens(make_pair: MakePair) -> None:
-    """What a target with the same logits and edits would draw next, with nothing kept of q."""
+    """They are what a target with the same logits would draw next; no q is kept."""
     coupled = replace(make_params(SLOTS, 0.9), rule_S=torch.full((SLOTS,), Rule.COUPLED))
     pair = make_pair(coupled)
     backend, drafter = get_backend("native"), pair.at_once
@@ -244,16 +244,12 @@ def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
     assert asked(greedy, [request]).cache is None
 
 
-def test_requests_without_room_leave_the_others_rows_alone(make_pair: MakePair) -> None:
-    """Beside a request at the end of the draft model's context."""
+def test_requests_without_room_do_not_change_other_rows(make_pair: MakePair) -> None:
+    """One request is at the end of the draft model's context."""
     pair = make_pair(make_params(SLOTS, 1.0))
     full = [1] * (MAX_LEN + 1)
     block = pair.propose(
-        [
-            Asked(0, [5, 6], [0], 2),
-            Asked(1, full, [1, 2, 3, 4, 5], 3),
-            Asked(2, [7, 8], [6], 1),
-        ]
+        [Asked(0, [5, 6], [0], 2), Asked(1, full, [1, 2, 3, 4, 5], 3), Asked(2, [7, 8], [6], 1)]
     )
     assert block.num_B.tolist() == [2, 0, 1]
     assert block.real_q_B.tolist() == [True, False, True]
@@ -262,7 +258,7 @@ def test_requests_without_room_leave_the_others_rows_alone(make_pair: MakePair) 
 
 
 def test_noise_follows_the_request_not_its_place(make_pair: MakePair) -> None:
-    """Drafts of a request are the same alone, and in another order beside others."""
+    """Drafts of a request are the same alone, and next to others in any order."""
     texts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]]
 
     params = make_params(SLOTS, [1.0, 0.7, 1.3, *TEMPERATURES[3:]])

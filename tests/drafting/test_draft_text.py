@@ -1,4 +1,4 @@
-"""Drafts by text: what the draft model reads is the request's text, and what it says is drafted."""
+"""Drafts by text: the draft model reads the request's text, and its text becomes drafts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = ["def add(a, b):\n    ", "import os\nimport sys\n" * 6, "class Héllo:
 
 
 def byte_level(*merged: str) -> PreTrainedTokenizerFast:
-    """One token per byte, and these, each of two that stand before it."""
+    """One token per byte, and these tokens, each merged from two earlier ones."""
     vocab = {piece: i for i, piece in enumerate([*ALPHABET, *merged])}
     merges = [
         next((m[:i], m[i:]) for i in range(1, len(m)) if m[:i] in vocab and m[i:] in vocab)
@@ -45,7 +45,7 @@ TARGET, DRAFT = byte_level("ab", "aba"), byte_level("ba", "Ġb", "bab")
 
 
 @given(text=st.text("ab é€\n", max_size=120), cuts=st.lists(st.integers(0, 300), max_size=6))
-def test_what_is_read_is_the_text_wherever_rounds_end(text: str, cuts: list[int]) -> None:
+def test_the_draft_model_reads_the_text_wherever_rounds_end(text: str, cuts: list[int]) -> None:
     known = TARGET.encode(text)
     reader, before = Transcript(TARGET, DRAFT), list[int]()
     for end in [*sorted(cuts), len(known)]:
@@ -72,7 +72,7 @@ def test_what_is_read_is_the_text_wherever_rounds_end(text: str, cuts: list[int]
         ("x", "a", []),
     ],
 )
-def test_what_is_said_is_cut_into_tokens_of_the_target(
+def test_the_drafted_text_becomes_tokens_of_the_target(
     known: str, said: str, expected: list[str]
 ) -> None:
     reader, ids = Transcript(TARGET, DRAFT), TARGET.encode(known)
@@ -108,7 +108,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def test_text_is_what_it_is_without_drafts_and_in_any_batch(other: str) -> None:
-    """Preemption included; and where drafts change a text, the same ones do."""
+    """With preemptions; where drafts change a text, they are the same drafts."""
     fixed = [SamplingParams(temperature=0, max_tokens=90), SamplingParams(seed=1, max_tokens=80)]
     fixed[1] = replace(fixed[1], rejection_sample_method="coupled")
     drawn = [SamplingParams(seed=2, max_tokens=60, n=2, temperature=0.8, ignore_eos=True)] * 2
@@ -126,7 +126,7 @@ def test_text_is_what_it_is_without_drafts_and_in_any_batch(other: str) -> None:
 
 
 def test_a_grammar_of_the_target_masks_no_tokens_of_the_draft() -> None:
-    """Its masks name ids of the target, here by chance the draft's, too: all would be digits."""
+    """Masks are by the target's ids, here also the draft's: with a mask all drafts are digits."""
     digits = SamplingParams(
         temperature=0, max_tokens=12, trace=True, structured_outputs={"regex": "[0-9]{12}"}
     )

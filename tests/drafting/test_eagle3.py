@@ -42,7 +42,7 @@ from tests.support.slots import GivenSlots
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, MOST, COLUMNS = 32, 60, 4, 4, 12
 SLOTS = 3  # and the spare
-PAD = 1  # requests of nobody, and two rows of nobody for each; none on a host
+PAD = 1  # requests of the spare slot, each with two more rows of padding; none on a host
 PARAMS = make_params(
     SLOTS,
     temperature=[0.0, 0.8, 1.2],
@@ -59,18 +59,13 @@ def setup_of(folder: Path, backend: str = "torch", **speculation: Any) -> Drafte
     )  # type: ignore[arg-type]
     assert isinstance(config.speculative_config, SpeculativeConfig)
     return DrafterSetup(
-        config=config,
-        speculation=config.speculative_config,
-        backend=get_backend(backend),
-        device=CPU,
-        vocab_size=VOCABULARY,
-        max_model_len=BLOCK * COLUMNS,
+        config, config.speculative_config, get_backend(backend), CPU, VOCABULARY, BLOCK * COLUMNS,
         embedding=Dense(EMBEDDING),
-    )
+    )  # fmt: skip
 
 
 def aux_of(tokens: list[int]) -> Tensor:
-    """[3, T, hidden]: what the target gives for a text; a function of the tokens so far."""
+    """[3, T, hidden]: the target's hidden states for a text, a function of the tokens so far."""
     states = []
     for end in range(1, len(tokens) + 1):
         seed = hash(tuple(tokens[:end])) % 2**31
@@ -108,7 +103,7 @@ class Target:
         self.slots.put(slot, text)
 
     def step(self, passes: dict[int, list[int]], grown: dict[int, list[int]], pad: int) -> None:
-        """The target computes tokens of slots, drafts among them; then they have new ones."""
+        """The target computes tokens of slots, drafts included; then the slots get new tokens."""
         slots, tokens, positions, aux = [*passes], [], [], []
         starts, lengths = [0], []
         for slot, computed in passes.items():
@@ -126,19 +121,15 @@ class Target:
             self.computed[slot] = end
             self.slots.put(slot, self.texts[slot])
         pad = 0 if self.on_host else pad
-        for _ in range(pad):  # requests of the spare slot, then rows of nobody
+        for _ in range(pad):  # requests of the spare slot, then rows of padding
             slots, starts = [*slots, SLOTS], [*starts, starts[-1] + 1]
             lengths, positions = [*lengths, 1], [*positions, 0]
         positions += [0] * pad
         aux.append(torch.full((3, 2 * pad, HIDDEN), 1e3))
         slot_B = torch.tensor(slots)
-        attention = AttentionBatch(
-            torch.tensor(starts),
-            torch.tensor(lengths),
-            self.slots.state.block_SL[slot_B],
-            BLOCK,
-            values_fit=True,  # rows of nobody are for devices, where nobody looks
-        )
+        blocks = self.slots.state.block_SL[slot_B]
+        numbers = torch.tensor(starts), torch.tensor(lengths), blocks
+        attention = AttentionBatch(*numbers, BLOCK, values_fit=True)  # values are not checked
         token_T = torch.tensor([*tokens, *[0] * (2 * pad)])
         batch = ForwardBatch(token_T, torch.tensor(positions), token_T[:0], attention)
         result: Any = SimpleNamespace(aux=torch.cat(aux, dim=1).unbind())
@@ -159,7 +150,7 @@ class Target:
 def expected_drafts(
     naive: NaiveHead, text: list[int], slot: int, count: int, greedy: bool
 ) -> tuple[list[int], list[Tensor]]:
-    """Drafts behind a text and the logits that they are drawn from."""
+    """Drafts after a text and the logits that they are drawn from."""
     rows, drafts, logits = NaiveRows(naive), list[int](), list[Tensor]()
     for state, token in zip(aux_of(text[:-1]).unbind(1), text[1:], strict=True):
         hidden_C = rows.append(naive.feature(state), token)
@@ -172,7 +163,7 @@ def expected_drafts(
 
 
 def drawn(logits_V: Tensor, slot: int, position: int, i: int, greedy: bool) -> Tensor:
-    """A token by the noise that draft i at a position has by name; COUPLED takes the target's."""
+    """A token drawn with the noise of draft i at a position; under COUPLED with the target's."""
     if greedy:
         return logits_V.argmax()
     coupled = PARAMS.rule_S[slot] == Rule.COUPLED
@@ -194,7 +185,7 @@ HEADS: dict[str, dict[str, Any]] = {
 def test_drafts_are_those_of_the_equations(
     tmp_path: Path, backend: str, head: str, method: str
 ) -> None:
-    """Prompts in chunks, then rounds in which some drafts are accepted; a slot changes hands."""
+    """Prompts in chunks, then rounds with some accepted drafts; a slot gets a new request."""
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **HEADS[head])
     target = Target(folder, backend, draft_sample_method=method)
     naive, rng = NaiveHead(folder, EMBEDDING), random.Random(7)
@@ -243,7 +234,7 @@ def test_drafts_are_those_of_the_equations(
 def test_a_round_in_one_call_is_its_passes_to_the_bit(
     tmp_path: Path, head: str, method: str
 ) -> None:
-    """Drafts and their q; at T=0, of a block rule and coupled, some requests without a draft."""
+    """Drafts and their q: at T=0, under `block` and `coupled`, some requests without drafts."""
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **HEADS[head])
     target = Target(folder, "native", draft_sample_method=method)
     drafter, rng = target.drafter, random.Random(3)

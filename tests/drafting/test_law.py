@@ -7,7 +7,7 @@ registered drafter; mutants of the same path are rejected.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from benchmarks.heads import save_head
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting import vocabulary
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
+from foretoken.drafting.choice import Chooser
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import (
     CPU,
@@ -35,15 +36,11 @@ from foretoken.lab.laws.chain import (
     random_chain,
 )
 from foretoken.lab.laws.findings import CORRECT_P
-from foretoken.lab.laws.mutants import (
-    asking,
-    hide_token,
-    row_before_of_q,
-    shared_stream,
-)
+from foretoken.lab.laws.mutants import asking, hide_token, row_before_of_q, shared_stream
 from foretoken.ops import (
     Backend,
     DraftBlock,
+    DraftCache,
     RoundStack,
     Rule,
     SlotParams,
@@ -63,11 +60,11 @@ BACKEND = TORCH if unavailable("native") else get_backend("native")
 BLOCK = 16
 VOCABULARY, HIDDEN = 5, 16
 NUM_DRAFTS = 2
-# Trials in `make test`: a drafter is asked request by request, in Python. With so many a drafter as
-# wrong as a mutant fails: of seeds 14 to 16 the greatest p are 6e-6 (the residual's noise shared)
-# and 6e-65 (`q` not normalised); with 6000 trials the first is 1e-3.
+# Trials in `make test`; drafters run request by request, in Python. With so many trials a drafter
+# as wrong as a mutant fails: of seeds 14 to 16 the greatest p are 6e-6 (the residual's noise is
+# shared) and 6e-65 (`q` is not normalised). With 6000 trials the first is 1e-3.
 QUICK = 8_000
-SLOW = {"draft_text": 5}  # as many fewer: each round cuts texts
+SLOW = {"draft_text": 5}  # divides the trials, because each round encodes texts
 _law = pytest.mark.law
 CASES = [
     pytest.param(Setting(0.7), id="T0.7"),
@@ -87,7 +84,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_collection() -> Iterator[None]:
-    """Searching 25 000 requests for cycles, over and over, takes two thirds of the time here."""
+    """Repeated garbage collection over 25 000 requests takes two thirds of the time here."""
     gc.disable()
     yield
     gc.enable()
@@ -111,7 +108,7 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
 
 
 def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> ForwardBatch:
-    """The last known token of each slot, and drafts behind it, as a target computes them."""
+    """A target's pass over the last known token of each slot and the drafts after it."""
     slot_B, start_B = torch.tensor([asked, starts])
     state = slots.state
     state = state._replace(computed_S=state.computed_S.index_copy(0, slot_B, start_B))
@@ -121,13 +118,13 @@ def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> Forwa
     return TORCH.steps(state).pack(tokens, sizes, BLOCK)
 
 
-# Hidden states by token and position, of three layers; a token that is not known has the last.
+# Hidden states of three layers by token and position; unknown tokens have the last ones.
 AUX = torch.randn(3, VOCABULARY + 2, BLOCK, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
 def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
-    """A drafter as the harness calls one: outcomes are observed, slots are what it reads."""
-    last: dict[int, tuple[int, int]] = {}  # of each slot: known tokens, drafts made behind them
+    """A drafter as the harness calls it: it observes outcomes and reads slots."""
+    last: dict[int, tuple[int, int]] = {}  # of each slot: known tokens, drafts made after them
 
     def observe(asked: list[int], known_B: list[int]) -> None:
         again = [(slot, known) for slot, known in zip(asked, known_B, strict=True) if slot in last]
@@ -152,24 +149,24 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
     return propose
 
 
-# What a drafter is given in these tests beside its name; a new one needs no entry.
+# Options of drafters in these tests; a new drafter needs no entry.
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": "table"},
     "draft_text": {"model": "table"},
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 2},
 }
-# What its requests ask for: it draws from no such distribution, whatever they say.
+# Parameters of requests that force tokens; drafts follow from them, not from a distribution.
 REQUESTS: dict[str, dict[str, Any]] = {
     "forced": {"allowed_token_ids": [2]},
     "prediction": {"prediction": [1, 3, 0, 2, 3, 1, 1, 4, 0]},
 }
-# Tokens of draft models whose tokenizer is another, one letter an id, where the target has TEXT;
-# "padded" is the target's tokenizer with more columns of logits.
+# Draft models with another tokenizer than the target's TEXT: the letter of each id. "padded" is the
+# target's tokenizer with more columns of logits.
 TEXT = "abcde"
 TEXTS = {"padded": TEXT, "other_ids": "ecxabd", "fewer": "cyzda"}
 OTHERS = [f"draft_model {texts}" for texts in TEXTS]
-# Several at once: one for all, or, under "each", for every slot another, `hybrid` among them.
+# Several drafters together: one for all slots, or, under "each", one after the other by slot.
 SEVERAL = {
     "hybrid": ["suffix", "draft_model"],
     "hybrid of a head": ["ngram", "eagle3"],
@@ -179,16 +176,25 @@ LENGTHS = {"ngram": 4, "suffix": 4, "hybrid": 4}  # tokens enough that a suffix 
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are these letters."""
+    """A tokenizer of these letters."""
     tokens = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(text)}, merges=[]))
     tokens.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokens)
 
 
-def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any) -> MakePropose:
+def drafter(
+    name: str,
+    chain: Chain,
+    backend: Backend = BACKEND,
+    chooser: Chooser | None = None,
+    **options: Any,
+) -> MakePropose:
     """The registered drafter of that name; a model it loads is `chain`.
 
-    A draft model of other `TEXTS` has a chain of its own, as likely to begin with any token.
+    A draft model of other `TEXTS` has its own chain, equally likely to begin with any token.
+
+    Args:
+        chooser: chooses for requests under `hybrid`.
     """
     members = SEVERAL.get(name)
     name, _, texts = name.partition(" ") if members is None else (name, "", "")
@@ -201,7 +207,7 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
-        # A block of each slot holds what `draft_text` may draft behind half of it.
+        # A slot has one block; `draft_text` may use half of it as context.
         model = TableModel(
             own, (num_slots + 1) * BLOCK, BLOCK // 2 if name == "draft_text" else 4096
         )
@@ -221,6 +227,8 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             backend=backend,
         )  # fmt: skip
         built.allocate(slots, num_slots + 1)
+        if chooser is not None:
+            built.chooser = chooser
         asked = replace(slots.admitted[0].params, **REQUESTS.get(name, {}))
         seeded = [replace(asked, seed=i if i % 2 else None) for i in range(2)]
         admissions = []
@@ -276,7 +284,7 @@ def test_every_drafter_is_lossless_in_stock_operators(
 
 @asking
 def one_later(x: VerifyBatch) -> VerifyBatch:
-    """Positions count the beginning-of-text token, as the drafter's do."""
+    """Positions include the beginning-of-text token, as those of the drafter do."""
     return x._replace(position_B=x.position_B + 1)
 
 
@@ -317,48 +325,30 @@ def test_greedy_drafts_verified_as_one_hot_are_lossless(
     check_lossless(chains, name, BACKEND, setting, draft_sample_method="greedy")
 
 
-def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
-    """The q of each draft index is that of the one before: an off-by-one weight."""
-    return lambda params: row_before_of_q(make(params))
+def changing(change: Callable[[Propose], Propose]) -> Callable[[MakePropose], MakePropose]:
+    """A mutant of a drafter's proposals."""
+    return lambda make: lambda params: change(make(params))
 
 
-def mutant_hidden_token(make: MakePropose) -> MakePropose:
-    """A sampled draft becomes -1 because of what it is."""
-    return lambda params: hide_token(make(params))
+def with_q(change: Callable[[DraftCache], DraftCache]) -> Callable[[MakePropose], MakePropose]:
+    """A mutant that drafts the same tokens with another q."""
 
-
-def mutant_other_ids(make: MakePropose) -> MakePropose:
-    """Drafts are by the target's ids, but not their q."""
-
-    def mutant(params: SlotParams) -> Propose:
-        propose = make(params)
-
-        def shifted(*asked: Tensor) -> DraftBlock:
-            drafts = propose(*asked)
+    def mutant(propose: Propose) -> Propose:
+        def changed(*rows: Tensor) -> DraftBlock:
+            drafts = propose(*rows)
             assert drafts.cache is not None
-            q = replace(drafts.cache, logits_SKV=drafts.cache.logits_SKV.roll(1, dims=2))
-            return replace(drafts, cache=q)
+            return replace(drafts, cache=change(drafts.cache))
 
-        return shifted
+        return changed
 
-    return mutant
+    return changing(mutant)
 
 
-def mutant_unnormalised_q(make: MakePropose) -> MakePropose:
-    """Tokens that cannot be drafted keep their share of q."""
-
-    def mutant(params: SlotParams) -> Propose:
-        propose = make(params)
-
-        def unnormalised(*asked: Tensor) -> DraftBlock:
-            drafts = propose(*asked)
-            assert drafts.cache is not None
-            q = replace(drafts.cache, lse_SK=drafts.cache.lse_SK + 0.2)
-            return replace(drafts, cache=q)
-
-        return unnormalised
-
-    return mutant
+Q_OF_THE_DRAFT_BEFORE, HIDDEN_TOKEN = changing(row_before_of_q), changing(hide_token)
+# Drafts are by the target's ids, but their q is not.
+Q_OF_OTHER_IDS = with_q(lambda q: replace(q, logits_SKV=q.logits_SKV.roll(1, dims=2)))
+# Tokens that cannot be drafted keep their share of q.
+UNNORMALISED_Q = with_q(lambda q: replace(q, lse_SK=q.lse_SK + 0.2))
 
 
 def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakePropose) -> float:
@@ -371,17 +361,17 @@ def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakeProp
 @pytest.mark.parametrize(
     ("name", "mutate"),
     [
-        ("draft_model", mutant_q_of_another_draft),
-        ("draft_model", mutant_hidden_token),
-        ("eagle3", mutant_q_of_another_draft),
-        ("eagle3", mutant_other_ids),
-        ("draft_model other_ids", mutant_other_ids),
-        ("draft_model fewer", mutant_unnormalised_q),
-        ("draft_model padded", mutant_q_of_another_draft),
+        ("draft_model", Q_OF_THE_DRAFT_BEFORE),
+        ("draft_model", HIDDEN_TOKEN),
+        ("eagle3", Q_OF_THE_DRAFT_BEFORE),
+        ("eagle3", Q_OF_OTHER_IDS),
+        ("draft_model other_ids", Q_OF_OTHER_IDS),
+        ("draft_model fewer", UNNORMALISED_Q),
+        ("draft_model padded", Q_OF_THE_DRAFT_BEFORE),
     ],
 )
 def test_mutants_of_the_proposal_are_rejected(
-    chains: tuple[Chain, Chain], name: str, mutate
+    chains: tuple[Chain, Chain], name: str, mutate: Callable[[MakePropose], MakePropose]
 ) -> None:
     make = mutate(drafter(name, chains[1]))
     assert mutant_p_value(BACKEND, chains, make) < CORRECT_P

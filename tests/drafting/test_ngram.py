@@ -50,13 +50,8 @@ def naive(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:
     return []
 
 
-def test_a_short_period_is_continued_to_k() -> None:
-    assert propose(make_drafter(2, 4), [1, 2] * 8, 4) == [1, 2, 1, 2]
-    assert propose(make_drafter(1, 1), [5] * 6, 5) == [5] * 5
-
-
 @given(
-    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 257]), min_size=1, max_size=40),
+    tokens=st.lists(st.sampled_from([0, 1, 256, 65536]), min_size=1, max_size=40),
     grown=st.lists(st.sampled_from([0, 1, 256]), max_size=10),
     k=st.integers(1, 6),
     shortest=st.integers(1, 3),
@@ -65,15 +60,11 @@ def test_a_short_period_is_continued_to_k() -> None:
 def test_equals_a_naive_search_also_as_the_text_grows(
     tokens: list[int], grown: list[int], k: int, shortest: int, more: int
 ) -> None:
+    """Some ids overlap as bytes: 1 before 256 contains the words of 65536 at an odd offset."""
     drafter = make_drafter(shortest, shortest + more)
     for end in range(len(tokens), len(tokens) + len(grown) + 1):
         text = (tokens + grown)[:end]
         assert propose(drafter, text, k) == naive(text, k, shortest, shortest + more)
-
-
-def test_ids_whose_bytes_overlap_do_not_match() -> None:
-    # As bytes, 1 followed by 256 contains the words of 65536 at an odd offset.
-    assert propose(make_drafter(1, 1), [1, 256, 3, 65536], 3) == []
 
 
 def test_each_request_is_looked_up_in_its_own_slot_in_any_order() -> None:

@@ -1,7 +1,9 @@
-"""Predicted and forced tokens: the way back after an edit, what is refused, what is kept."""
+"""Predicted and forced tokens: alignment after an edit, refusals, and what is kept."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ def after(prediction: list[int], output: list[int]) -> list[int]:
 def test_it_depends_on_the_texts_alone(
     prediction: list[int], output: list[int], cuts: list[int]
 ) -> None:
-    """Not on where rounds end; and what it says is always the rest of the prediction."""
+    """Not on where rounds end. The result is always the rest of the prediction."""
     alignment = Alignment(prediction)
     for cut in sorted(cuts):
         said = alignment(array(output[:cut])).tolist()
@@ -52,7 +54,7 @@ def test_it_depends_on_the_texts_alone(
     parts=st.lists(st.tuples(st.integers(0, 90), st.integers(3, 20), FEW), min_size=1, max_size=6)
 )
 def test_three_tokens_in_a_row_are_enough_anywhere(parts: list[tuple[int, int, list[int]]]) -> None:
-    """Whatever was moved, left out or new before them, if they stand in one place only."""
+    """Whatever was moved, left out or inserted before them, if they occur only once."""
     prediction, output = [*range(100, 200)], list[int]()
     for start, count, new in parts:
         copied = prediction[start : start + count]
@@ -81,7 +83,7 @@ def test_three_tokens_in_a_row_are_enough_anywhere(parts: list[tuple[int, int, l
         ([*CODE, 9, 9], None),
     ],
 )
-def test_the_way_back(output: list[int], follows: int | None) -> None:
+def test_the_alignment_after_an_edit(output: list[int], follows: int | None) -> None:
     said = after(CODE, output)
     assert said[:1] == ([] if follows is None else [follows])
 
@@ -144,7 +146,7 @@ def test_each_sample_is_aligned_by_itself(target: Path) -> None:
         ("x" * 300, CapacityError, "'300 tokens': must be at most as long as the context of 256"),
     ],
 )
-def test_what_is_no_prediction_is_refused(
+def test_values_that_are_no_prediction_are_refused(
     target: Path, prediction: Any, error: type[RequestError], message: str
 ) -> None:
     llm = build(target)
@@ -152,7 +154,7 @@ def test_what_is_no_prediction_is_refused(
         llm.generate("abc", SamplingParams(prediction=prediction))
 
 
-def test_a_prediction_that_nobody_reads_is_refused(target: Path) -> None:
+def test_a_prediction_that_no_drafter_reads_is_refused(target: Path) -> None:
     for speculation in (None, {"method": "ngram"}, {"method": "forced"}):
         llm = LLM(str(target), speculation, **OPTIONS)
         with pytest.raises(RequestError, match=r'left out: .*"method": "prediction"'):
@@ -213,9 +215,19 @@ def test_on_a_gpu_both_are_refused_by_name(method: str) -> None:
         find_drafter(SpeculativeConfig(method=method), on_host=False)
 
 
+@contextmanager
+def forcing(make: Callable[[SamplingParams], Continuation | None]) -> Iterator[None]:
+    """Inside, one more kind of parameter forces tokens."""
+    FORCING.append(make)
+    try:
+        yield
+    finally:
+        FORCING.remove(make)
+
+
 @pytest.fixture
-def template(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What a source says of requests that ban a word: two tokens at a time, where it knows them."""
+def template() -> Iterator[list[int]]:
+    """The tokens that are forced where a word is banned: two at a time, after every other token."""
     known: list[int] = []
 
     def force(params: SamplingParams) -> Continuation | None:
@@ -223,8 +235,8 @@ def template(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return None
         return lambda output: known[len(output) :][:2] if len(output) % 2 else []
 
-    monkeypatch.setattr("foretoken.drafting.forced.FORCING", [*FORCING, force])
-    return known
+    with forcing(force):
+        yield known
 
 
 @pytest.mark.parametrize("method", ["prediction", "forced"])
@@ -268,21 +280,19 @@ def test_one_allowed_token_is_forced(target: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_source_that_raises_ends_its_own_request(
-    target: Path, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
+def test_a_source_that_raises_ends_its_own_request(target: Path, late: bool) -> None:
     def fail(output: Any) -> list[int]:
         if len(output) > 3:
-            output[0] = 0  # what it is given is not its own to write to
+            output[0] = 0  # the array is read-only
         return []
 
     def force(params: SamplingParams) -> Continuation | None:
         return fail if params.seed == 7 else None
 
-    monkeypatch.setattr("foretoken.drafting.forced.FORCING", [force])
     llm = LLM(str(target), {"method": "forced"}, async_scheduling=late, **OPTIONS)
     params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in (1, 7, 2)]
-    first, failed, last = llm.generate(["a"] * 3, params)
+    with forcing(force):
+        first, failed, last = llm.generate(["a"] * 3, params)
     assert isinstance(failed.error, ProcessingError)
     assert "read-only" in str(failed.error)
     assert first.error is last.error is None

@@ -1,8 +1,9 @@
-"""Several drafters at once: who drafts for whom, what each keeps, and what `hybrid` depends on."""
+"""Several drafters at once: which drafts for a request, what each keeps, how `hybrid` chooses."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.drafting.choice import Chooser
-from foretoken.drafting.registry import DRAFTERS
-from foretoken.drafting.several import _members_with_q
-from foretoken.engine.build import EngineParts
+from foretoken.drafting.registry import DRAFTERS, find_drafter
+from foretoken.drafting.several import Several, _members_with_q
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.laws.chain import (
     Chain,
@@ -32,8 +32,7 @@ from foretoken.lab.laws.findings import MUTANT_P
 from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
 from foretoken.slots.step import Admission, Outcome
 from tests.drafting import test_law as laws
-from tests.engine.doubles import ON_DEVICE, ON_HOST, llm_of
-from tests.models.heads import head_of
+from tests.models.heads import drafter_options, head_of
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "threads": 1}
 PROMPTS = ["abcabcab", "def f(x):\n    return x\n\ndef g(x):\n", "import os\n", "x = 1\n" * 4]
@@ -41,24 +40,15 @@ LOOKUP = "ngram" if unavailable("native") else "suffix"
 
 
 def build(
-    target: Path,
-    draft: Path,
-    *methods: str,
-    method: str | None = None,
-    parts: EngineParts = ON_HOST,
-    **options: Any,
+    target: Path, draft: Path, *methods: str, method: str | None = None, **options: Any
 ) -> LLM:
-    given = {
-        "draft_model": {"model": str(draft)},
-        "eagle3": {"model": str(head_of(target))},
-        "ngram": {"prompt_lookup_min": 1},
-    }
+    given = drafter_options(target, draft)
     drafters = [{"method": one, **given.get(one, {})} for one in methods]
-    return llm_of(parts, target, {"drafters": drafters, "method": method}, **OPTIONS | options)
+    return LLM(str(target), {"drafters": drafters, "method": method}, **OPTIONS | options)
 
 
 def run(llm: LLM, prompts: list[str], **params: Any) -> list[Any]:
-    """With the counts of each drafter checked."""
+    """Outputs, after a check of the counts of each drafter."""
     asked = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
     outputs = llm.generate(prompts, asked)
     llm.engine.check_integrity()
@@ -78,10 +68,10 @@ ALL = (LOOKUP, "draft_model", "eagle3")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_each_drafts_by_name_as_if_it_were_alone(
+def test_a_drafter_that_a_request_names_drafts_as_if_it_were_alone(
     target: Path, draft: Path, temperature: float
 ) -> None:
-    """Beside requests of the others, preempted and on blocks that the others have filled."""
+    """Next to requests of other drafters, preempted, on blocks that other drafters have filled."""
     llm = build(target, draft, *ALL, num_blocks=24)
     order = [*ALL, "hybrid"] * 2
     params = [
@@ -98,11 +88,11 @@ def test_each_drafts_by_name_as_if_it_were_alone(
     for i, output in enumerate(outputs):
         name = order[i]
         if name == "hybrid":
-            assert {"eagle3"}.isdisjoint(output.metrics.drafters), "the first model alone"
+            assert {"eagle3"}.isdisjoint(output.metrics.drafters), "only the first model"
             continue
         assert output.metrics.drafters.keys() <= {name}
         if name == "suffix":
-            continue  # what finished requests put out is looked up
+            continue  # outputs of finished requests are looked up
         alone = build(target, draft, name, method=name).generate(
             [prompts[i]], replace(params[i], drafter=None)
         )[0]
@@ -111,10 +101,10 @@ def test_each_drafts_by_name_as_if_it_were_alone(
         assert mine == theirs
 
 
-def test_what_a_model_keeps_for_blocks_is_there_when_others_have_filled_them(
+def test_a_model_has_its_kv_of_blocks_that_other_drafters_have_filled(
     target: Path, draft: Path
 ) -> None:
-    """A draft equal to the target is accepted whole, also behind drafts that were looked up."""
+    """All drafts of a draft model equal to the target are accepted, also after looked-up drafts."""
     llm = build(target, target, "ngram", "draft_model")
     text = run(llm, [PROMPTS[0]], temperature=0.0, drafter="ngram")[0].outputs[0].token_ids
     for drafter in ("hybrid", "draft_model"):
@@ -128,7 +118,7 @@ def test_what_a_model_keeps_for_blocks_is_there_when_others_have_filled_them(
 def test_a_seeded_text_by_hybrid_is_the_same_alone_and_in_a_crowd(
     target: Path, draft: Path, rule: str
 ) -> None:
-    """Also after others have taught the choice, and with its blocks lost on the way."""
+    """Also after other requests have changed the means, and with preemptions."""
 
     def texts(llm: LLM, prompts: list[str]) -> list[list[int]]:
         params = [
@@ -161,13 +151,13 @@ FOUND, MODEL = [5, 6, 7, 8], (1, 4)
 
 
 def takes(choice: Chooser, request: Admission = FREE, expected: float = 4.0) -> bool:
-    """Whether it has four drafts that drafter 0 found, and not those of drafter 1, a model."""
+    """Whether four drafts that drafter 0 looked up are taken, not those of drafter 1, a model."""
     return choice.takes(request, 0, FOUND, expected, MODEL)
 
 
 def teach(choice: Chooser, accepted: int, rounds: int = 60) -> None:
-    """Rounds of slot 1 in which so many of four drafts that were looked up were accepted, and,
-    in others, two of a model's."""
+    """Rounds of slot 1 in which `accepted` of four looked-up drafts, or two of a model's drafts,
+    were accepted."""
     for _ in range(rounds):
         taken = takes(choice)
         if not taken:
@@ -177,7 +167,7 @@ def teach(choice: Chooser, accepted: int, rounds: int = 60) -> None:
 
 
 def timed() -> Chooser:
-    """Drafting by model takes as long as a pass, looking up takes nothing."""
+    """A choice for which a model drafts as long as a pass takes, and a look-up takes no time."""
     choice = Chooser()
     choice._seconds, choice.pass_seconds = {0: 0.0, 1: 1.0}, 1.0
     return choice
@@ -198,8 +188,8 @@ def test_hybrid_weighs_what_past_rounds_accepted_by_what_they_cost() -> None:
     assert not choice.held_slots()
 
 
-def test_a_model_is_judged_by_places_like_this_one() -> None:
-    """Where four drafts are promised it had none accepted; elsewhere that says nothing."""
+def test_a_model_is_judged_by_rounds_of_the_same_kind() -> None:
+    """Its rounds with four expected drafts had none accepted; this does not count elsewhere."""
     choice = timed()
     for _ in range(60):
         takes(choice)
@@ -209,7 +199,7 @@ def test_a_model_is_judged_by_places_like_this_one() -> None:
     assert not takes(choice, expected=0.4)
 
 
-def test_drafts_that_were_passed_over_teach_what_they_would_have_been() -> None:
+def test_drafts_that_were_not_taken_change_the_mean_too() -> None:
     choice = timed()
     teach(choice, 0)
     assert not takes(choice)
@@ -269,10 +259,13 @@ def test_what_cannot_draft_together_is_refused(target: Path, draft: Path) -> Non
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
     with pytest.raises(ConfigError, match=r"logits are torch.float32.* give both one `dtype`"):
         _members_with_q(half.members)
+    drafters = [{"method": "ngram"}, {"method": "ngram", "name": "other"}]
+    on_gpu = replace(laws.setup_for(2, laws.TORCH, drafters=drafters), on_host=False)
     with pytest.raises(ConfigError, match="`hybrid` runs on a CPU alone"):
-        build(target, draft, "ngram", "draft_model", parts=ON_DEVICE, backend="torch")
+        Several(on_gpu)
+    speculation = SpeculativeConfig(drafters=[{"method": "suffix"}, *drafters])
     with pytest.raises(ConfigError, match="`ngram` runs on the device"):
-        build(target, draft, "suffix", "draft_model", parts=ON_DEVICE, backend="torch")
+        find_drafter(speculation, on_host=False)
 
 
 def test_two_heads_that_read_other_states_are_refused(target: Path) -> None:
@@ -299,7 +292,7 @@ def test_a_request_names_a_drafter_that_is_loaded(target: Path, draft: Path) -> 
 def test_a_toy_drafter_takes_a_class_and_a_line(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside others: it sees as its own what became of its own drafts alone."""
+    """With other drafters, too, it observes only the outcomes of its own drafts as its own."""
     place = "tests.drafting.test_contract:Watching"
     monkeypatch.setitem(DRAFTERS, "Watching", place)
     drafters = [{"method": "Watching"}, {"method": "draft_model", "model": str(draft)}]
@@ -314,7 +307,7 @@ def test_a_toy_drafter_takes_a_class_and_a_line(
 
 
 def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]) -> MakePropose:
-    """Before each round, the slots whose first draft that is looked up will be accepted."""
+    """Before each round `seen` gets the slots where the first looked-up draft will be accepted."""
 
     def mutant(params: SlotParams) -> Propose:
         propose, look_up = make(params), looked(params)
@@ -338,25 +331,33 @@ def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]
     return mutant
 
 
-def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class TakesIn(Chooser):
+    """Takes all looked-up drafts of the requests in some slots, and no others."""
+
+    def __init__(self, slots: Container[int]) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def takes(self, request: Admission, *_: Any) -> bool:
+        return request.slot in self.slots
+
+
+def test_a_choice_that_has_seen_the_sampled_token_is_rejected() -> None:
     """The same path without foresight is `hybrid` in `test_law.py`."""
     target, draft = random_chain(laws.VOCABULARY, seed=3)
     seen: set[int] = set()
-    monkeypatch.setattr(Chooser, "takes", lambda _, request, *__: request.slot in seen)
-    make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
+    hybrid = laws.drafter("hybrid", draft, chooser=TakesIn(seen))
+    make = seeing(target, hybrid, laws.drafter("suffix", draft), seen)
     setting = Setting(1.0)
     backend, trials = laws.one_later(laws.BACKEND), laws.QUICK
     emission = emit(backend, target, make, setting, length=4, trials=trials)
     assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P
 
 
-def test_the_trace_names_who_drafted(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Chooser, "takes", lambda *_: True)
+def test_the_trace_names_the_drafter_of_each_token(target: Path, draft: Path) -> None:
     llm = build(target, draft, "ngram", "draft_model")
+    drafter: Any = llm.engine.runner.drafter
+    drafter.chooser = TakesIn(range(OPTIONS["max_num_seqs"]))
     outputs = run(llm, PROMPTS, temperature=0.0, trace=True)
     for output in outputs:
         named = Counter(t.drafter for t in output.outputs[0].trace if t.origin == "accepted")
@@ -366,7 +367,7 @@ def test_the_trace_names_who_drafted(
     assert {"ngram", "draft_model"} <= traced
 
 
-def test_a_greedy_drafter_stays_greedy_behind_one_that_draws(target: Path, draft: Path) -> None:
+def test_a_greedy_drafter_stays_greedy_next_to_one_that_draws(target: Path, draft: Path) -> None:
     model = {"method": "draft_model", "model": str(draft)}
     greedy, text = model | {"draft_sample_method": "greedy"}, {"seed": 3, "temperature": 1.0}
     alone = run(LLM(str(target), greedy, **OPTIONS), PROMPTS, **text)

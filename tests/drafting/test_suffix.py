@@ -1,4 +1,4 @@
-"""Suffix decoding against counting, and whose tokens are looked up by whom."""
+"""Suffix decoding against counting, and which tokens a request looks up."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def asked(drafter: Suffix, tokens: list[int], k: int = 6, slot: int = 0) -> list
 
 
 def finish(drafter: Suffix, prompt: list[int], output: list[int], slot: int = 1) -> None:
-    """A request that is drafted for once, and then ends."""
+    """A request that gets drafts once, and then ends."""
     slots: Any = drafter.slots
     slots.change(slot, num_prompt=len(prompt))
     asked(drafter, [*prompt, output[0]], slot=slot)
@@ -72,7 +72,7 @@ def finish(drafter: Suffix, prompt: list[int], output: list[int], slot: int = 1)
 
 
 def test_a_request_with_a_salt_is_kept_apart() -> None:
-    """It sees no other's output, with the same salt or without one, and no other sees its own."""
+    """Its drafts are not from other requests, with or without the salt, nor theirs from it."""
     drafter = make_drafter()
     slots: Any = drafter.slots
     plain, text = slots.admitted[0].params, [1, 2, 3, 4, 5, 6]
@@ -96,9 +96,9 @@ def test_a_request_with_a_salt_is_kept_apart() -> None:
 def naive(
     texts: list[list[int]], own: list[int], k: int, options: SuffixOptions
 ) -> tuple[float, list[int]]:
-    """Expected accepted drafts and drafts, by counting all occurrences in `texts`, the last first.
+    """The expected number of accepted drafts, and the drafts, by counting occurrences in `texts`.
 
-    Without `texts`, in `own`, where a match may be read on into the drafts.
+    Without `texts`, occurrences in `own` are counted; a match may continue into the drafts.
     """
     ends = [(text, end) for text in reversed(texts or [own]) for end in range(len(text), 0, -1)]
     if not texts:
@@ -130,7 +130,7 @@ def naive(
 
 
 def wrapped(texts: list[list[int]], capacity: int) -> list[list[int]]:
-    """What a ring holds of texts, one place behind each."""
+    """The texts that a ring holds, each followed by a separator."""
     flat = [token for text in texts for token in (*text, -1)][-capacity:]
     cut = [i for i, token in enumerate(flat) if token < 0]
     return [flat[a + 1 : b] for a, b in zip([-1, *cut], cut, strict=False)]
@@ -175,13 +175,6 @@ def test_equals_counting_also_as_texts_grow_and_old_ones_make_room(
             most = max(expected for expected, _ in allowed)
             assert got in [one for expected, one in allowed if expected > most - 1e-9]
             assert float(expected_B) == pytest.approx(most)
-
-
-def test_a_period_is_continued_to_k() -> None:
-    drafter = make_drafter(suffix_decoding_max_spec_factor=4)
-    assert asked(drafter, [1, 2] * 8, 5) == [1, 2, 1, 2, 1]
-    drafter.release(0)
-    assert asked(drafter, [5, 5, 5], 5) == [5] * 5
 
 
 def test_a_draft_is_as_long_as_the_match_allows_and_counts_say() -> None:
@@ -238,7 +231,7 @@ def test_a_preempted_request_is_kept_once() -> None:
     slots.change(1, num_prompt=1)
     asked(drafter, [1, 20], slot=1)
     slots.put(1, [1, 20, 21, 22])
-    drafter.release(1)  # its next slot has what it put out before
+    drafter.release(1)  # its next slot has its earlier output
     slots.change(2, num_prompt=1)
     asked(drafter, [1, 20, 21, 22, 23], slot=2)
     slots.put(2, [1, 20, 21, 22, 23, 24])
@@ -270,7 +263,7 @@ def test_seeded_text_does_not_depend_on_others(
     assert asked(drafter, [9, 5], slot=2) == [6], "a corpus is always the same"
 
 
-def test_a_seed_gives_the_same_text_whoever_was_served_before(target: Path) -> None:
+def test_a_seed_gives_the_same_text_after_any_other_requests(target: Path) -> None:
     params = [SamplingParams(temperature=0.9, max_tokens=60, seed=s) for s in (1, 2)]
     fresh, used = (LLM(str(target), {"method": "suffix"}, **OPTIONS) for _ in range(2))
     used.generate(["abab", "import os", "abab"] * 5, SamplingParams(max_tokens=60, seed=1))

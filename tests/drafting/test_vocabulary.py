@@ -1,4 +1,4 @@
-"""Draft models with another vocabulary: which tokens are the same; drafts by the target's ids."""
+"""Draft models with another vocabulary: shared tokens, and drafts by the target's ids."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sentence_piece(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def save_other(source: Path, folder: Path, rows: Sequence[int], tokenizer: Any) -> Path:
-    """A model whose token i is token `rows[i]` of the model in `source`, with a tokenizer."""
+    """A model in which token i is token `rows[i]` of the model in `source`, with a tokenizer."""
     model = LlamaForCausalLM.from_pretrained(source)
     embeddings = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     inner, head = (weight.detach()[torch.tensor(rows)].clone() for weight in embeddings)
@@ -62,7 +62,7 @@ def shuffled(draft: Path, folder: Path) -> Path:
 
 
 def reduced(draft: Path, folder: Path) -> Path:
-    """A model that lacks some of the target's tokens, and has others in their place."""
+    """A model with other tokens in place of some of the target's."""
     pieces = [f"{c}{c}" if c in REPLACED else c for c in reversed(ALPHABET)]
     return save_other(draft, folder, [*range(255, -1, -1), 256], byte_level(pieces, "</s>"))
 
@@ -106,7 +106,7 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def test_the_same_model_by_other_ids_makes_the_same_drafts(
     target: Path, draft: Path, tmp_path: Path, on_host: bool
 ) -> None:
-    """To the last token and its fate, with every rule: q and noise are by the target's ids."""
+    """All tokens and all acceptances are equal, with every rule: q and noise are by target ids."""
     expected = serve(target, padded(draft, tmp_path / "padded"), on_host=on_host)
     outputs = serve(target, shuffled(draft, tmp_path / "shuffled"), on_host=on_host)
     assert tokens(outputs) == tokens(expected)
@@ -123,7 +123,7 @@ def test_the_same_model_by_other_ids_makes_the_same_drafts(
 def test_text_is_what_it_is_without_drafts(
     target: Path, draft: Path, tmp_path: Path, kind: str, on_host: bool, backend: str
 ) -> None:
-    """At T=0 and under `coupled`, which fix it; the requests are more than the cache holds."""
+    """At T=0 and under `coupled`, which fix the text; the requests exceed the cache."""
     plain = tokens(serve(target, None, backend=backend))
     outputs = serve(target, KINDS[kind](draft, tmp_path), on_host=on_host, backend=backend)
     assert [tokens(outputs)[i] for i in (1, 2, 3)] == [plain[i] for i in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Batches of tokens that are given outright, as tests of models want them."""
+"""Batches of given tokens, for tests of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> ForwardBatch:
-    """Pack spans in order, one slot for each; ops look at every number of it."""
+    """Pack spans in order, one slot for each; ops check all values of the batch."""
     longest = max(span.start + len(span.tokens) for span in spans)
     start_S, count_S, wanted_S = (
         torch.tensor([*numbers, 1])  # and the spare's

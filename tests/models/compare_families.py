@@ -1,7 +1,7 @@
 """T=0 texts of small models of many families, in float32, against Transformers' own logits.
 
-Each token must be the argmax of Transformers' logits for the text before it; a token that is not,
-but whose logit is within 1e-3 of it, is a near-tie. With prompt lookup the texts must be the same.
+Each token must be the argmax of Transformers' logits for the text before it. A token with a logit
+within 1e-3 of the largest is a near-tie. With prompt lookup the texts must be the same.
 
     python -m tests.models.compare_families --device cuda --output benchmarks/results
 """

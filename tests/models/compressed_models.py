@@ -7,14 +7,12 @@ writes them. Does not: what is wrong with a file, what is compared (`test_compre
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.ops.formats import round_rows
@@ -34,7 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SCALES = {"tensor": torch.bfloat16, "channel": torch.float16, "group": torch.bfloat16}
-"""In what scales are stored, by strategy."""
+"""The dtype of stored scales, by strategy."""
 
 
 class Scheme(NamedTuple):
@@ -50,7 +48,7 @@ class Scheme(NamedTuple):
     format: str = "pack-quantized"
 
     def config(self, ignore: tuple[str, ...]) -> dict[str, Any]:
-        """What `config.json` says, in llm-compressor's words."""
+        """The `quantization_config` that llm-compressor would write."""
         weights = {
             "num_bits": self.bits, "type": "int", "symmetric": True, "strategy": self.strategy,
             "group_size": self.size or None, "actorder": None, "block_structure": None,
@@ -128,7 +126,7 @@ class Written:
             tensors[name] = plain
             parameter.copy_(plain.float())
         self.module.config.save_pretrained(folder)
-        change_config(folder, quantization_config=scheme.config(ignore))
+        families.change_config(folder, quantization_config=scheme.config(ignore))
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
     def _matrix(self, name: str, parameter: Tensor, random: torch.Generator) -> dict[str, Tensor]:
@@ -156,15 +154,3 @@ class Written:
             if rounds and isinstance(child, nn.Linear) and is_stored:
                 child.register_forward_pre_hook(lambda _, args: (round_rows(args[0]),))
         return families.plain_logits(module, tokens)
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """The tensors of a checkpoint, edited in place."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

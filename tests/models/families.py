@@ -3,125 +3,90 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 96
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
-_WINDOW = 5  # shorter than the self-check's sequences and the tests' texts: it is crossed
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+_WINDOW = 5  # shorter than the self-check's sequences and the tests' texts
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _MIXED = {"sliding_window": _WINDOW, "layer_types": _ALTERNATING}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 _OLD_NAMES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
+_WITHOUT_SETTINGS = (
+    "apertus", "arcee", "bitnet", "cohere", "ernie4_5", "gpt_neox", "granite", "jais2", "llama",
+    "nanochat", "nemotron", "olmo", "olmo2", "persimmon", "phi", "stablelm",
+)  # fmt: skip
+_WITH_HEADS_OF_8 = (
+    "gemma", "glm", "glm4", "helium", "hunyuan_v1_dense", "ministral3", "seed_oss",
+)  # fmt: skip
 SUPPORTED: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "arcee": {},
-    "bitnet": {},
-    "cohere": {},
+    **{name: {} for name in _WITHOUT_SETTINGS},
+    **{name: {"head_dim": 8} for name in _WITH_HEADS_OF_8},
     "cohere2": _MIXED,
     "ctrl": _OLD_NAMES,
     "deepseek_v3": {
-        **_ROUTED_EXPERTS,
-        "num_key_value_heads": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
+        **_ROUTED_EXPERTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
         "v_head_dim": 12,
     },
-    "ernie4_5": {},
     "exaone4": {"sliding_window": _WINDOW, "sliding_window_pattern": 2},
-    "gemma": {"head_dim": 8},
     "gemma2": {
-        **_MIXED,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "attn_logit_softcapping": 2.0,
+        **_MIXED, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
     "gemma3_text": {**_MIXED, "head_dim": 8, "query_pre_attn_scalar": 8},
     "gemma4_text": {
-        **_MIXED,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "vocab_size_per_layer_input": VOCABULARY,
+        **_MIXED, "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 8,
     },
-    "glm": {"head_dim": 8},
-    "glm4": {"head_dim": 8},
     "glm4_moe": {**_ROUTED_EXPERTS, "head_dim": 8},
     "gpt2": _OLD_NAMES,
     "gpt_bigcode": _OLD_NAMES,
-    "gpt_neox": {},
     "gpt_oss": {**_EXPERTS, **_MIXED, "head_dim": 8},
-    "granite": {},
     "granitemoe": _EXPERTS,
-    "helium": {"head_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "jais2": {},
     "jetmoe": {**_EXPERTS, "kv_channels": 8},
-    "llama": {},
     "ministral": {"sliding_window": _WINDOW, "head_dim": 8},
-    "ministral3": {"head_dim": 8},
     "mistral": {"sliding_window": _WINDOW, "head_dim": 8},
     "mixtral": {**_EXPERTS, "sliding_window": _WINDOW},
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
     "olmo3": _MIXED,
     "olmoe": _MANY_EXPERTS,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "persimmon": {},
-    "phi": {},
     "phi3": {"sliding_window": _WINDOW},
     "phimoe": _EXPERTS,
     "qwen2": {**_MIXED, "use_sliding_window": True},
     "qwen2_moe": {**_MANY_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3": {**_MIXED, "use_sliding_window": True, "head_dim": 8},
     "qwen3_moe": {**_MANY_EXPERTS, "head_dim": 8, "decoder_sparse_step": 1},
-    "seed_oss": {"head_dim": 8},
     "smollm3": {**_MIXED, "use_sliding_window": True},
-    "stablelm": {},
     "starcoder2": {"sliding_window": _WINDOW},
     "vaultgemma": {**_MIXED, "head_dim": 8, "query_pre_attn_scalar": 8},
-}
+}  # fmt: skip
 
 _LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_CHUNKS = {"attention_chunk_size": 8}
 _OWN_CODE = "its attention is its own code"
 _STATE = "it keeps a recurrent state"
 
-# And what the message says.
+# Settings, and the message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bart": ({}, "`bart`.*attends to an encoder's output"),
     "bert": ({}, "`bert` differs from its own eager attention"),
@@ -144,12 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         f"Layer 0 of `lfm2` is of type `conv`: {_STATE}",
     ),
     "llama4_text": (
-        {
-            "head_dim": 8,
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 2,
-            "attention_chunk_size": 8,
-        },
+        {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, **_CHUNKS},
         "`llama4_text` is of type `chunked_attention`: attention in chunks is not a sliding window",
     ),
     "mamba": ({"state_size": 4}, f"`mamba` is of type `linear_attention`: {_STATE}"),
@@ -171,19 +131,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 _VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "depth": 1,
-    "num_attention_heads": 2,
-    "num_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "embed_dim": 16,
-    "out_hidden_size": 32,
-    "image_size": 28,
-    "patch_size": 14,
-}
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "depth": 1,
+    "num_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "embed_dim": 16, "out_hidden_size": 32, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 # The settings of the text part.
@@ -229,7 +180,7 @@ def save_model(
     dtype: torch.dtype = torch.float32,
     **save: Any,
 ) -> Path:
-    """A random checkpoint whose attention is far from uniform (weights of deviation 0.2)."""
+    """A random checkpoint with attention far from uniform (weights of deviation 0.2)."""
     model = _auto_class(family).from_config(make_config(family, overrides), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -238,6 +189,19 @@ def save_model(
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder, **save)
     return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a checkpoint's `config.json`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Have the tensors of a checkpoint edited in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def plain_model(folder: Path) -> Any:

@@ -1,7 +1,7 @@
 """GGUF files for tests: bytes written by hand, so that each of them can be wrong.
 
-Belongs here: the format, a small model of each architecture, a small tokenizer. Does not: numbers
-that mean anything.
+Belongs here: the format, a small model of each architecture, a small tokenizer. Does not: weights
+other than zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def text_bytes(text: str | bytes) -> bytes:
 
 
 def value_bytes(value: Any) -> bytes:
-    """A value behind its type."""
+    """A value after its type."""
     if isinstance(value, Typed):
         return struct.pack(f"<I{FORMATS[value.number]}", value.number, value.value)
     if isinstance(value, list):
@@ -84,6 +84,14 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
     return path
 
 
+def finish(writer: Any) -> None:
+    """Write all that a `GGUFWriter` was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def small_vocabulary() -> dict[str, Any]:
     """Byte-level BPE: one token for each byte, two merges, and two tokens that end a text."""
     from tokenizers import pre_tokenizers
@@ -101,7 +109,7 @@ def small_vocabulary() -> dict[str, Any]:
 
 
 def model_metadata(architecture: str, **changes: Any) -> dict[str, Any]:
-    """What a converter writes of a small model; None leaves a key out."""
+    """The metadata that a converter writes for a small model; None leaves a key out."""
     own = {
         "context_length": 128,
         "embedding_length": HIDDEN,

@@ -20,6 +20,7 @@ from torch import nn
 from foretoken.models.tokenizer import load_tokenizer
 from foretoken.ops.formats import BLOCKS, round_rows
 from tests.models import families
+from tests.models.gguf_files import finish
 from tests.ops.weights import random_blocks
 
 VOCABULARY, END, HEADS, KV_HEADS, HEAD_SIZE = 260, 257, 4, 2, 64
@@ -112,10 +113,7 @@ class Written:
             numbers, stored = _random_tensor(parameter, kind, random, order_N)
             parameter.copy_(numbers)
             writer.add_tensor(tensor_name(name), stored, raw_dtype=gguf.GGMLQuantizationType[kind])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         self.module.save_pretrained(self.folder)
         load_tokenizer(self.file).save_pretrained(self.folder)
 

@@ -50,7 +50,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def head_of(target: Path, *, name: str = "", **given: Any) -> Path:
-    """A head for a target's checkpoint, made beside it when it is first asked for."""
+    """A head for a target's checkpoint, made next to it when it is first needed."""
     told = json.loads((target / "config.json").read_text())
     layers = told["num_hidden_layers"]
     sizes = {"hidden": told["hidden_size"], "vocabulary": told["vocab_size"]}
@@ -58,6 +58,16 @@ def head_of(target: Path, *, name: str = "", **given: Any) -> Path:
     if not (target.parent / name / "model.safetensors").exists():
         save_head(target.parent / name, **{**sizes, "aux_layers": (0, 1, layers - 1), **given})
     return target.parent / name
+
+
+def drafter_options(target: Path, model: Path) -> dict[str, dict[str, Any]]:
+    """Options that drafters need, by method."""
+    return {
+        "draft_model": {"model": str(model)},
+        "draft_text": {"model": str(model)},
+        "eagle3": {"model": str(head_of(target))},
+        "ngram": {"prompt_lookup_min": 1},
+    }
 
 
 class NaiveHead:
@@ -83,7 +93,7 @@ class NaiveHead:
         return out + self.tensors.get(f"self_attn.{name}_proj.bias", 0)
 
     def feature(self, aux: Sequence[Tensor]) -> Tensor:
-        """Of one position, from its hidden states in the order of layers."""
+        """The feature of one position, from its hidden states in the order of layers."""
         states = [state.double() for state in aux]
         if self.told.get("fc_norm"):
             states = [self.norm(state, f"fc_norm.{i}") for i, state in enumerate(states)]
@@ -93,7 +103,7 @@ class NaiveHead:
         return self["fc"] @ every
 
     def logits(self, hidden_C: Tensor) -> Tensor:
-        """[V] by the target's ids, -inf for those that it does not draft."""
+        """[V] by the target's ids; -inf for ids that the head does not draft."""
         normed_C = hidden_C if self.told.get("norm_output") else self.norm(hidden_C, "norm")
         own = self["lm_head"] @ normed_C
         if "d2t" not in self.tensors:
@@ -113,11 +123,11 @@ class NaiveRows:
         self.values: list[Tensor] = [] if before is None else before.values[:]
 
     def fork(self) -> NaiveRows:
-        """The same rows, to go on with others."""
+        """A copy, to continue with other rows."""
         return NaiveRows(self.head, self)
 
     def append(self, feature_C: Tensor, next_token: int) -> Tensor:
-        """What the next position's row puts out, from its feature and the token behind it."""
+        """The hidden state of the next position, from its feature and the token after it."""
         head, told, position = self.head, self.head.told, len(self.keys)
         size, heads = told["head_dim"], told["num_attention_heads"]
         group = heads // told["num_key_value_heads"]
@@ -162,8 +172,8 @@ class NaiveRows:
 class Checked:
     """Compares what a runner's drafter computes with the equations, request by request.
 
-    Features are what plain Transformers gives for the request's own text; with `own_states`, what
-    the engine's target gave, so that no difference is the target's.
+    Features are from plain Transformers on the request's own text. With `own_states` they are from
+    the hidden states of the engine's target, so that no difference is the target's.
     """
 
     def __init__(
@@ -215,7 +225,10 @@ class Checked:
     def check(
         self, text: list[int], drafts: list[int], q_KV: Tensor | None, hidden_KC: Sequence[Tensor]
     ) -> None:
-        """Without a q drafts are the likeliest; of a round in one call one hidden state is seen."""
+        """Compare drafts with the equations. Without a q, drafts must be the likeliest tokens.
+
+        Of a round in one native call only the first hidden state is known.
+        """
         rows, hidden_C = self.known(text)
         rows = rows.fork()
         for i, draft in enumerate(drafts):
@@ -232,13 +245,13 @@ class Checked:
             hidden_C = rows.append(hidden_C, draft)
 
     def compare(self, want: Tensor, found: Tensor) -> None:
-        """By the largest number, or by 1 if all are smaller."""
+        """Record the difference, relative to the largest number, or to 1 if all are smaller."""
         error = ((want - found).abs().max() / want.abs().max().clamp(min=1)).item()
         assert error == error, "not a number"
         self.worst = max(self.worst, error)
 
     def known(self, text: list[int]) -> Any:
-        """The rows of a text and what the last one puts out."""
+        """The rows of a text and the hidden state of the last one."""
         key = tuple(text)
         if key not in self.rows:
             aux = self.aux(text)
@@ -251,7 +264,7 @@ class Checked:
         return self.rows[key]
 
     def aux(self, text: list[int]) -> Sequence[Tensor]:
-        """[num_aux, hidden] of each position but the last, whose state may be missing."""
+        """[num_aux, hidden] of each position except the last, which may have no state yet."""
         if self.states is not None:
             return [self.states[tuple(text[:end])] for end in range(1, len(text))]
         with torch.inference_mode():

@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _API = re.compile(
     r"/api/models/(?P<name>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/?]+))?"
 )
@@ -59,6 +61,32 @@ class Hub:
 def commit_of(name: str) -> str:
     """The commit of a repository's `main`, its only one; `v1` is a tag of it."""
     return hashlib.sha1(name.encode()).hexdigest()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Use this hub and this cache."""
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    addresses = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+    _set(monkeypatch, **addresses, HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE=False)
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbid downloads."""
+    _set(monkeypatch, HF_HUB_OFFLINE=True)
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    """Change what `huggingface_hub` has read from the environment when it was imported."""
+    from huggingface_hub import constants
+
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+
+
+def cached_files(cache: Path) -> set[str]:
+    """Names of the files in a local cache."""
+    snapshots = cache.glob("models--*/snapshots/*/**/*")
+    return {path.name for path in snapshots if path.is_file()}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Cases of the GPU's decoder, in a process of its own whose kernels are interpreted.
+"""Cases of the GPU's decoder, in a process of its own with interpreted kernels.
 
     TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder [name ...]
 
@@ -77,7 +77,7 @@ def agrees(folder: Path, family: str) -> None:
 
 
 def hidden_states(folder: Path) -> None:
-    """Without logits, and of one token: the hidden states that were asked for."""
+    """Hidden states of a pass without logits, and of a pass over one token."""
     model, text = loaded(folder, "llama", {}, LAYERS), list(range(5, 13))
     plain = families.plain_model(folder)
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def hidden_states(folder: Path) -> None:
 
 
 def no_logits(folder: Path) -> None:
-    """A chunk of which nothing is wanted leaves its keys and values, of the last layer, too."""
+    """A chunk without logits leaves its keys and values, also those of the last layer."""
     model, text = loaded(folder, "llama", {}), list(range(5, 13))
     plain = families.plain_logits(families.plain_model(folder), text)
     kv = new_pool(model, 4, BLOCK)
@@ -103,7 +103,7 @@ def no_logits(folder: Path) -> None:
 
 
 def padding(folder: Path) -> None:
-    """Tokens behind those of all requests, whatever their ids, change no bit and no block."""
+    """Tokens after those of all requests, whatever their ids, change no bit and no block."""
     model = loaded(folder, "llama", {})
     outcomes = []
     for behind in ([], [-1, 10**9, 3]):
@@ -119,7 +119,7 @@ def padding(folder: Path) -> None:
 
 
 def shared_weights(folder: Path) -> None:
-    """q, k and v, and gate and up, are views of one matrix, in the twin, too."""
+    """q, k and v are views of one matrix, as are gate and up, also in the twin."""
     model, plain = loaded(folder, "llama", {}), families.plain_model(folder)
     block, expected = model.module.model.layers[1], plain.model.layers[1]
     for part, names in (("self_attn", "qkv"), ("mlp", ("gate_", "up_"))):
@@ -131,7 +131,7 @@ def shared_weights(folder: Path) -> None:
 
 
 def refuses(folder: Path, what: str) -> None:
-    """What the decoder does not implement is named."""
+    """The message names the part that the decoder does not implement."""
     family, overrides, message = UNFIT[what]
     families.save_model(folder, family, SIZES | overrides)
     view = TargetView(module=True)
@@ -141,7 +141,7 @@ def refuses(folder: Path, what: str) -> None:
 
 
 def beyond_its_positions(folder: Path) -> None:
-    """A draft of a target with longer contexts: kernels find angles of every position there."""
+    """A draft of a target with longer contexts has angles for all of the target's positions."""
     families.save_model(folder, "llama", SIZES | {"max_position_embeddings": 16})
     model = load_model(folder, device="cpu", backend="triton", max_model_len=40, shorten=True)
     assert model.max_model_len == 16
@@ -160,18 +160,19 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def main() -> None:
+def report(cases: dict[str, Callable[[Path], None]], names: list[str]) -> None:
+    """Run the cases of these names, or all, each in a folder; print what went wrong as JSON."""
     warnings.simplefilter("ignore")
     failures: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CASES:
+    for name in names or cases:
         failures[name] = None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                CASES[name](Path(folder))
-            except Exception:  # the other cases go on
-                failures[name] = traceback.format_exc(limit=-3)
+                cases[name](Path(folder) / "checkpoint")
+            except Exception:  # the other cases follow
+                failures[name] = traceback.format_exc(limit=-4)
     print(json.dumps(failures))
 
 
 if __name__ == "__main__":
-    main()
+    report(CASES, sys.argv[1:])

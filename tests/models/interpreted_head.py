@@ -1,4 +1,4 @@
-"""Cases of the GPU's EAGLE-3 head, in a process of its own whose kernels are interpreted.
+"""Cases of the GPU's EAGLE-3 head, in a process of its own with interpreted kernels.
 
     TRITON_INTERPRET=1 python -m tests.models.interpreted_head [name ...]
 
@@ -7,11 +7,8 @@ runs the cases of these names, or all, and prints one JSON object: case -> None,
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +26,7 @@ from foretoken.ops.backends.torch.stack import StockStack
 from foretoken.ops.backends.triton.decoder import FusedStack
 from foretoken.ops.stack import Dense
 from tests.models.batches import Span, build_batch
+from tests.models.interpreted_decoder import report
 from tests.support import interpreter as interpreter
 
 HIDDEN, VOCABULARY, BLOCK, ROWS = 64, 300, 4, 6
@@ -69,7 +67,7 @@ def both(folder: Path, **switches: Any) -> tuple[LoadedStack, LoadedStack]:
 
 
 def agrees(folder: Path, switches: dict[str, Any]) -> None:
-    """Features, hidden states, logits and K/V of one, five and eight rows, all wanted or some."""
+    """Features, hidden states, logits and K/V of one, five and eight rows; all logits or some."""
     heads = both(folder, **switches)
     generator = torch.Generator().manual_seed(1)
     shapes, num_aux = heads[0].stack.layer_shapes, read_eagle3_config(folder).num_aux
@@ -101,7 +99,7 @@ def agrees(folder: Path, switches: dict[str, Any]) -> None:
 
 
 def logits(folder: Path) -> None:
-    """Rows of one call do not show in the next; more than the buffer's are right, too."""
+    """Rows of one call do not change the next. More rows than the buffer has are right, too."""
     head, plain = both(folder, drafted=128)
     for rows in (ROWS, 1, 3, ROWS + 2, ROWS):
         hidden_NC = torch.randn(rows, HIDDEN)
@@ -112,7 +110,7 @@ def logits(folder: Path) -> None:
 
 
 def padding(folder: Path) -> None:
-    """Rows behind those of all requests change no row and no block."""
+    """Rows after those of all requests change no row and no block."""
     head, _ = both(folder, drafted=128)
     generator = torch.Generator().manual_seed(2)
     aux = torch.randn(3, 7, HIDDEN, generator=generator)
@@ -136,7 +134,7 @@ def padding(folder: Path) -> None:
 
 
 def refuses(folder: Path) -> None:
-    """One that differs, by its result or by a logit that is not dropped, is not used."""
+    """A head with another result, or with a logit that is not dropped, is not used."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -163,7 +161,7 @@ def refuses(folder: Path) -> None:
 
 
 def lacks(folder: Path) -> None:
-    """What these kernels have not is named."""
+    """The message names what these kernels lack."""
     for switches, named in LACKING:
         with pytest.raises(UnfitError, match=named):
             get_backend("triton").load_stack(read(folder, **switches), 40, ROWS)
@@ -185,17 +183,5 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def main() -> None:
-    failures: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CASES:
-        failures[name] = None
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                CASES[name](Path(folder) / "head")
-            except Exception:  # the other cases go on
-                failures[name] = traceback.format_exc(limit=-4)
-    print(json.dumps(failures))
-
-
 if __name__ == "__main__":
-    main()
+    report(CASES, sys.argv[1:])

@@ -11,11 +11,12 @@ import torch
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models import CausalLM, TargetView, load_model
-from foretoken.ops.backends.torch import stack
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import new_pool, walk
+from tests.support.cases import host_backends
 
+pytestmark = pytest.mark.usefixtures("packs_small_models")
 BLOCK = 4
 CPU = torch.device("cpu")
 LENGTH = 22
@@ -46,11 +47,6 @@ def check_hidden_states(model: CausalLM, plain: Any, text: list[int]) -> None:
         torch.testing.assert_close(state, states[layer][0], atol=2e-5, rtol=1e-4)
 
 
-@pytest.fixture(autouse=True)
-def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "MIN_BYTES", 0)
-
-
 @pytest.mark.parametrize("family", families.SUPPORTED)
 def test_forward_equals_transformers(tmp_path: Path, family: str) -> None:
     check_family(tmp_path, family, families.SUPPORTED[family])
@@ -65,6 +61,7 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path, family: str) -> Non
     assert not any(type(m) is torch.nn.Linear for part in rest for m in part.modules())
 
 
+WIDE = {"v_head_dim": 20}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "heads of 6": ("llama", {"head_dim": 6}),
     "heads of 10": ("qwen3", {"head_dim": 10}),
@@ -74,10 +71,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "three queries to a key": ("llama", {"hidden_size": 48, "num_attention_heads": 6}),
     "one layer": ("mistral", {"num_hidden_layers": 1, "sliding_window": 1, "head_dim": 8}),
     "window of a block": ("mistral", {"sliding_window": BLOCK, "head_dim": 8}),
-    "values wider than keys": (
-        "deepseek_v3",
-        {**families.SUPPORTED["deepseek_v3"], "v_head_dim": 20},
-    ),
+    "values wider than keys": ("deepseek_v3", families.SUPPORTED["deepseek_v3"] | WIDE),
 }
 
 
@@ -86,9 +80,9 @@ def test_odd_shapes(tmp_path: Path, shape: str) -> None:
     check_family(tmp_path, *SHAPES[shape])
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", host_backends())
 def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> None:
-    folder = families.save_model(tmp_path, "llama", {})
+    folder = families.save_model(tmp_path, "llama", {"head_dim": 16})
     model = load_model(folder, device="cpu", backend=backend)
     kv = KVPool(model.layer_shapes, 4, BLOCK, dtype=model.dtype, device=CPU)
     empty = model.forward(

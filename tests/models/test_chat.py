@@ -1,4 +1,4 @@
-"""Conversations: rendered by the checkpoint's template, refused with what is wrong."""
+"""Conversations: rendered by the checkpoint's template, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose tokenizer puts a token before every text, and has a template."""
+    """A checkpoint with a template, and a tokenizer that puts a token before every text."""
     folder = save_checkpoint(tmp_path_factory.mktemp("chat"), seed=1)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -140,12 +140,8 @@ def test_a_bad_conversation_fails_alone(llm: LLM) -> None:
     late = [USER, {"role": "system", "content": "x"}]
     params = [SamplingParams(temperature=0, max_tokens=i) for i in (1, 2, 3, 4)]
     outputs = llm.chat([[USER], late, [], [USER]], params, on_error="return")
-    assert [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs] == [
-        1,
-        None,
-        None,
-        4,
-    ]
+    lengths = [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs]
+    assert lengths == [1, None, None, 4]
     assert "it says: System comes first" in str(outputs[1].error)
     assert "at least one message" in str(outputs[2].error)
     assert (outputs[1].prompt, outputs[1].prompt_token_ids) == (None, [])
@@ -159,10 +155,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing": ([], "at least one message"),
     "a list of texts": (["abc"], r"`messages\[0\]` is 'abc': must be a dict"),
     "a misspelt field": ([{"role": "user", "contnt": "a"}], "contnt.*Did you mean `content`"),
-    "another field": (
-        [{**USER, "cost": 3}],
-        r"messages\[0\].cost` is 3: .*Known are content, n",
-    ),
+    "another field": ([{**USER, "cost": 3}], r"messages\[0\].cost` is 3: .*Known are content, n"),
     "no content": ([USER, {"role": "user"}], r"`messages\[1\].content` is None: must be a text"),
     "no role": ([{"content": "a"}], r"`messages\[0\].role` is None"),
     "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url': .*Images"),
@@ -175,7 +168,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_conversation(llm: LLM, case: str) -> None:
+def test_messages_that_are_no_conversation(llm: LLM, case: str) -> None:
     messages, message = BAD[case]
     try:
         errors = [output.error for output in llm.chat(messages, GREEDY)]

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.checkpoint import check_weights
@@ -28,20 +27,18 @@ from foretoken.models.families import stays_compressed
 from foretoken.models.loader import load_plain
 from foretoken.ops.stack import Dense, Grouped, Stack, linears, parts_of
 from tests.models import families
-from tests.models.batches import Span, build_batch
 from tests.models.compressed_models import (
     VOCABULARY,
     Scheme,
     Written,
-    change_config,
-    change_tensors,
     packed,
 )
+from tests.models.families import change_config, change_tensors
+from tests.models.walk import logits_of
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 
-CPU = torch.device("cpu")
 INT = "int-quantized"
 SCHEMES = [
     *(Scheme(bits, strategy) for bits in (4, 8) for strategy in ("tensor", "channel")),
@@ -50,8 +47,8 @@ SCHEMES = [
     Scheme(8, "group", 32, INT), Scheme(8, "group", 64, INT),
 ]  # fmt: skip
 FLIPS = 5e-2
-"""Root of the mean squared difference, of the spread: a sum that differs by an ulp may round an
-activation to the next code."""
+"""Root mean squared difference, relative to the deviation: an ulp in a sum may round an activation
+to the next code."""
 
 
 def name_of(scheme: Scheme) -> str:
@@ -72,13 +69,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def text_of(length: int) -> list[int]:
     random = torch.Generator().manual_seed(1)
     return torch.randint(VOCABULARY, (length,), generator=random).tolist()
-
-
-def logits_of(model: CausalLM, text: list[int]) -> Tensor:
-    columns = -(-len(text) // 16)
-    kv = KVPool(model.layer_shapes, columns, 16, dtype=model.dtype, device=CPU)
-    batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
-    return model.forward(batch, kv).logits_NV.clone()
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
@@ -107,7 +97,7 @@ def stack_of(model: CausalLM) -> Stack:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_logits_are_those_of_the_stored_numbers(written: Any, family: str, scheme: Scheme) -> None:
-    """In float64, of rounded rows; farther from those of rows that are not rounded."""
+    """In float64, of rounded rows; they are less close to those of rows that are not rounded."""
     model, text = written(family, scheme), text_of(40)
     native, stock = load(model.folder), load(model.folder, "torch")
     assert (class_of(native), class_of(stock)) == ("NativeStack", "StockStack")
@@ -125,7 +115,7 @@ def test_logits_are_those_of_the_stored_numbers(written: Any, family: str, schem
 def test_the_comparison_sees_rows_in_another_order(
     written: Any, tmp_path: Path, scheme: Scheme, part: str
 ) -> None:
-    """Of one matrix; codes of which a row has the neighbour's, or scales."""
+    """The rows of the codes, or of the scales, of one matrix are reversed."""
     model, text = written("llama", scheme), text_of(40)
     folder = Path(shutil.copytree(model.folder, tmp_path / "changed"))
     suffix = part if part == "_scale" else "_packed" if scheme.format != INT else ""
@@ -159,7 +149,7 @@ def test_matrices_stay_codes_and_are_kept_once(written: Any, scheme: Scheme) -> 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_plain_module_has_the_stored_numbers(written: Any, family: str, scheme: Scheme) -> None:
-    """To the bit: what `foretoken audit` compares an engine with."""
+    """To the bit; `foretoken audit` compares an engine with it."""
     model = written(family, scheme)
     assert families.same_weights(load_plain(model.folder), model.module)
 
@@ -280,9 +270,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_does_not_fit_is_named(
-    written: Any, tmp_path: Path, damage: str, backend: str
-) -> None:
+def test_a_damaged_tensor_is_named(written: Any, tmp_path: Path, damage: str, backend: str) -> None:
     change, suffix = DAMAGES[damage]
     source = written("llama", Scheme(4, "group", 32)).folder
     folder = Path(shutil.copytree(source, tmp_path / "damaged"))
@@ -337,7 +325,7 @@ def test_the_last_word_of_a_row_may_be_half_full(tmp_path: Path, inputs: int, bi
 
 @pytest.mark.parametrize("inputs", [31, 33, 1])
 def test_rows_of_an_odd_number_of_four_bits_are_refused(tmp_path: Path, inputs: int) -> None:
-    """Two are a byte, and no row begins in the middle of one."""
+    """Two codes share a byte, and a row begins with a whole byte."""
     with pytest.raises(CheckpointError, match=r"`w_packed` is torch.int32 .* not a matrix of"):
         stored(tmp_path, parts(3, inputs, 4)).weight("w")
 
@@ -400,7 +388,7 @@ def edited(path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "value"), TAKEN)
-def test_what_says_the_same_in_other_words_is_read(path: tuple[str, ...], value: Any) -> None:
+def test_other_ways_to_state_the_same_scheme_are_read(path: tuple[str, ...], value: Any) -> None:
     config = families.make_config("llama", {"quantization_config": edited(path, value)})
     assert unsupported_reason(edited(path, value)) is None
     assert stays_compressed(config)
@@ -438,7 +426,7 @@ def test_a_model_that_is_no_stack_is_left_to_transformers(
 def test_transformers_quantiser_names_its_package(
     written: Any, tmp_path: Path, change: tuple[tuple[str, ...], Any, str]
 ) -> None:
-    """Which is not installed here."""
+    """The package is not installed here."""
     folder = tmp_path / "model"
     shutil.copytree(written("llama", Scheme(4, "group", 32)).folder, folder)
     change_config(folder, quantization_config=edited(*change[:2]))
@@ -452,7 +440,7 @@ def test_transformers_quantiser_names_its_package(
 
 @pytest.mark.parametrize("scheme", [Scheme(4, "group", 32), Scheme(8, "channel")], ids=name_of)
 def test_drafts_of_the_checkpoint_itself_are_all_accepted(written: Any, scheme: Scheme) -> None:
-    """And what is drafted by look-up changes no token."""
+    """Looked-up drafts change no token."""
     folder = str(written("llama", scheme).folder)
     prompts: list[Any] = [{"prompt_token_ids": text_of(n)} for n in (3, 9, 20)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

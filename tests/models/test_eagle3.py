@@ -51,7 +51,7 @@ def load(folder: Path, backend: str) -> LoadedStack:
 
 
 def same_weights(one: Stack, other: Stack) -> list[bool]:
-    """Of each tensor of two heads, whether it is the same to the bit; vectors first."""
+    """Whether each tensor of two heads is the same to the bit; vectors first."""
     pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
     pairs.sort(key=lambda pair: pair[0].dim())
     return [torch.equal(*pair) for pair in pairs]
@@ -60,14 +60,8 @@ def same_weights(one: Stack, other: Stack) -> list[bool]:
 def tensors_of(stack: Stack) -> list[Tensor]:
     layer, rule = stack.layers[0], stack.features
     assert rule is not None
-    linears = (
-        rule.fc,
-        layer.mixer.qkv,
-        layer.mixer.o,
-        layer.feed.gate_up,
-        layer.feed.down,
-        stack.head,
-    )
+    mixer, feed = layer.mixer, layer.feed
+    linears = (rule.fc, mixer.qkv, mixer.o, feed.gate_up, feed.down, stack.head)
     norms = [rule.feature_norm_C, layer.mixer_norm_C, layer.feed_norm_C, stack.norm_C]
     return [*norms, *(linear.weight.values for linear in linears)]
 
@@ -77,7 +71,7 @@ def tensors_of(stack: Stack) -> list[Tensor]:
 def test_packed_rows_are_those_of_the_equations(
     tmp_path: Path, backend: str, switches: str
 ) -> None:
-    """Three texts in ragged chunks, through a cache whose blocks lie apart; in native code, too."""
+    """Three texts in ragged chunks, through scattered cache blocks; also in native code."""
     folder = save_head(tmp_path, **{**SIZES, **SWITCHES[switches]})
     head, naive = load(folder, backend), NaiveHead(folder, embedding())
     config, stack = read_eagle3_config(folder), head.stack
@@ -158,7 +152,7 @@ def test_rotary_angles_are_those_of_transformers(tmp_path: Path, kind: str, name
 def test_rotary_angles_in_sections_are_those_of_transformers(
     tmp_path: Path, family: str, kind: str
 ) -> None:
-    """In a text; of a token in a picture, whose places differ, they are others."""
+    """For a text. A token in a picture has different positions, and other angles."""
     scaling = {"rope_type": kind, "mrope_section": [2, 3, 3]}
     head = read(save_head(tmp_path, **SIZES, rope_scaling=dict(scaling)))
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -202,7 +196,7 @@ def test_hidden_states_unless_named() -> None:
     [
         # lmsys/Qwen3-235B-A22B-EAGLE3, 94 layers: SGLang takes what enters layers 2, 47, 91.
         ("original", [1, 46, 90], default_aux_layers(94)),
-        # nvidia/gpt-oss-120b-Eagle3-v3, 36 layers: none is behind the last one's state.
+        # nvidia/gpt-oss-120b-Eagle3-v3, 36 layers: state 36 is that after the last layer.
         ("original", [24, 30, 36], (24, 30, 36)),
         # RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3, 30 layers: vLLM takes what enters these.
         ("speculators", [2, 15, 27], default_aux_layers(30)),
@@ -237,7 +231,7 @@ def test_windows(tmp_path: Path, told: dict[str, Any], window: int | None) -> No
 
 
 def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
-    """As in nvidia's heads; what stands outside comes first."""
+    """As in nvidia's heads; a switch outside of it has precedence."""
     folder = save_head(tmp_path, **SIZES, norm_output=False)
     change_config(folder, eagle_config={"norm_before_fc": True, "norm_output": True})
     config = read_eagle3_config(folder)
@@ -245,7 +239,7 @@ def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
     assert not config.norm_output
 
 
-def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path: Path) -> None:
+def test_a_head_uses_the_target_s_weights_where_it_has_none_or_the_same(tmp_path: Path) -> None:
     folder = save_head(tmp_path, **SIZES, layout="model", target_hidden_size=HIDDEN)
     config, target = read_eagle3_config(folder), embedding()
     assert not lacks_head(folder, config)
@@ -265,7 +259,7 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
     assert not lacks_head(few, read_eagle3_config(few))  # the target's has other ids
 
 
-def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
+def test_random_weights_need_only_the_configuration(tmp_path: Path) -> None:
     folder = save_head(tmp_path, hidden=64, vocabulary=400, drafted=100)
     (folder / "model.safetensors").unlink()
     first, again, other = (read(folder, dummy_seed=seed) for seed in (5, 5, 6))
@@ -330,66 +324,61 @@ def lossy(**settings: Any) -> dict[str, Any]:
     return {"speculators_config": {"proposal_methods": [kept, {**kept, **settings}]}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM, .* `LlamaForCausalLMEagle3`"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "V2ForCausalLM, .* Heads with MLA"),
-        ({"model_type": "mistral"}, "type `mistral`, .* of type `llama` or `qwen3`"),
-        ({"speculators_model_type": "peagle"}, "kind `peagle`"),
-        ({"kv_lora_rank": 512}, "sets `kv_lora_rank` to 512"),
-        ({"hidden_act": "gelu"}, "sets `hidden_act` to 'gelu'"),
-        ({"num_hidden_layers": 2}, "sets `num_hidden_layers` to 2"),
-        ({"bias": True}, "sets `bias` to True"),
-        ({"layer_types": ["chunked_attention"]}, "of type `chunked_attention`"),
-        ({"fc_norm": True, "norm_before_fc": True}, "both `fc_norm` and `norm_before_fc`"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "RoPE by type of layer .`full_attention`.; a head has one layer",
-        ),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
-        (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
-        (lossy(accept_tolerance=0.1), r"sets `accept_tolerance` to 0\.1, which is lossy"),
-    ],
-)
-def test_heads_that_would_draft_wrongly_are_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY)
-    change_config(folder, **changes)
-    with pytest.raises(UnsupportedModelError, match=message):
-        read_eagle3_config(folder)
+# Heads that would draft wrongly, and configurations that are none.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM, .* `LlamaForCausalLMEagle3`"),
+    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "V2ForCausalLM, .* Heads with MLA"),
+    ({"model_type": "mistral"}, "type `mistral`, .* of type `llama` or `qwen3`"),
+    ({"speculators_model_type": "peagle"}, "kind `peagle`"),
+    ({"kv_lora_rank": 512}, "sets `kv_lora_rank` to 512"),
+    ({"hidden_act": "gelu"}, "sets `hidden_act` to 'gelu'"),
+    ({"num_hidden_layers": 2}, "sets `num_hidden_layers` to 2"),
+    ({"bias": True}, "sets `bias` to True"),
+    ({"layer_types": ["chunked_attention"]}, "of type `chunked_attention`"),
+    ({"fc_norm": True, "norm_before_fc": True}, "both `fc_norm` and `norm_before_fc`"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "RoPE by type of layer .`full_attention`.; a head has one layer",
+    ),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
+    (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
+    (lossy(accept_tolerance=0.1), r"sets `accept_tolerance` to 0\.1, which is lossy"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": "gone"}, "has no `vocab_size`"),
+    ({"hidden_size": "wide"}, "not a valid `llama` configuration"),
+    ({"draft_vocab_size": 0}, "`draft_vocab_size` as 0: must be an integer >= 1"),
+    ({"draft_vocab_size": 61}, "`draft_vocab_size` of 61, more than its `vocab_size` of 60"),
+    ({"target_hidden_size": "x"}, "`target_hidden_size` as 'x'"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "as 2: must be a list"),
+    ({"eagle_config": [2]}, r"`eagle_config` as \[2\]: must be an object"),
+    ({"speculators_config": "x"}, "`speculators_config` as 'x': must be an object"),
+    ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
+    ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
+    ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
+    ({"rope_theta": None}, "no RoPE of {'rope_theta': None"),
+    ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
+    ({"partial_rotary_factor": 2}, r"turn 32 numbers .* an even number in 2\.\.16"),
+    ({"partial_rotary_factor": 0}, "turn 0 numbers of each head"),
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "message", "error"),
     [
-        ({"vocab_size": "gone"}, "has no `vocab_size`"),
-        ({"hidden_size": "wide"}, "not a valid `llama` configuration"),
-        ({"draft_vocab_size": 0}, "`draft_vocab_size` as 0: must be an integer >= 1"),
-        ({"draft_vocab_size": 61}, "`draft_vocab_size` of 61, more than its `vocab_size` of 60"),
-        ({"target_hidden_size": "x"}, "`target_hidden_size` as 'x'"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "as 2: must be a list"),
-        ({"eagle_config": [2]}, r"`eagle_config` as \[2\]: must be an object"),
-        ({"speculators_config": "x"}, "`speculators_config` as 'x': must be an object"),
-        ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
-        ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
-        ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
-        ({"rope_theta": None}, "no RoPE of {'rope_theta': None"),
-        ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
-        ({"partial_rotary_factor": 2}, r"turn 32 numbers .* an even number in 2\.\.16"),
-        ({"partial_rotary_factor": 0}, "turn 0 numbers of each head"),
+        *((*case, UnsupportedModelError) for case in REFUSED),
+        *((*case, CheckpointError) for case in WRONG),
     ],
 )
-def test_configurations_that_cannot_be(
-    tmp_path: Path, changes: dict[str, Any], message: str
+def test_other_configurations_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str, error: type[Exception]
 ) -> None:
-    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY)
+    folder = save_head(tmp_path, **SIZES)
     change_config(folder, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(error, match=message):
         read_eagle3_config(folder)
 
 
@@ -427,8 +416,8 @@ def test_weights_that_are_not_finite(tmp_path: Path, backend: str, value: float,
 
 
 @pytest.mark.parametrize("backend", host_backends())
-def test_a_head_that_computes_no_numbers(tmp_path: Path, backend: str) -> None:
-    """Its weights are finite; their products are beyond float32."""
+def test_a_head_with_outputs_that_are_not_finite(tmp_path: Path, backend: str) -> None:
+    """Its weights are finite, their products are not."""
     folder = save_head(tmp_path, **SIZES)
     change_weights(folder, gate_proj=lambda w: w.abs() * 1e30, up_proj=lambda w: w * 1e30)
     with pytest.raises(UnsupportedModelError, match=r"head gives .* not finite in torch.float32"):

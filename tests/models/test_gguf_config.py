@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: the same as the `config.json` that it was made of, or no."""
+"""The configuration in a GGUF file: equal to the `config.json` it was made from, or refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def with_factors(folder: Path, factors: Any, kind: str = "F32") -> Path:
 
 
 def test_factors_of_llama_3(tmp_path: Path) -> None:
-    """Those that llama.cpp's converter writes; Transformers makes the same frequencies of them."""
+    """The factors that llama.cpp's converter writes give the frequencies of Transformers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     factors = llama3_factors(500000.0, HEAD_DIM, 32.0)

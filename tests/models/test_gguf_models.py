@@ -22,17 +22,17 @@ from torch import Tensor
 
 from benchmarks.heads import save_head
 from foretoken import LLM, SamplingParams
-from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.gguf.names import parameter_name, row_order
+from foretoken.models.gguf.reader import read_gguf
 from foretoken.models.gguf.weights import GgufWeights
 from foretoken.models.loader import load_plain
-from foretoken.ops import formats
-from foretoken.ops.stack import Blocks, Dense, Stack, parts_of
+from foretoken.ops.backends.native.stack import NativeStack
+from foretoken.ops.formats import BLOCKS
+from foretoken.ops.stack import Blocks, Dense, Joined, Linear, Stack, map_linears, parts_of
 from foretoken.outputs import RequestOutput
 from tests.models import families
-from tests.models.batches import Span, build_batch
 from tests.models.gguf_models import (
     END,
     HEADS,
@@ -44,12 +44,13 @@ from tests.models.gguf_models import (
     permuted,
     tensor_name,
 )
-from tests.models.walk import walk
+from tests.models.walk import logits_of, walk
+from tests.native.libraries import native_backend
+from tests.ops.weights import MINIMUM_AT, nibbles, put_half
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 
-CPU = torch.device("cpu")
 # Model type, `general.architecture`, settings.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
@@ -62,9 +63,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 PLAIN = ("F32", "F16", "BF16")
 BACKENDS = ["native", "torch"]
 FLIPS = 2e-2
-"""Of the largest logit: a sum that differs by an ulp may round an activation to the next code."""
+"""Relative to the largest logit: an ulp in a sum may round an activation to the next code."""
 ROUNDING = 6e-2
-"""What activations of 8 bits change in a model of two layers, of the largest logit."""
+"""The error of 8-bit activations in a model of two layers, relative to the largest logit."""
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +86,6 @@ def text_of(length: int, seed: int = 1) -> list[int]:
     return torch.randint(VOCABULARY, (length,), generator=random).tolist()
 
 
-def logits_of(model: CausalLM, text: list[int]) -> Tensor:
-    columns = -(-len(text) // 16)
-    kv = KVPool(model.layer_shapes, columns, 16, dtype=model.dtype, device=CPU)
-    batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
-    return model.forward(batch, kv).logits_NV.clone()
-
-
 def load(path: Path, backend: str = "native") -> CausalLM:
     model = load_model(path, device="cpu", backend=backend)
     assert model.runs_in_kernels == (backend == "native")
@@ -109,7 +103,7 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
 def test_plain_numbers_are_the_model_from_safetensors(
     written: Any, family: str, mix: str, backend: str
 ) -> None:
-    """In native kernels to the bit: half as many bytes, the same numbers."""
+    """In native kernels to the bit."""
     model, text = written(family, mix), text_of(30)
     found, same = (logits_of(load(path, backend), text) for path in (model.file, model.folder))
     assert error_of(found, same) <= (0 if backend == "native" else 1e-5)
@@ -120,7 +114,7 @@ def test_plain_numbers_are_the_model_from_safetensors(
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if mix not in PLAIN])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_are_the_model_in_float64(written: Any, family: str, mix: str, backend: str) -> None:
-    """That whose rows are rounded before products; and, farther off, that of the same numbers."""
+    """Close to the model that rounds rows before products, less close to the one that does not."""
     model, text = written(family, mix), text_of(30)
     found = logits_of(load(model.file, backend), text)
     assert error_of(found, model.exact_logits(text)) <= FLIPS
@@ -143,27 +137,36 @@ def test_the_comparison_sees_another_order_of_rows(tmp_path: Path, mix: str, ord
     assert error_of(logits_of(load(model.file), text), model.exact_logits(text)) > 0.1
 
 
-def swapped(packed: Tensor) -> Tensor:
-    return torch.cat([packed >> 4, packed & 15], dim=-1)
+def swapped(kind: str, blocks: Tensor) -> None:
+    codes = nibbles(kind, blocks)
+    codes.copy_(codes >> 4 | codes << 4)
 
 
-def doubled(blocks: Tensor, at: int) -> Tensor:
-    return HALVES(blocks, at) * (2 if at == 2 else 1)
+def doubled(kind: str, blocks: Tensor) -> None:
+    if kind in MINIMUM_AT:
+        minimum = blocks[..., MINIMUM_AT[kind] :][..., :2].contiguous().view(torch.float16)
+        put_half(blocks, MINIMUM_AT[kind], 2 * minimum[..., 0])
 
 
-HALVES = formats._halves
+@pytest.mark.parametrize("change", [swapped, doubled])
+def test_kernels_that_read_blocks_otherwise_are_not_used(written: Any, change: Any) -> None:
+    """The order of nibbles, or minima. The kernels are given changed blocks instead."""
 
+    def changed(part: Any) -> Any:
+        rows = part.rows.clone()
+        change(part.kind, rows.unflatten(1, (-1, BLOCKS[part.kind].nbytes)))
+        return part._replace(rows=rows)
 
-@pytest.mark.parametrize(("name", "mutant"), [("_nibbles", swapped), ("_halves", doubled)])
-def test_kernels_that_read_blocks_otherwise_are_not_used(
-    written: Any, monkeypatch: pytest.MonkeyPatch, name: str, mutant: Any
-) -> None:
-    """Here it is PyTorch's reading that is wrong; either is not what the other is."""
-    model = written("llama", "K mix")
-    monkeypatch.setattr(formats, name, mutant)
+    def load_stack(stack: Stack, *sizes: int, deterministic: bool) -> NativeStack:
+        def linear(one: Linear) -> Linear:
+            parts = tuple(map(changed, parts_of(one.weight)))
+            return one._replace(weight=Joined(parts) if len(parts) > 1 else parts[0])
+
+        return NativeStack(map_linears(stack, linear), *sizes, deterministic=deterministic)
+
     message = "With weights stored as .*Q4_K.* the kernels of backend `native` give logits that"
     with pytest.raises(UnsupportedModelError, match=message):
-        load(model.file)
+        load_model(written("llama", "K mix").file, device="cpu", backend=native_backend(load_stack))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -184,7 +187,7 @@ def test_names_and_rows_are_those_of_the_converter(written: Any, family: str) ->
 
 @pytest.mark.parametrize("mix", ["Q8_0", "K mix", "F16"])
 def test_weights_stay_in_the_file_s_formats(written: Any, tmp_path: Path, mix: str) -> None:
-    """What kernels have packed is not kept twice; tokens are read where mapped."""
+    """Weights that kernels have packed are not kept; the embedding is read from the mapped file."""
     model = written("llama", mix)
     path = Path(shutil.copy(model.file, tmp_path))
     loaded = load(path)
@@ -204,32 +207,30 @@ def test_weights_stay_in_the_file_s_formats(written: Any, tmp_path: Path, mix: s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mix", ["F16", "Q8_0", "K mix"])
-def test_rows_are_read_again_after_their_memory_was_given_back(
-    written: Any, monkeypatch: pytest.MonkeyPatch, mix: str, backend: str
+def test_rows_of_the_embedding_are_read_again_after_their_memory_was_freed(
+    written: Any, mix: str, backend: str
 ) -> None:
-    """Of the embedding, from the file; whenever that was."""
-    model, text, given_back = written("llama, tied", mix), text_of(30), list[GgufWeights]()
-    release = GgufWeights.release
-    monkeypatch.setattr(GgufWeights, "release", lambda weights: given_back.append(weights))
-    kept = load(model.file, backend)
-    wanted = logits_of(kept, text)
-    (weights,) = given_back
-    assert torch.equal(logits_of(kept, text), wanted)
-    release(weights)
-    assert torch.equal(logits_of(kept, text), wanted)
-    monkeypatch.undo()
+    model, text = written("llama, tied", mix), text_of(30)
+    loaded = load(model.file, backend)  # which has freed it once
+    wanted = logits_of(loaded, text)
+    weights = GgufWeights(read_gguf(model.file), model.module)
+    held = (loaded.embedding, weights.weight("model.embed_tokens.weight"))
+    rows = [one.rows if isinstance(one, Blocks) else one.values for one in held]
+    assert rows[0].data_ptr() == rows[1].data_ptr()
+    weights.release()
+    assert torch.equal(logits_of(loaded, text), wanted)
     assert torch.equal(logits_of(load(model.file, backend), text), wanted)
 
 
 @pytest.mark.parametrize("mix", ["F32", "K mix"])
-def test_random_weights_are_no_file_s(written: Any, mix: str) -> None:
+def test_a_gguf_file_takes_no_random_weights(written: Any, mix: str) -> None:
     with pytest.raises(ConfigError, match=r"`load_format` is 'dummy': must be .*for a GGUF file"):
         LLM(str(written("llama", mix).file), load_format="dummy")
 
 
 @pytest.mark.parametrize("mix", ["F32", "Q8_0", "K mix"])
 def test_any_schedule_gives_the_same_bits(written: Any, mix: str) -> None:
-    """Chunks, decodes and verifications that fail, next to each other."""
+    """Chunks, decodes and failed verifications, next to each other."""
     model = load(written("qwen2", mix).file)
     texts = [text_of(22, seed) for seed in range(3)]
     first, again = (walk(model, texts, seed, 16, fill=torch.nan) for seed in (1, 2))
@@ -241,7 +242,7 @@ def test_any_schedule_gives_the_same_bits(written: Any, mix: str) -> None:
 
 
 def test_the_module_of_a_file_is_its_numbers(written: Any) -> None:
-    """What `foretoken audit` compares an engine with."""
+    """`foretoken audit` compares an engine with it."""
     model = written("llama", "K mix")
     module, text = load_plain(model.file), text_of(20)
     assert families.same_weights(module, model.module)
@@ -257,7 +258,7 @@ DAMAGED = [*product(("F32", "BF16", "Q8_0"), BACKENDS, MATRICES)]
 def test_a_number_that_is_not_finite_is_a_damaged_file(
     tmp_path: Path, mix: str, backend: str, name: str
 ) -> None:
-    """In any layer, whatever the check of kernels looks at."""
+    """In any layer, also those that the check of kernels does not read."""
     model = Written(tmp_path, "qwen2", mix)
     change_first(model.file, name, 0xFF)
     with pytest.raises(CheckpointError, match=r"NaN or infinite|not finite"):
@@ -313,7 +314,7 @@ def run(llm: LLM, prompts: list[Any], params: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafts(written: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Ways to draft for a model of 256 numbers."""
+    """Ways to draft for a model of hidden size 256."""
     gguf_draft = written("qwen3", "Q8_0", 1)
     head = save_head(tmp_path_factory.mktemp("head"), **HEAD)
     few = save_head(tmp_path_factory.mktemp("few"), **HEAD, drafted=99)
@@ -412,7 +413,7 @@ def test_a_random_head_drafts_for_a_file(
 def test_a_head_that_kernels_lack_runs_in_stock_operators(
     written: Any, tmp_path: Path, mix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its target gives float32 states, whatever the file's matrices are."""
+    """Its target gives float32 states, whatever the formats of the file."""
     file = written("llama", mix).file
     head = save_head(tmp_path / "head", **HEAD, head_dim=8)
     with caplog.at_level(logging.INFO, "foretoken"):
@@ -421,8 +422,8 @@ def test_a_head_that_kernels_lack_runs_in_stock_operators(
     assert run(llm, PROMPTS, GREEDY) == run(build(file), PROMPTS, GREEDY)
 
 
-def test_a_file_without_kernels_serves_the_same_law(written: Any, drafts: dict[str, Any]) -> None:
-    """In stock operators rows may round otherwise in another batch: one request at a time."""
+def test_a_file_is_served_in_stock_operators(written: Any, drafts: dict[str, Any]) -> None:
+    """One request at a time: stock operators may round rows differently in other batches."""
     file = written("llama", "Q8_0").file
     llm = build(file, drafts["ngram"], backend="torch")
     tokens = run(llm, PROMPTS[2:3], GREEDY)  # a prompt of several passes, the first without logits
@@ -431,7 +432,7 @@ def test_a_file_without_kernels_serves_the_same_law(written: Any, drafts: dict[s
 
 
 def test_a_conversation_with_a_file(written: Any) -> None:
-    """By the template in the file, which ends where the file says; by its path as a string."""
+    """Rendered by the template in the file, ended by the end token of the file."""
     model = written("llama", "K mix")
     llm = build(model.file)
     message = {"role": "user", "content": "b a"}
@@ -449,7 +450,7 @@ def test_a_folder_with_one_file_is_its_model(written: Any, tmp_path: Path) -> No
     assert run(build(tmp_path), PROMPTS[:1], GREEDY) == run(build(model.file), PROMPTS[:1], GREEDY)
 
 
-def test_a_checkpoint_s_configuration_wins_over_files_beside_it(written: Any) -> None:
+def test_a_checkpoint_s_configuration_wins_over_files_next_to_it(written: Any) -> None:
     """The folder of a checkpoint that also holds a GGUF file is the checkpoint."""
     model = written("llama", "F32")
     assert json.loads((model.folder / "config.json").read_text())["model_type"] == "llama"

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: right ones as `gguf` itself writes them, and every way to be wrong."""
+"""Headers of GGUF files: right ones, as `gguf` itself writes them, and wrong ones."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.models.gguf_files import (
     Stored,
     Typed,
     file_bytes,
+    finish,
     model_metadata,
     model_tensors,
     real_file,
@@ -56,10 +57,7 @@ def test_metadata_as_the_format_s_own_writer_has_it(tmp_path: Path) -> None:
         writer.add_key_value(key, value, kind)
     for key, items in lists.items():
         writer.add_array(key, items)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     found = read_gguf(tmp_path / "m.gguf").metadata
     assert found == {
         "general.architecture": "llama", **{k: v for k, (v, _) in values.items()}, **lists,
@@ -77,10 +75,7 @@ def test_tensors_as_the_format_s_own_writer_has_them(tmp_path: Path, kind: str) 
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("scalars", scalars)
     writer.add_tensor("packed", data, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     file = read_gguf(tmp_path / "m.gguf")
     oracle = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     packed = file.tensors["packed"]
@@ -201,7 +196,7 @@ def mutated(data: bytes, head: int, rng: random.Random) -> bytes:
 
 
 def test_damage_ends_in_typed_errors(tmp_path: Path) -> None:
-    """Configuration and tokenizer too: they read whatever the header says."""
+    """Also in the configuration and the tokenizer, which are read from the header."""
     from foretoken.models.checkpoint import check_generation_config, parse_config, read_config
     from foretoken.models.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the ids of the tokenizer that they were made of, and broken ones."""
+"""Tokenizers of GGUF files: the ids of the tokenizer they were made from, and broken ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_normal_form_of_qwen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
 def test_as_transformers_converts_it(tmp_path: Path, pre: str) -> None:
-    """Where its conversion is right: text in the normal form, beginning tokens as the file says."""
+    """Where its conversion is right: for normalised text, without beginning tokens."""
     path = written(tmp_path, trained(pre), pre=pre, add_bos_token=False)
     ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     for text in CORPUS:
@@ -203,7 +203,7 @@ def test_chat_templates(tmp_path: Path) -> None:
 
 
 def test_tokens_that_are_not_used(tmp_path: Path) -> None:
-    """Rows of the embedding that no text leads to, as `tokenizer.json` does not have them."""
+    """Rows of the embedding without a token: `tokenizer.json` does not have them either."""
     vocabulary = small_vocabulary()
     vocabulary["tokenizer.ggml.tokens"] += ["[PAD260]", "[PAD261]"]
     vocabulary["tokenizer.ggml.token_type"] += [Typed(5, 5)] * 2
@@ -272,7 +272,7 @@ def test_a_template_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_real_file() -> None:
-    """SmolLM2's, as Transformers converts it; single digits, which it leaves out, are apart."""
+    """SmolLM2's, as Transformers converts it, except that digits are split, which it leaves out."""
     path = real_file()
     ours = load_tokenizer(path)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -1,4 +1,4 @@
-"""Models that would be silently wrong are refused, and so is attention that is."""
+"""Models that would be silently wrong are refused, as is wrong attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, StableLmForCausalLM
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.models import CausalLM, guards, load_model
+from foretoken.models import CausalLM, TargetView, guards, load_model
+from foretoken.models.attention import ATTENTION_NAME, register_attention
+from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.ops import Backend, get_backend
 from foretoken.ops.backends.torch.attention import attention
 from tests.models import families
@@ -52,7 +55,7 @@ def test_the_page_of_models_names_the_families_of_the_tests() -> None:
     assert f"{len(families.SUPPORTED)} families" in readme
 
 
-# These compute something with our attention, but not what they compute with their own.
+# These run with our attention, but compute something else than with their own.
 RUN = {
     "bloom": "makes 0 attention calls in 2 layers",
     "codegen": "makes 0 attention calls in 2 layers",
@@ -66,14 +69,20 @@ RUN = {
 
 
 @pytest.mark.parametrize("family", RUN)
-def test_running_a_family_would_tell_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """Transformers' flag and the types of layers could be wrong: nothing hangs on them alone."""
+def test_running_a_family_shows_it_too(tmp_path: Path, family: str) -> None:
+    """Transformers' flag and the types of layers could be wrong."""
     families.save_model(tmp_path, family, families.REFUSED[family][0])
-    monkeypatch.setattr(guards, "check_class", lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match=RUN[family]):
-        load(tmp_path)
+    register_attention()
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=ATTENTION_NAME)
+    backend, device = get_backend("torch"), torch.device("cpu")
+    with pytest.raises(UnsupportedModelError, match=RUN[family]):  # noqa: PT012
+        calls, _ = guards.probe(module, device)
+        expected = guards.eager_logits(module, device)
+        model = CausalLM(
+            module, ModuleNetwork(module, backend), backend=backend, view=TargetView(),
+            layer_shapes=[call.shape for call in calls], max_model_len=guards.MOST_POSITIONS,
+        )  # fmt: skip
+        guards.self_check(model, expected)
 
 
 def test_positions_counted_in_the_packed_batch(tmp_path: Path) -> None:
@@ -84,17 +93,16 @@ def test_positions_counted_in_the_packed_batch(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_the_flag_is_asked_of_families_that_no_test_proved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import LlamaForCausalLM, StableLmForCausalLM
+class Undeclared(LlamaForCausalLM):
+    _supports_attention_backend = False
 
+
+def test_families_that_no_test_compares_need_the_flag() -> None:
     assert not StableLmForCausalLM._supports_attention_backend, "no need for an exception any more"
-    families.save_model(tmp_path, "llama", {})
-    load(tmp_path)
-    monkeypatch.setattr(LlamaForCausalLM, "_supports_attention_backend", False)
+    config = families.make_config("llama", {})
+    guards.check_class(LlamaForCausalLM, config)
     with pytest.raises(UnsupportedModelError, match=r"`llama`.*does not declare that it can"):
-        load(tmp_path)
+        guards.check_class(Undeclared, config)
 
 
 def test_windows_that_are_not_the_configurations() -> None:

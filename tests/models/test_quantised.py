@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.models import load_model
 from foretoken.models.causal_lm import ModuleNetwork
+from tests.models.families import change_config
 from tests.models.test_weights import our_logits
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
 
 BLOCK = 16  # numbers of a row that share a scale, and as many rows
-
-
-def with_config(folder: Path, **quantisation: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantisation})
-    )
 
 
 def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
@@ -48,21 +41,23 @@ def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
         (folder / kind).mkdir()
         (folder / kind / "config.json").write_text((source / "config.json").read_text())
         save_file(tensors, folder / kind / "model.safetensors", {"format": "pt"})
-    with_config(folder / "fp8", quant_method="fp8", weight_block_size=[BLOCK, BLOCK])
+    scheme = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    change_config(folder / "fp8", quantization_config=scheme)
     return folder / "fp8", folder / "plain"
 
 
 @pytest.fixture
-def accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers asks for the package, which on a CPU it does not use."""
+def accelerate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether Transformers finds the package, which it does not use on a CPU."""
+    is_there = getattr(request, "param", True)
     module = "transformers.quantizers.quantizer_finegrained_fp8"
-    monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: True)
+    monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: is_there)
 
 
 @pytest.mark.usefixtures("accelerate")
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_fp8_is_the_numbers_it_stands_for(draft: Path, tmp_path: Path, backend: str) -> None:
-    """As a target and as a draft, and in a backend's own decoder as any other."""
+    """As a target and as a draft, also in a backend's own decoder."""
     fp8, plain = save_fp8(draft, tmp_path)
     assert torch.equal(our_logits(fp8), our_logits(plain))
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
@@ -76,11 +71,9 @@ def test_fp8_is_the_numbers_it_stands_for(draft: Path, tmp_path: Path, backend: 
     assert one.metrics.num_accepted_tokens == one.metrics.num_draft_tokens > 0
 
 
-def test_a_missing_package_is_named(
-    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = "transformers.quantizers.quantizer_finegrained_fp8"
-    monkeypatch.setattr(f"{module}.is_accelerate_available", lambda: False)
+@pytest.mark.usefixtures("accelerate")
+@pytest.mark.parametrize("accelerate", [False], indirect=True)
+def test_a_missing_package_is_named(draft: Path, tmp_path: Path) -> None:
     fp8, plain = save_fp8(draft, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"`quant_method`: fp8.*requires accelerate"):
         load_model(fp8, device="cpu", backend="torch")
@@ -136,7 +129,7 @@ def eights(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @needs_kernels
 def test_layers_of_their_own_stay_in_their_module(tmp_path: Path, eights: dict[str, Any]) -> None:
-    """No backend's decoder looks for the weights that they do not have."""
+    """They have no `weight` that a backend's decoder could read."""
     plain = save_checkpoint(tmp_path / "plain", tokenizer=False)
     folder = save_checkpoint(tmp_path / "eights", tokenizer=False)
     stored = load_file(folder / "model.safetensors")
@@ -150,7 +143,7 @@ def test_layers_of_their_own_stay_in_their_module(tmp_path: Path, eights: dict[s
             numbers[name] = stored[f"{layer}qweight"] * scale
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     save_file(numbers, plain / "model.safetensors", {"format": "pt"})
-    with_config(folder, **eights)
+    change_config(folder, quantization_config=eights)
     model = load_model(folder, device="cpu", backend="native")
     assert isinstance(model.network, ModuleNetwork)
     assert isinstance(model.module.model.layers[0].self_attn.q_proj, Eights)

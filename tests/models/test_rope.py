@@ -1,4 +1,4 @@
-"""RoPE that looks at the whole packed batch: exact where it is pinned, refused beyond."""
+"""RoPE that depends on the whole packed batch: exact up to a length, refused beyond it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.stacks import DraftModel
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM, guards, load_model
+from foretoken.models import CausalLM, load_model
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.support.checkpoints import save_checkpoint
@@ -102,11 +102,10 @@ def test_dynamic_is_refused_beyond_the_positions_of_the_checkpoint(tmp_path: Pat
         load(tmp_path, max_model_len=SHORT + 1)
 
 
-def test_the_refusal_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, a long request moves the logits of a short one beside it."""
+def test_the_refusal_is_needed(tmp_path: Path) -> None:
+    """A request beyond the limit moves the logits of a short one in the same pass."""
     families.save_model(tmp_path, "phi3", PHI3)
-    monkeypatch.setattr(guards, "rope_limit", lambda config: None)
-    model = load(tmp_path)
+    model = load(tmp_path, max_model_len=SHORT)
     short, long = make_texts(7, SHORT + 8)
     alone, together = packed_logits(model, [short])[0], packed_logits(model, [short, long])[0]
     assert (alone - together).abs().max() > 0.1
@@ -114,7 +113,7 @@ def test_the_refusal_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("length", [None, 2 * SHORT])
 def test_a_draft_model_drafts_as_far_as_it_can(tmp_path: Path, length: int | None) -> None:
-    """Its context is cut to where it is exact; the target's own is not."""
+    """Its context ends where RoPE stops being exact; the target's does not."""
     from transformers import AutoConfig
 
     target = save_checkpoint(tmp_path / "target", max_len=3 * SHORT)
@@ -125,11 +124,10 @@ def test_a_draft_model_drafts_as_far_as_it_can(tmp_path: Path, length: int | Non
     config.save_pretrained(draft)
     llm = LLM(str(target), {"model": str(draft)}, max_model_len=length, num_blocks=64)
     assert cast(DraftModel, llm.engine.runner.drafter).model.max_model_len == SHORT
-    (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (output,) = llm.generate("a", params)
     assert len(output.outputs[0].token_ids) == 40
-    (plain,) = LLM(str(target), num_blocks=64).generate(
-        "a", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    )
+    (plain,) = LLM(str(target), num_blocks=64).generate("a", params)
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
 
 

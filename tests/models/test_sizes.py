@@ -1,4 +1,4 @@
-"""Absurd sizes in `config.json`: refused before anything is built, by the field and both values."""
+"""Absurd sizes in `config.json`: refused before allocation, with the field and both values."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.ops import get_backend
 from foretoken.ops.stack import Dense
 from tests.models import families
+from tests.models.families import change_config
 from tests.support.checkpoints import save_checkpoint
 
 FIELDS = (
@@ -33,11 +34,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("target"), layers=3)
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def load(folder: Path, **options: Any) -> Any:
     return load_model(folder, device="cpu", backend="torch", **options)
 
@@ -49,13 +45,13 @@ def test_sizes_beyond_the_weights(tmp_path: Path, field: str) -> None:
     for value in (*HUGE, -1, 0):
         if value == 0 and field == "intermediate_size":
             continue  # a mismatch of some tensors
-        edit(tmp_path, **{field: value})
+        change_config(tmp_path, **{field: value})
         with pytest.raises(CheckpointError, match=f"gives `{field}` as {value}: ") as caught:
             load(tmp_path)
         if value > 0:
             held = "2 layers" if field == "num_hidden_layers" else r"hold \d+ numbers in all"
             assert caught.match(f"the weights (have )?{held}")
-    edit(tmp_path, **{field: original})
+    change_config(tmp_path, **{field: original})
     load(tmp_path)
 
 
@@ -74,7 +70,7 @@ def test_sizes_of_a_model_that_the_weights_cannot_fill(
 ) -> None:
     """Too small to be absurd, too large to be allocated before a mismatch is found."""
     save_checkpoint(tmp_path)
-    edit(tmp_path, **{field: 100_000})
+    change_config(tmp_path, **{field: 100_000})
     message = f"gives `{field}` as 100000, which .* hold 41376: `{tensor}` would be {shapes} there"
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
@@ -91,7 +87,7 @@ def test_old_names_of_sizes(tmp_path: Path) -> None:
         ("n_positions", 2**63, "as 9223372036854775808: at most"),
         ("n_positions", -1, "as -1: must be at least 0"),
     ):
-        edit(tmp_path, **{**original, field: value})
+        change_config(tmp_path, **{**original, field: value})
         with pytest.raises(CheckpointError, match=f"gives `{field}` {message}"):
             load(tmp_path)
 
@@ -100,26 +96,28 @@ def test_sizes_inside_a_multimodal_configuration(tmp_path: Path) -> None:
     families.save_model(tmp_path, "llava", families.MULTIMODAL["llava"])
     stated = json.loads((tmp_path / "config.json").read_text())
     for part, field in (("text_config", "num_hidden_layers"), ("vision_config", "hidden_size")):
-        edit(tmp_path, **{part: stated[part] | {field: 10**9}})
+        change_config(tmp_path, **{part: stated[part] | {field: 10**9}})
         with pytest.raises(CheckpointError, match=f"gives `{field}` as 1000000000: the weights"):
             load(tmp_path)
-        edit(tmp_path, **{part: stated[part]})
+        change_config(tmp_path, **{part: stated[part]})
     load(tmp_path)
 
 
 def test_sizes_that_nothing_is_made_of(tmp_path: Path) -> None:
     """Positions of RoPE are bounded by memory alone; `n_experts` of a model without experts."""
     save_checkpoint(tmp_path)
-    edit(tmp_path, max_position_embeddings=10**12, num_experts=10**6, vision_config={"depth": 99})
+    change_config(
+        tmp_path, max_position_embeddings=10**12, num_experts=10**6, vision_config={"depth": 99}
+    )
     assert load(tmp_path).max_model_len == 10**12
 
 
 def test_long_lists(tmp_path: Path) -> None:
     save_checkpoint(tmp_path)
-    edit(tmp_path, layer_types=["full_attention"] * 10**5)
+    change_config(tmp_path, layer_types=["full_attention"] * 10**5)
     with pytest.raises(CheckpointError, match=r"`num_hidden_layers` \(2\).*\(100000\)"):
         load(tmp_path)
-    edit(tmp_path, layer_types=["full_attention"] * 10**6)
+    change_config(tmp_path, layer_types=["full_attention"] * 10**6)
     for read in (load, load_tokenizer):
         with pytest.raises(
             CheckpointError, match=r"config.json` has 18\d+ bytes: at most 16777216"
@@ -128,7 +126,7 @@ def test_long_lists(tmp_path: Path) -> None:
 
 
 def test_a_layer_whose_type_makes_lists_of_layers(tmp_path: Path) -> None:
-    """Transformers would make one of 10**9 types when it reads this configuration."""
+    """Transformers would make a list of 10**9 types when it reads this configuration."""
     families.save_model(tmp_path, "qwen2", families.SUPPORTED["qwen2"])
     path = tmp_path / "config.json"
     stated = json.loads(path.read_text())
@@ -153,7 +151,7 @@ def test_random_weights_beyond_the_machine(tmp_path: Path, field: str) -> None:
             continue  # it runs
         # Transformers itself refuses heads that do not divide the hidden size.
         wide = {"hidden_size": value} if field == "num_attention_heads" and value > 0 else {}
-        edit(tmp_path, **{**original, **wide, field: value})
+        change_config(tmp_path, **{**original, **wide, field: value})
         with pytest.raises((CheckpointError, EngineMemoryError)) as caught:
             load(tmp_path, dummy_seed=1)
         assert caught.match(f"gives `({field}|{next(iter(wide), field)})` as {value}")
@@ -167,10 +165,10 @@ def test_sizes_of_a_draft_model(tmp_path: Path, target: Path) -> None:
         ("vocab_size", 10**9, "the weights hold"),
     ):
         original = json.loads((draft / "config.json").read_text())
-        edit(draft, **{field: value})
+        change_config(draft, **{field: value})
         with pytest.raises(CheckpointError, match=f"gives `{field}` as {value}: {message}"):
             LLM(str(target), {"model": str(draft)}, num_blocks=64)
-        edit(draft, **original)
+        change_config(draft, **original)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -179,7 +177,7 @@ def test_sizes_of_a_head(tmp_path: Path, field: str, dummy_seed: int | None) -> 
     save_head(tmp_path, hidden=32, vocabulary=60)
     original = json.loads((tmp_path / "config.json").read_text())
     for value in (*(HUGE[2:] if dummy_seed else HUGE), -1, 0):  # random ones of 10**7 may fit
-        edit(tmp_path, **{**original, field: value})
+        change_config(tmp_path, **{**original, field: value})
         with pytest.raises(ForetokenError, match=rf"{field}|of attention heads") as caught:
             load_head(
                 tmp_path, read_eagle3_config(tmp_path), embedding=Dense(torch.randn(60, 32)),
@@ -191,10 +189,10 @@ def test_sizes_of_a_head(tmp_path: Path, field: str, dummy_seed: int | None) -> 
 def test_a_head_for_a_target_of_absurd_sizes(tmp_path: Path) -> None:
     target = save_checkpoint(tmp_path / "target", layers=3)
     head = save_head(tmp_path / "head", hidden=32, vocabulary=260)
-    edit(target, num_hidden_layers=10**9)
+    change_config(target, num_hidden_layers=10**9)
     with pytest.raises(CheckpointError, match="`num_hidden_layers` as 1000000000: at most"):
         LLM(str(target), {"method": "eagle3", "model": str(head)}, num_blocks=64)
-    edit(target, num_hidden_layers=3)
-    edit(head, vocab_size=10**9)
+    change_config(target, num_hidden_layers=3)
+    change_config(head, vocab_size=10**9)
     with pytest.raises(ConfigError, match="takes 1000000000 logits; the target has 260"):
         LLM(str(target), {"method": "eagle3", "model": str(head)}, num_blocks=64)

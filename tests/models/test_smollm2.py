@@ -1,12 +1,14 @@
-"""SmolLM2, which comes in a package of its own: found, missing, and served beside its head."""
+"""SmolLM2, which comes in a package of its own: found, missing, and served with its head."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,11 +29,18 @@ needs_package = pytest.mark.skipif(
 )
 
 
+def needs_model(test: Any) -> Any:
+    return needs_package(needs_kernels(test))
+
+
 def package_at(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """The package is in these folders; in none of them, it is not installed."""
-    places = [str(folder) for folder in folders]
-    spec = SimpleNamespace(submodule_search_locations=places) if places else None
-    monkeypatch.setattr(locate, "find_spec", lambda name: spec)
+    """The package is in these folders; without folders it is not installed."""
+    name, module = locate.PACKAGED[MODEL].module, None
+    if folders:
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__spec__.submodule_search_locations = [str(folder) for folder in folders]
+    monkeypatch.setitem(sys.modules, name, module)  # None: it cannot be imported
 
 
 @pytest.mark.parametrize("has_package", [False, True])
@@ -47,7 +56,7 @@ def test_without_its_file_the_package_is_named(
 
 
 def test_the_file_is_where_the_package_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is in the folder from which one calls; it has one state."""
+    """Whatever the working directory holds. The model has no revisions."""
     package_at(monkeypatch, tmp_path / "none", tmp_path)
     file = tmp_path / locate.PACKAGED[MODEL].file
     file.touch()
@@ -87,16 +96,14 @@ def chat_of(kind: str, number: int = 0) -> HeldOutChat:
     return [chat for chat in heldout_chats() if chat.kind == kind][number]
 
 
-@needs_package
-@needs_kernels
+@needs_model
 def test_target_and_head_run_in_native_kernels(llm: LLM) -> None:
     runner: Any = llm.engine.runner
     assert type(runner.model.network).__name__ == "NativeStack"
     assert type(runner.drafter.head).__name__ == "NativeStack"
 
 
-@needs_package
-@needs_kernels
+@needs_model
 @pytest.mark.parametrize(("kind", "length"), [("chat", 1.4), ("code", 2.0)])
 def test_a_held_out_chat_is_the_plain_one_and_drafts_are_accepted(
     llm: LLM, plain: LLM, kind: str, length: float
@@ -111,8 +118,7 @@ def test_a_held_out_chat_is_the_plain_one_and_drafts_are_accepted(
     assert wanted.metrics.num_steps == TOKENS
 
 
-@needs_package
-@needs_kernels
+@needs_model
 def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
     chats = [chat_of(kind, i).messages for kind in ("chat", "code") for i in range(3)]
     params = [SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)] * len(chats)
@@ -130,10 +136,9 @@ def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
     assert texts(plain, slice(0, 1)) == texts(plain)[:1]
 
 
-@needs_package
-@needs_kernels
+@needs_model
 def test_it_knows_the_capital_of_germany(llm: LLM) -> None:
-    """Of France's it is less sure: at once after the question two tokens are nearly as likely."""
+    """It is less sure of France's: its two likeliest first tokens are nearly equal."""
     message = {"role": "user", "content": "What is the capital of Germany?"}
     (output,) = llm.chat([message], GREEDY)
     assert output.outputs[0].text == "The capital of Germany is Berlin."

@@ -1,5 +1,4 @@
-"""What a drafter may see of its target: hidden states, embedding and head, as plain Transformers
-has them."""
+"""The parts of a target that drafters read (hidden states, embedding, head) are Transformers'."""
 
 from __future__ import annotations
 
@@ -11,21 +10,19 @@ import torch
 
 from foretoken.errors import ConfigError, IntegrityError, UnsupportedModelError
 from foretoken.models import CausalLM, TargetView, load_model
-from foretoken.ops.backends.torch import stack
+from foretoken.models.attention import ATTENTION_NAME
+from foretoken.models.causal_lm import ModuleNetwork
+from foretoken.ops import get_backend
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
 from tests.support.cases import host_backends
 
+pytestmark = pytest.mark.usefixtures("packs_small_models")
 BLOCK = 4
 TEXTS = [list(range(5, 27)), list(range(40, 7, -3))]
 HEADS = {"head_dim": 16, "num_hidden_layers": 3}
 LAYERS = (3, 0, 2)
-
-
-@pytest.fixture(autouse=True)
-def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "MIN_BYTES", 0)
 
 
 def run(model: CausalLM) -> list[list[torch.Tensor]]:
@@ -61,7 +58,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, backend: str, f
 
 
 @pytest.mark.parametrize("backend", host_backends())
-def test_asking_for_hidden_states_changes_no_logit(tmp_path: Path, backend: str) -> None:
+def test_hidden_states_change_no_logit(tmp_path: Path, backend: str) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
     batch = build_batch([Span([1, 2], 0, [5, 6, 7, 8, 9], 2)], BLOCK, CPU)
     outputs = []
@@ -90,28 +87,28 @@ def test_embedding_and_head(tmp_path: Path, backend: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("layers", [(4,), (-1,), (0, 17)])
-def test_layers_that_are_not_there(tmp_path: Path, layers: tuple[int, ...]) -> None:
+def test_layers_that_do_not_exist(tmp_path: Path, layers: tuple[int, ...]) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
     with pytest.raises(ConfigError, match=r"`aux_layers` is .* in 0\.\.3"):
         load_model(folder, device="cpu", backend="torch", view=TargetView(layers))
 
 
-def test_a_family_that_keeps_its_hidden_states_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_returns_no_hidden_states_is_refused(tmp_path: Path) -> None:
     from transformers import GemmaForCausalLM
 
-    forward = GemmaForCausalLM.forward
+    class Silent(GemmaForCausalLM):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            output = super().forward(*args, **options)
+            output.hidden_states = None
+            return output
 
-    def silent(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
-        output.hidden_states = None
-        return output
-
-    monkeypatch.setattr(GemmaForCausalLM, "forward", silent)
     folder = families.save_model(tmp_path, "gemma", HEADS)
+    model = load_model(folder, device="cpu", backend="torch")
+    module = Silent.from_pretrained(folder, attn_implementation=ATTENTION_NAME)
+    network = ModuleNetwork(module, get_backend("torch"))
+    batch = build_batch([Span([1, 2], 0, [5, 6, 7], 1)], BLOCK, CPU)
     with pytest.raises(UnsupportedModelError, match="`gemma` gives 0 hidden states for 3 layers"):
-        load_model(folder, device="cpu", backend="torch", view=TargetView((1,)))
+        network.run(batch, new_pool(model, 3, BLOCK), aux_layers=(1,))
 
 
 def test_hidden_states_that_are_not_one_vector_of_each_token(tmp_path: Path) -> None:

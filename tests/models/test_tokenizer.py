@@ -22,7 +22,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def save_old_files(folder: Path) -> None:
-    """What a checkpoint had before there was tokenizer.json."""
+    """The files of checkpoints from before tokenizer.json."""
     save_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
@@ -82,7 +82,7 @@ def test_none_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [257, 320])
 def test_a_vocabulary_of_another_size_than_the_models(tmp_path: Path, vocabulary: int) -> None:
-    """Padded logits decode to nothing; a smaller model refuses the ids that it does not have."""
+    """Padding of the logits decodes to nothing."""
     folder = save_checkpoint(tmp_path, vocabulary=vocabulary, spread=0.01)
     llm = LLM(str(folder), num_blocks=64)
     padding = list(range(257, vocabulary))
@@ -99,10 +99,10 @@ def test_a_text_with_tokens_that_the_model_does_not_have(tmp_path: Path) -> None
         LLM(str(folder), num_blocks=64).generate("abc", GREEDY)
 
 
-def test_a_prompt_that_is_too_long_is_told_once(
+def test_a_prompt_that_is_too_long_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By our error, and not by a warning of the tokenizer's as well."""
+    """By our error, without a warning of the tokenizer."""
     from transformers.utils import logging
 
     folder = save_checkpoint(tmp_path, max_len=16)
@@ -117,77 +117,68 @@ def test_a_prompt_that_is_too_long_is_told_once(
     assert not caplog.records
 
 
-def _own_code(folder: Path) -> None:
+def own_code(folder: Path) -> None:
     name = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
     edit(folder / "tokenizer_config.json", **name)
     (folder / "mine.py").write_text("raise SystemExit('remote code ran')")
 
 
-def _sentencepiece_only(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer.model").write_bytes(b"\x0a\x0b\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+def without(*names: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
 
 
-def _sentencepiece_with_its_class(folder: Path) -> None:
-    _sentencepiece_only(folder)
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-
-
-def _tekken_only(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tekken.json").write_text("{}")
-
-
-def _tiktoken_only(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "qwen.tiktoken").write_text("IQ== 0\n")
-
-
-def _settings_only(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def _no_merges(folder: Path) -> None:
+def no_merges(folder: Path) -> None:
     save_old_files(folder)
     (folder / "merges.txt").unlink()
 
 
-def _writes(name: str, content: bytes) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes(content)
+def only(name: str, content: bytes, config: str = "") -> Callable[[Path], None]:
+    """This file in place of a tokenizer's, with a `tokenizer_config.json` if there is one."""
 
-    damage.__name__ = f"{name} of {len(content)} bytes"
+    def damage(folder: Path) -> None:
+        without("tokenizer.json", "tokenizer_config.json")(folder)
+        (folder / name).write_bytes(content)
+        if config:
+            (folder / "tokenizer_config.json").write_text(config)
+
     return damage
 
 
-BROKEN: dict[Callable[[Path], None], str] = {
-    _writes("tokenizer.json", b"{"): "tokenizer.json` is not valid JSON",
-    _writes("tokenizer.json", b"{}"): "tokenizer.json` cannot be loaded",
-    _writes("tokenizer.json", b""): "tokenizer.json` is not valid JSON",
-    _writes("tokenizer_config.json", b"{"): "tokenizer_config.json` is not valid JSON",
-    _writes("tokenizer_config.json", b"[]"): "tokenizer_config.json` must hold a JSON object",
-    _writes("special_tokens_map.json", b"{"): "special_tokens_map.json` is not valid JSON",
-    _writes("added_tokens.json", b"{"): "added_tokens.json` is not valid JSON",
-    _writes("chat_template.jinja", b"\xff\xfe\xff"): "chat_template.jinja` cannot be read",
-    _own_code: "tokenizer_config.json` names a tokenizer of the checkpoint's own code",
-    _sentencepiece_only: "tokenizer.model` alone makes no tokenizer.*writes `tokenizer.json`",
-    _sentencepiece_with_its_class: "tokenizer.model` alone makes no tokenizer",
-    _tekken_only: "tekken.json` alone makes no tokenizer",
-    _tiktoken_only: "qwen.tiktoken` alone makes no tokenizer",
-    _settings_only: "has `tokenizer_config.json`, which make no tokenizer: add `tokenizer.json`",
-    _no_merges: "has `vocab.json`, which make no tokenizer",
-}
+def writes(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__.strip("_"))
-def test_broken_files(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+PIECES = b"\x0a\x0b\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02"  # a model of SentencePiece's
+LLAMA = '{"tokenizer_class": "LlamaTokenizer"}'
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (writes("tokenizer.json", b"{"), "tokenizer.json` is not valid JSON"),
+    (writes("tokenizer.json", b"{}"), "tokenizer.json` cannot be loaded"),
+    (writes("tokenizer.json", b""), "tokenizer.json` is not valid JSON"),
+    (writes("tokenizer_config.json", b"{"), "tokenizer_config.json` is not valid JSON"),
+    (writes("tokenizer_config.json", b"[]"), "tokenizer_config.json` must hold a JSON object"),
+    (writes("special_tokens_map.json", b"{"), "special_tokens_map.json` is not valid JSON"),
+    (writes("added_tokens.json", b"{"), "added_tokens.json` is not valid JSON"),
+    (writes("chat_template.jinja", b"\xff\xfe\xff"), "chat_template.jinja` cannot be read"),
+    (own_code, "tokenizer_config.json` names a tokenizer of the checkpoint's own code"),
+    (only("tokenizer.model", PIECES), "model` alone makes no tokenizer.*writes `tokenizer.json`"),
+    (only("tokenizer.model", PIECES, LLAMA), "tokenizer.model` alone makes no tokenizer"),
+    (only("tekken.json", b"{}"), "tekken.json` alone makes no tokenizer"),
+    (only("qwen.tiktoken", b"IQ== 0\n"), "qwen.tiktoken` alone makes no tokenizer"),
+    (without("tokenizer.json"), "has `tokenizer_config.json`, .* tokenizer: add `tokenizer.json`"),
+    (no_merges, "has `vocab.json`, which make no tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BROKEN)
+def test_broken_files(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     families.make_config("llama", {}).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     damage(tmp_path)
-    with pytest.raises(CheckpointError, match=BROKEN[damage]) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert len(str(caught.value)) < 500
 

@@ -1,4 +1,4 @@
-"""A model run as an engine would run it: random chunks, decodes, verifications that fail."""
+"""A model run as an engine runs it: random chunks, decodes, failed verifications."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def walk(
 ) -> list[dict[int, torch.Tensor]]:
     """Run texts of one length as an engine would: chunks, decodes, and verifies of wrong drafts.
 
-    fill: what stands in the cache before anything is computed.
+    fill: the initial value of the cache.
 
     Returns the logits of every position of every text, as last computed.
     """
@@ -55,8 +55,15 @@ def walk(
     return seen
 
 
+def logits_of(model: CausalLM, text: list[int]) -> torch.Tensor:
+    """[n, V] logits of a text in one pass."""
+    columns = -(-len(text) // 16)
+    batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
+    return model.forward(batch, new_pool(model, columns, 16)).logits_NV.clone()
+
+
 def new_pool(model: CausalLM, num_blocks: int, block_size: int, fill: float = 0.0) -> KVPool:
-    """A pool for `model` with `fill` in every number, those behind the last block included."""
+    """A pool for `model` with `fill` in every number, also after the last block."""
     kv = KVPool(model.layer_shapes, num_blocks, block_size, dtype=model.dtype, device=CPU)
     for cache in (*kv.keys, *kv.values):
         numbers = cache.untyped_storage().nbytes() // cache.itemsize

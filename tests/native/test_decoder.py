@@ -1,4 +1,4 @@
-"""The native decoder against plain Transformers, and against itself in other batches."""
+"""The native decoder against plain Transformers and in other batches; arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.families import FAMILIES, read_stack
-from foretoken.ops import RoundStack, Stack, UnfitError, get_backend
+from foretoken.ops import DraftCache, DraftRound, RoundStack, Stack, UnfitError, get_backend
 from foretoken.ops.backends.native import library
 from foretoken.ops.stack import Dense, linears, map_linears
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
+from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -38,57 +40,32 @@ MIXED = {
     "use_sliding_window": True,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-# No size is a multiple of a vector or of a panel; every family has the parts that set it apart.
+# No size is a multiple of a vector or of a panel.
 ODD = {**HEADS, "hidden_size": 36, "intermediate_size": 53, "vocab_size": 101}
+ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        **ROPE, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "linear": {**ROPE, "factor": 3.0},
+    "yarn": {**ROPE, "factor": 4.0, "original_max_position_embeddings": 16},
+}  # fmt: skip
+MANY_HEADS = {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1}
+# Family, settings, tokens of a block.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("llama", HEADS, 16),
     "llama with biases": ("llama", {**ODD, "attention_bias": True, "mlp_bias": True}, 4),
     "llama, tied": ("llama", {**ODD, "tie_word_embeddings": True}, 16),
     "llama, a key head to each query head": ("llama", {**HEADS, "num_key_value_heads": 4}, 16),
     "llama, one key head": ("llama", {**HEADS, "num_key_value_heads": 1}, 16),
-    "llama, 32 heads on one key head": (
-        "llama",
-        {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1},
-        16,
-    ),
+    "llama, 32 heads on one key head": ("llama", MANY_HEADS, 16),
     "llama, heads of 48": ("llama", {"head_dim": 48, "num_hidden_layers": 1}, 16),
     "llama, heads of 128": ("llama", {"head_dim": 128}, 32),
-    "llama, blocks of 1": ("llama", ODD, 1),
-    "llama, blocks of 7": ("llama", ODD, 7),
-    "llama, blocks of 32": ("llama", ODD, 32),
-    "llama3 RoPE": (
-        "llama",
-        {
-            **HEADS,
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-        16,
-    ),
-    "linear RoPE": (
-        "llama",
-        {**HEADS, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 3.0}},
-        16,
-    ),
-    "yarn RoPE": (
-        "llama",
-        {
-            **HEADS,
-            "rope_parameters": {
-                **ROPE,
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-        16,
-    ),
+    **{f"llama, blocks of {size}": ("llama", ODD, size) for size in (1, 7, 32)},
+    **{
+        f"{kind} RoPE": ("llama", {**HEADS, "rope_parameters": {**rope, "rope_type": kind}}, 16)
+        for kind, rope in ROPES.items()
+    },
     "mistral": ("mistral", {**ODD, "sliding_window": WINDOW}, 4),
     "mistral, window of 1": ("mistral", {**HEADS, "sliding_window": 1}, 16),
     "mistral, window of a block": ("mistral", {**HEADS, "sliding_window": 16}, 16),
@@ -104,7 +81,7 @@ def test_every_family_has_a_case() -> None:
 
 
 def save(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
-    """A random checkpoint whose vectors are random, too: biases, weights of norms."""
+    """A random checkpoint, with random biases and weights of norms, too."""
     families.save_model(folder, family, {"max_position_embeddings": 512, **overrides})
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
     weights = {
@@ -156,7 +133,7 @@ def run(
     block_size: int = 16,
     others: bool = False,
 ) -> Tensor:
-    """[n, V] logits of a text computed in chunks, beside other requests' chunks if wanted."""
+    """[n, V] logits of a text computed in chunks, optionally next to chunks of other requests."""
     assert sum(chunks) == len(text)
     columns = -(-len(text) // block_size)
     tables = [list(range(i, 3 * columns, 3)) for i in range(3)]
@@ -164,7 +141,7 @@ def run(
     for number, size in enumerate(chunks):
         new = text[done : done + size]
         spans = [Span(tables[0], done, new, size)]
-        if others:  # one before and one behind; the first of as many tokens, the other ragged
+        if others:  # one of as many tokens, before or after it, and a ragged one at the end
             spans.insert(number % 2, Span(tables[1], done, new[::-1], 1))
             spans.append(Span(tables[2], 0, text[: 1 + number % 5], 1))
         logits = model.forward(build_batch(spans, block_size, CPU), kv).logits_NV
@@ -177,11 +154,7 @@ def run(
 BITWISE: dict[str, tuple[str, dict[str, Any], int]] = {
     "four queries to a key": ("llama", {**ODD, "num_key_value_heads": 1}, 16),
     "biases": ("llama", {**HEADS, "attention_bias": True, "mlp_bias": True}, 16),
-    "many heads on one key head": (
-        "llama",
-        {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1},
-        16,
-    ),
+    "many heads on one key head": ("llama", MANY_HEADS, 16),
     "blocks of 1": ("llama", HEADS, 1),
     "window": ("mistral", {**HEADS, "sliding_window": WINDOW}, 16),
     "window, blocks of 1": ("mistral", {**HEADS, "sliding_window": 21}, 1),
@@ -213,7 +186,7 @@ def test_a_row_is_the_same_bits_in_any_batch(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 12, 20, 24, 32, 40, 64])
 def test_blocks_of_another_size_change_rounding_only(tmp_path: Path, block_size: int) -> None:
-    """Also those that end within a vector of 8 or 16 numbers."""
+    """Also sizes that end within a vector of 8 or 16 numbers."""
     model, text = load(save(tmp_path, "llama", ODD)), random_text(90, 3)
     expected = run(model, text, [90], block_size=16)
     for chunks in ([90], [1] * 90):
@@ -238,15 +211,6 @@ def test_nan_of_another_request_does_not_spread(tmp_path: Path) -> None:
     logits = model.forward(build_batch(spans, block, CPU), kv).logits_NV
     assert bool(logits[:5].isnan().all())
     assert torch.equal(logits[5:], alone[9:])
-
-
-def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path) -> None:
-    model, text = load(save(tmp_path, "qwen2", {"hidden_size": 64})), random_text(6, 5)
-    kv = new_pool(model, 4, 4)
-    first = model.forward(build_batch([Span([1, 2], 0, text[:5], 0)], 4, CPU), kv).logits_NV
-    assert first.shape == (0, model.vocab_size)
-    last = model.forward(build_batch([Span([1, 2], 5, text[5:], 1)], 4, CPU), kv).logits_NV
-    assert torch.equal(last[0], run(model, text, [6], block_size=4)[5])
 
 
 def test_pools_may_change_between_passes(tmp_path: Path) -> None:
@@ -288,7 +252,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_it_does_not_cover_runs_through_its_module(
+def test_models_that_are_not_implemented_run_through_their_modules(
     tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, overrides, message = UNFIT[case]
@@ -312,7 +276,7 @@ def test_what_it_does_not_cover_runs_through_its_module(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_half_precision_are_computed_with_in_float32(tmp_path: Path, dtype: str) -> None:
-    """The bits are those of the same weights as floats."""
+    """The bits are those of the same weights in float32."""
     half = getattr(torch, dtype)
     folder = save(tmp_path, "llama", {**ODD, "attention_bias": True, "mlp_bias": True})
     model = load_model(folder, device="cpu", backend="native", dtype=dtype)
@@ -365,7 +329,7 @@ def wide_norm(stack: Stack) -> Stack:
 
 
 def half_a_norm(stack: Stack) -> Stack:
-    """Of one layer, where the last norm says that all are float32."""
+    """A norm of one layer in half precision; the last norm is float32."""
     layer, last = stack.layers
     return replace(stack, layers=(layer, last._replace(feed_norm_C=last.feed_norm_C.half())))
 
@@ -402,13 +366,6 @@ def test_a_module_whose_output_layer_has_a_bias_is_no_stack() -> None:
         read_stack(module)
 
 
-def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack, backend = read_stack(loose_module()), get_backend("native")
-    monkeypatch.setattr(library, "missing", lambda: "of a test")
-    with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
-        backend.load_stack(stack, 64, 0)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrices_are_kept_once(tmp_path: Path, tied: bool) -> None:
     model = load(save(tmp_path, "llama", {**HEADS, "tie_word_embeddings": tied}))
@@ -421,3 +378,90 @@ def test_matrices_are_kept_once(tmp_path: Path, tied: bool) -> None:
     assert not stack.embedding.values.is_meta
     assert model.module is None
     assert not model.multiplies_masked_keys
+
+
+# Arguments are checked before the kernels read them, which check nothing.
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    folder = families.save_model(tmp_path_factory.mktemp("llama"), "llama", {"head_dim": 16})
+    return load_model(folder, device="cpu", backend="native")
+
+
+def forward(model: CausalLM, **changes: Any) -> Any:
+    """Two requests, of 3 and 1 new tokens, in a pool of 6 blocks."""
+    kv = new_pool(model, 6, BLOCK)
+    spans = [Span([1, 2], 2, [5, 6, 7], 1), Span([3], 0, [8], 1)]
+    batch = build_batch(spans, BLOCK, CPU)
+    attention = replace(batch.attention, **changes)
+    return model.forward(batch._replace(attention=attention), kv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_start_B1": torch.tensor([0, 3, 5])}, "`batch.query_start_B1` .* from 0 to 4"),
+        ({"length_B": torch.tensor([5, 9])}, r"`batch.length_B` is 9: .* 1\.\.8"),
+        ({"block_BL": torch.tensor([[1, 2], [6, 0]])}, r"`batch.block_BL` is 6: .* 0\.\.5"),
+        ({"block_BL": torch.tensor([[1, 3], [2, 0]]).T}, "`batch.block_BL.stride`"),
+        ({"block_size": 5}, "`batch.block_size` is 5: must be 4"),
+    ],
+)
+def test_a_wrong_batch_is_named(model: CausalLM, changes: dict[str, Any], message: str) -> None:
+    assert forward(model).logits_NV.shape == (2, model.vocab_size)
+    with pytest.raises(ConfigError, match=message):
+        forward(model, **changes)
+
+
+def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
+    """Three drafts for a request of 6 known tokens in slot 1, two for one of 1 in slot 0."""
+    assert isinstance(model.network, RoundStack)
+    kv = new_pool(model, 6, BLOCK)
+    spans = [Span([1, 2], 0, [5, 6, 7, 8, 9, 10], 1), Span([3], 0, [8], 1)]
+    first = build_batch(spans, BLOCK, CPU)
+    table = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]])[:, :columns].contiguous()
+    attention = replace(first.attention, block_BL=table)
+    drafting = DraftRound(
+        make_params(2, [0.8, 0.8]),
+        torch.tensor([1, 0]),
+        torch.tensor([3, 2]),
+        DraftCache.empty(2, 3, model.vocab_size, torch.float32, CPU),
+    )._replace(**changes)
+    return model.network.draft(first._replace(attention=attention), kv, drafting)
+
+
+def empty_cache(*sizes: int, dtype: torch.dtype = torch.float32) -> DraftCache:
+    return DraftCache.empty(*sizes, families.VOCABULARY, dtype, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slot_B": torch.tensor([1, 2])}, r"`drafting.slot_B` is 2: .* 0\.\.1"),
+        ({"slot_B": torch.tensor([-1, 0])}, "`drafting.slot_B` is -1"),
+        ({"slot_B": torch.tensor([1])}, r"`drafting.slot_B.shape` .* \[2]"),
+        ({"num_B": torch.tensor([3, 0])}, r"`drafting.num_B` is 0: must be in 1\.\.8"),
+        ({"num_B": torch.tensor([4, 2])}, r"`drafting.num_B` is 4: must be in 1\.\.3"),
+        ({"num_B": torch.tensor([[3, 1], [2, 1]])[:, 0]}, "`drafting.num_B.stride`"),
+        ({"cache": empty_cache(2, 2)}, "`drafting.cache.logits_SKV` .* K >= 3"),
+        ({"cache": empty_cache(1, 3)}, "`drafting.cache.logits_SKV.shape` is .*S >= 2"),
+        ({"cache": empty_cache(2, 3, dtype=torch.bfloat16)}, "`drafting.cache.* float32"),
+    ],
+)
+def test_a_wrong_round_is_named(model: CausalLM, changes: dict[str, Any], message: str) -> None:
+    assert (draft(model) >= 0).tolist() == [[True, True, True], [True, True, False]]
+    with pytest.raises(ConfigError, match=message):
+        draft(model, **changes)
+
+
+def test_a_wider_block_table_changes_nothing(model: CausalLM) -> None:
+    assert torch.equal(draft(model, columns=4), draft(model, columns=2))
+
+
+def test_a_pool_of_another_model_is_refused(model: CausalLM) -> None:
+    kv, batch = new_pool(model, 2, BLOCK), build_batch([Span([0], 0, [1], 1)], BLOCK, CPU)
+    one = SimpleNamespace(keys=kv.keys[:1], values=kv.values[:1])
+    with pytest.raises(ConfigError, match="`keys` is 1: must be tensors of 2 layers"):
+        model.forward(batch, one)

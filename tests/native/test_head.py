@@ -1,4 +1,4 @@
-"""The native EAGLE-3 head: what it takes, what it is given, and what it leaves in memory."""
+"""The native EAGLE-3 head: its arguments, when it is used, and the memory that it keeps."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from foretoken.ops.backends.native.stack import NativeStack
 from foretoken.ops.stack import Dense, Linear, map_linears
 from foretoken.ops.steps import ForwardBatch
 from tests.models import families
+from tests.native.libraries import native_backend
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
@@ -54,7 +55,7 @@ def load(
 
 
 def read_from(folder: Path, dtype: torch.dtype) -> tuple[Path, Eagle3Config, Dense]:
-    """What a head is read from: its folder, what that says, the target's embedding."""
+    """Arguments of `read_head`: the folder, its configuration, the target's embedding."""
     embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
     return folder, read_eagle3_config(folder), Dense(embedding.to(dtype))
 
@@ -130,7 +131,7 @@ def test_wrong_hidden_states_are_named(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_it_lacks_is_said_and_computed_by_operators(
+def test_a_head_that_kernels_lack_runs_in_operators(
     tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = "heads of sizes [8]: not one multiple of 16"
@@ -160,7 +161,7 @@ def test_weights_of_half_precision_are_computed_with_in_float32(
 
 
 def as_floats(stack: Stack) -> Stack:
-    """Matrices alone: norms and biases are made wide anyway."""
+    """The stack with matrices in float32. Norms and biases are widened anyway."""
 
     def wide(one: Linear) -> Linear:
         return one._replace(weight=Dense(one.weight.values.float()))
@@ -179,16 +180,15 @@ def wrong_ids(stack: Stack) -> Stack:
 
 
 @pytest.mark.parametrize("wrong", [wrong_norm, wrong_ids])
-def test_one_that_differs_is_not_used(
+def test_a_head_that_differs_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: Callable[[Stack], Stack]
 ) -> None:
-    """By what it computes, or by which ids it drafts."""
+    """In its numbers, or in the ids that it drafts."""
 
     def load_stack(stack: Stack, *sizes: int, deterministic: bool) -> NativeStack:
         return NativeStack(wrong(stack), *sizes, deterministic=deterministic)
 
-    kernels = replace(get_backend("native")._kernels, load_stack=load_stack)
-    head = load(tmp_path, backend=Backend("native", kernels), drafted=23)
+    head = load(tmp_path, backend=native_backend(load_stack), drafted=23)
     assert not isinstance(head, RoundStack)
     assert "slower: that of backend `native` differs by" in caplog.text
 
@@ -216,8 +216,8 @@ MIXED = [
 def test_a_head_reads_its_target_s_states_whichever_of_both_runs_in_kernels(
     tmp_path: Path, size: int, head_size: int, dtype: str
 ) -> None:
-    """Heads of 24 numbers in the target and of 8 in the head are what kernels lack; a stack in
-    kernels gives float32, one in stock operators its weights' dtype."""
+    """Kernels lack attention heads of 24 numbers (in the target) and of 8 (in the head). A stack in
+    kernels gives float32, one in stock operators the dtype of its weights."""
     target = tmp_path / "target"
     families.save_model(target, "llama", {"head_dim": size, "vocab_size": VOCABULARY})
     sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY, "aux_layers": (0, 1)}
@@ -227,11 +227,11 @@ def test_a_head_reads_its_target_s_states_whichever_of_both_runs_in_kernels(
     runner: Any = llm.engine.runner
     assert runner.model.runs_in_kernels == (size == 16)
     prompts: Any = [{"prompt_token_ids": [5, 6, 7] * 3}, {"prompt_token_ids": [9]}]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
     assert [output.error for output in outputs] == [None, None]
     assert llm.metrics.num_draft_tokens > 0
     if size == 16:
         plain = LLM(str(target), dtype=dtype, max_num_seqs=2, block_size=BLOCK)
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         wanted = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
         assert [output.outputs[0].token_ids for output in outputs] == wanted

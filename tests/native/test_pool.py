@@ -63,7 +63,7 @@ for worker in workers:
 
 
 def run(script: str, *arguments: str) -> None:
-    """In a process of its own: what goes wrong here ends a process, or hangs it."""
+    """Run in a process of its own, because a failure here ends or hangs the process."""
     command = [sys.executable, "-c", PRELUDE + script, *arguments]
     done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def test_the_number_of_threads_may_change_while_others_compute() -> None:
     run(CHANGED)
 
 
-def test_engines_in_two_threads_give_what_each_gives_alone(tmp_path: Path) -> None:
+def test_engines_in_two_threads_give_the_tokens_of_each_alone(tmp_path: Path) -> None:
     from foretoken import LLM, SamplingParams
 
     folder = save_checkpoint(tmp_path, hidden=64, vocabulary=2000, tokenizer=False)

@@ -6,7 +6,6 @@ the right texts is shown in `models/test_gguf_models.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from foretoken.ops.stack import (
 )
 from foretoken.ops.types import AttentionOptions
 from tests.models.batches import Span, build_batch
+from tests.native.libraries import VARIANTS, built_variants, use_library
 from tests.ops.weights import (
     FORMATS,
     GROUPS,
@@ -54,17 +54,11 @@ pytestmark = needs_kernels
 
 CPU, BLOCK, VOCABULARY, HEAD_SIZE = torch.device("cpu"), 16, 101, 16
 QUANTISED = (*BLOCKS, *GROUPS)
-VARIANTS = [
-    variant
-    for variant in build.VARIANTS.get(build.platform.machine(), {"none": []})
-    if library._NEEDS.get(variant, set()) <= library._cpu_features()
-]
-LOAD: Callable[[], Any] = library.load.__wrapped__
 
 
 class Sizes(NamedTuple):
-    """hidden, heads and intermediate: the last panel of a matrix is not filled where that is
-    possible, which is with rows of 96 and 352 numbers."""
+    """hidden, heads and intermediate. The last panel of a matrix is not full where that is
+    possible: with rows of 96 and 352 numbers."""
 
     hidden: int
     heads: int
@@ -75,25 +69,13 @@ SIZES = {32: Sizes(96, 4, 352), 64: Sizes(192, 4, 320), 128: Sizes(128, 8, 384),
          256: Sizes(256, 16, 512)}  # fmt: skip
 
 
-@functools.cache
-def library_of(variant: str) -> Any:
-    """A library beside that which this process has loaded."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_variant", lambda: (variant, ""))
-        return LOAD()
-
-
 @pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """The library that the test runs in."""
-    name: str = request.param
-    if not build.library_path(name).exists():
-        pytest.skip(f"`{name}` was not built")  # `FORETOKEN_NATIVE_VARIANT` says what is tested
-    kernels = library_of(name)
-    assert kernels._name.endswith(f"-{name}.so")
-    monkeypatch.setattr(library, "load", lambda: kernels)
-    yield name
-    library.set_num_threads(1)
+    if not build.library_path(request.param).exists():
+        pytest.skip(f"`{request.param}` was not built")
+    with use_library(request.param):
+        yield request.param
 
 
 def made_stack(name: str, num_layers: int = 2, *, biases: bool = True) -> Stack:
@@ -137,7 +119,7 @@ def gains(size: int, random: torch.Generator) -> Tensor:
 
 
 def one_product(weight: Weight, gain_C: Tensor) -> Stack:
-    """A stack whose logits are one product, of rows that no rounding blurs: signs times `gain_C`.
+    """A stack that computes one product, of rows without rounding errors: signs times `gain_C`.
 
     Vectors of tokens are signs, so that the norm divides by exactly one; the layer adds zeros.
     """
@@ -169,7 +151,7 @@ def stock(stack: Stack) -> StockStack:
 
 
 def run(loaded: Any, text: list[int], chunks: list[int], aux_layers: tuple[int, ...] = ()) -> Any:
-    """Logits [n, V] of one request, in chunks; or hidden states, if these are asked for."""
+    """Logits [n, V] of one request, in chunks; or its hidden states of `aux_layers`."""
     assert sum(chunks) == len(text)
     table = list(range(-(-len(text) // BLOCK)))
     kv = KVPool(loaded.stack.layer_shapes, len(table), BLOCK, dtype=torch.float32, device=CPU)
@@ -199,7 +181,7 @@ def as_floats(linear: Linear) -> Linear:
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
-    """Relative to the largest number."""
+    """The largest difference, relative to the largest number."""
     assert found.shape == wanted.shape
     largest = wanted.abs().max().item() or 1.0
     return (found.double() - wanted.double()).abs().max().item() / largest
@@ -213,7 +195,7 @@ def text_of(length: int, seed: int = 3) -> list[int]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stack_is_that_of_stock_operators(variant: str, name: str) -> None:
     """Sums in another order differ by an ulp, which may round an activation to the next code, a
-    127th of its group away: in few rows, where these do not read each other.
+    127th of its group away. Where rows do not read each other, few rows differ.
     """
     made = made_stack(name)
     wide = map_linears(made, as_floats) if name in PLAIN else made  # kernels compute in float32
@@ -227,7 +209,7 @@ def test_a_stack_is_that_of_stock_operators(variant: str, name: str) -> None:
 
 
 def signed_gains(size: int) -> Tensor:
-    """Numbers of every magnitude: groups of some size, of zeros, and one that is far larger."""
+    """Numbers of every magnitude: groups of small numbers, of zeros, with one far larger number."""
     random = torch.Generator().manual_seed(7)
     gain_C = torch.randn(size, generator=random)
     gain_C[32:64] = 0
@@ -238,45 +220,47 @@ def signed_gains(size: int) -> Tensor:
     return gain_C
 
 
-def product_error(name: str, outputs: int = 150) -> float:
+def product_error(
+    name: str,
+    rounded: Callable[[Tensor], Tensor] = round_rows,
+    read: Callable[..., Any] = numbers_of,
+) -> float:
+    """The error of a product, as seen by a comparison that rounds rows and reads weights so."""
     random, size = torch.Generator().manual_seed(8), SIZES[multiple_of(name)].hidden
-    weight, gain_C = random_weight(name, outputs, size, random), signed_gains(size)
+    weight, gain_C = random_weight(name, 150, size, random), signed_gains(size)
     made = one_product(weight, gain_C)
     tokens = list(range(VOCABULARY))
     x = made.embedding.values * gain_C
-    rows = round_rows(x) if name in QUANTISED else x
-    wanted = rows.double() @ torch.from_numpy(numbers_of(weight)).T
+    rows = rounded(x) if name in QUANTISED else x
+    wanted = rows.double() @ torch.from_numpy(read(weight)).T
     return error_of(run_alone(native(made), tokens), wanted)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_product_is_that_of_float64(variant: str, name: str) -> None:
-    """Of rounded rows and the numbers as the format's own package reads them."""
+    """A product of rounded rows and of the weights as the format's own package reads them."""
     assert product_error(name) <= 1e-6
 
 
-def test_the_comparison_sees_rows_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is wrong in one code: see `ops/test_formats.py` for the readings of blocks."""
-    monkeypatch.setattr(f"{__name__}.round_rows", lambda x: x)
-    assert product_error("Q8_0") > 1e-4
+def test_the_comparison_sees_rows_that_are_not_rounded() -> None:
+    """Wrong readings of blocks are in `ops/test_formats.py`."""
+    assert product_error("Q8_0", rounded=lambda x: x) > 1e-4
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_comparison_sees_one_wrong_code(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_comparison_sees_one_wrong_code(name: str) -> None:
     """The last number of a row is read as its neighbour."""
-    right = numbers_of
 
     def wrong(weight: Any) -> Any:
-        numbers = right(weight)
+        numbers = numbers_of(weight)
         numbers[..., -1] = numbers[..., -2]
         return numbers
 
-    monkeypatch.setattr(f"{__name__}.numbers_of", wrong)
-    assert product_error(name) > 1e-4
+    assert product_error(name, read=wrong) > 1e-4
 
 
 def extreme(name: str, code: int, size: int) -> Weight:
-    """All codes, small scales among them, of one byte; scales and minima of one sign."""
+    """A weight with all codes and small scales from one byte; scales and minima of one sign."""
     random = torch.Generator().manual_seed(9)
     weight = random_weight(name, 3, size, random)
     if isinstance(weight, Grouped):
@@ -293,7 +277,7 @@ def extreme(name: str, code: int, size: int) -> Weight:
 @pytest.mark.parametrize("code", [0x00, 0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_sums_of_the_largest_codes_do_not_overflow(variant: str, name: str, code: int) -> None:
-    """All activations have a code of 127, with every sign or with one."""
+    """All activations have a code of 127, with mixed signs or one sign."""
     size = SIZES[multiple_of(name)].hidden
     weight = extreme(name, code, size)
     made = one_product(weight, torch.full((size,), 3.0))
@@ -315,7 +299,7 @@ def test_a_row_is_the_same_bits_in_any_batch(variant: str, name: str) -> None:
     library.set_num_threads(1)
     wanted = run(loaded, text, [1] * 100)
     alone = torch.cat([run_alone(loaded, [token]) for token in text[:20]])
-    assert not torch.equal(wanted[:20], alone), "what comes before a token counts"
+    assert not torch.equal(wanted[:20], alone), "logits depend on earlier tokens"
     for threads in (1, 2):
         library.set_num_threads(threads)
         for chunks in BATCHES:
@@ -325,25 +309,24 @@ def test_a_row_is_the_same_bits_in_any_batch(variant: str, name: str) -> None:
 
 
 def test_every_library_gives_the_same_bits() -> None:
-    """Of one product whose rows are exact: sums of codes are integers, and are added up in an order
-    that no width of vectors changes."""
-    built = [name for name in VARIANTS if build.library_path(name).exists()]
-    if len(built) < 2:
-        pytest.skip(f"this machine runs {built} only")
-    for name in FORMATS:
-        size = SIZES[multiple_of(name)].hidden
-        weight = random_weight(name, 150, size, torch.Generator().manual_seed(8))
-        made, found = one_product(weight, signed_gains(size)), []
-        for one in built:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(library, "load", functools.partial(library_of, one))
-                found.append(run_alone(native(made), [*range(VOCABULARY)]))
-        assert all(torch.equal(found[0], other) for other in found[1:]), name
+    """For one product of exact rows: sums of codes are integers, and they are added in an order
+    that does not depend on the width of vectors."""
+    found = []
+    for variant in built_variants():
+        with use_library(variant):
+            found.append([])
+            for name in FORMATS:
+                size = SIZES[multiple_of(name)].hidden
+                weight = random_weight(name, 150, size, torch.Generator().manual_seed(8))
+                made = one_product(weight, signed_gains(size))
+                found[-1].append(run_alone(native(made), [*range(VOCABULARY)]))
+    for name, first, *others in zip(FORMATS, *found, strict=True):
+        assert all(torch.equal(first, other) for other in others), name
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_in_an_order(variant: str, kind: str) -> None:
-    """Of queries and keys, as files of Llama models have them; and of tokens."""
+    """The order of queries and keys in files of Llama models."""
     made = made_stack(kind, 1)
     (layer,), random = made.layers, torch.Generator().manual_seed(11)
     query, key, value = layer.mixer.qkv.weight.parts
@@ -387,7 +370,7 @@ def test_an_embedding_of_groups_is_unfit(name: str) -> None:
 
 
 def test_formats_are_mixed_among_queries_keys_and_values(variant: str) -> None:
-    """With biases, which begin anew with each matrix."""
+    """With biases, of which each matrix has its own part."""
     made, other = made_stack("Q4_K"), made_stack("Q6_K")
     for kinds in ("446", "464", "644", "466"):
         layers = []
@@ -439,7 +422,7 @@ def test_groups_that_are_no_multiple_of_32_are_unfit(groups: int, size: int) -> 
 
 
 def test_rows_that_are_no_multiple_of_32_are_unfit() -> None:
-    """Eight bits by row, of a hidden size that plain numbers may have."""
+    """Eight bits by row, with a hidden size that is allowed for plain numbers."""
     codes = torch.zeros(VOCABULARY, 40, dtype=torch.int8)
     made = one_product(Grouped(codes, torch.ones(VOCABULARY, 1)), torch.ones(40))
     with pytest.raises(UnfitError, match="`head` has groups of 40: no multiple of 32"):
@@ -463,7 +446,7 @@ BROKEN = [(kind, SCALE_AT[kind]) for kind in BLOCKS] + [*MINIMUM_AT.items()]
 def test_a_scale_that_is_not_finite_is_a_damaged_file(
     variant: str, kind: str, at: int, value: float
 ) -> None:
-    """Of the last block of the last row of the first or of the last matrix."""
+    """In the last block of the last row of the first or of the last matrix."""
     made = made_stack(kind, 1)
     (layer,), head = made.layers, made.head.weight
     assert isinstance(head, Blocks)
@@ -485,7 +468,9 @@ def test_a_scale_that_is_not_finite_is_a_damaged_file(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_stays_in_its_row(variant: str, name: str, value: float) -> None:
+def test_a_number_that_is_not_finite_stays_in_its_row(
+    variant: str, name: str, value: float
+) -> None:
     made, tokens = made_stack(name, 1), [7, 8, 9, 10, 11, 12, 13]
     wanted = run_alone(native(made), tokens)
     made.embedding.values[9, 33] = value
@@ -500,7 +485,7 @@ def test_what_is_not_finite_stays_in_its_row(variant: str, name: str, value: flo
 def test_activations_whose_scale_has_no_inverse_count_as_zeros(
     variant: str, name: str, largest: float
 ) -> None:
-    """Some of what is left of a gate of -80 is so small: the product stays finite."""
+    """SiLU of a gate of -80 is so small. The product stays finite."""
     size = SIZES[multiple_of(name)].hidden
     random = torch.Generator().manual_seed(8)
     weight, gain_C = random_weight(name, 30, size, random), torch.ones(size)
@@ -511,8 +496,8 @@ def test_activations_whose_scale_has_no_inverse_count_as_zeros(
     assert error_of(run_alone(native(made), [1, 2, 3]), wanted[1:4]) <= 1e-6
 
 
-def test_shapes_are_left_of_what_is_packed_and_no_numbers(variant: str) -> None:
-    """Rows that a file has mapped are not kept, either; the embedding's are."""
+def test_of_packed_weights_only_the_shapes_are_kept(variant: str) -> None:
+    """Rows mapped from a file are not kept, either, except those of the embedding."""
     made = made_stack("Q4_K", 1)
     kept = native(
         replace(made, embedding=random_weight("Q4_K", VOCABULARY, 256, torch.Generator()))

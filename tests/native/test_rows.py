@@ -1,10 +1,9 @@
-"""What the kernels alone do: paths chosen by size, dtype or rule, which must all agree."""
+"""Paths of the native kernels that are chosen by size, dtype or rule: all must agree."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +21,14 @@ from foretoken.ops import (
     Rows,
     Rule,
     SlotParams,
-    Verdict,
     VerifyBatch,
     get_backend,
 )
 from foretoken.ops.backends.native import library
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
+from tests.support.oracle import random_case
+from tests.support.pieces import compare_pieces
 
 pytestmark = needs_kernels
 
@@ -70,7 +70,7 @@ def test_thresholds_are_exact_however_many_tokens_are_kept(
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize("top_k", [0, 300, 10])
 def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None:
-    """Tokens that cannot be drawn make the row longer, its lists and blocks other ones."""
+    """Tokens that cannot be drawn make the row longer, and change its lists and blocks."""
     params, slot, zero = make_params(60, 0.9, top_k), torch.arange(60), torch.zeros(60).long()
     raw = rows_of(60, 700, 2.0)
     wide = torch.full((60, 3000), -80.0)
@@ -89,14 +89,14 @@ def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_floats_are_read_exactly(dtype: torch.dtype) -> None:
-    """All of their values: subnormal ones, infinities and NaN, too."""
+    """All values, also subnormal ones, infinities and NaN."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
     params, slot = make_params(1, 0.0), torch.zeros(1).long()
     out = get_backend("native").process_logits(Rows(values[None], params, slot))
     torch.testing.assert_close(out[0], values.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
+def test_rows_may_be_apart_and_each_has_its_edits() -> None:
     """Rows of a wider tensor, masks that end within a word, entries at the ends of blocks."""
     raw = rows_of(3, 4000, 1.0)[:, :2050]
     masks = torch.full((1, 65), -1, dtype=torch.int32)
@@ -126,7 +126,7 @@ def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
 def cached(
     raw_BKV: Tensor, params: SlotParams, position_B: Tensor, *, fp64: bool = False
 ) -> tuple[Tensor, DraftCache]:
-    """Drafts of slots 0..B-1, and where their q is."""
+    """Drafts of slots 0..B-1, and the cache with their q."""
     num, most, vocabulary = raw_BKV.shape
     cache = DraftCache.empty(num, most, vocabulary, raw_BKV.dtype, CPU)
     slot_B = torch.arange(num)
@@ -141,49 +141,15 @@ def cached(
     return torch.stack(drafts, dim=1), cache
 
 
-@pytest.mark.parametrize("rules", [[Rule.STANDARD], [Rule.SYNTHETIC], list(Rule)])
+@pytest.mark.parametrize("rule", [None, Rule.STANDARD, Rule.SYNTHETIC])
 @pytest.mark.parametrize("fp64", [False, True])
-def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: bool) -> None:
-    num, most, vocabulary = 96, 3, 1500
-    params = make_params(
-        num,
-        temperature=[0.0, 0.7, 1.0, 1.2] * 24,
-        top_k=[0, 0, 0, 0, 20, 700] * 16,
-        top_p=[1.0, 0.9, 1.0] * 32,
-        rule=[int(rules[b // 4 % len(rules)]) for b in range(num)],
+def test_a_batch_and_its_pieces_get_one_verdict(rule: Rule | None, fp64: bool) -> None:
+    """Rules mixed or one for all; ragged drafts, hidden ones, rows that are not finite."""
+    fixed = None if rule is None else {"rule": rule}
+    case = random_case(
+        1500, 7, num_requests=96, num_slots=96, most=3, junk=True, fp64_noise=fp64, fixed=fixed
     )
-    base = rows_of(num, vocabulary, 2.0)
-    slot_B = torch.arange(num)
-    noisy = base[:, None] + rows_of(num * most, vocabulary, 0.4, 1).view(num, most, vocabulary)
-    token_BK, cache = cached(noisy, params, slot_B, fp64=fp64)
-    token_BK[::17, 1] = -1
-    num_B = (torch.arange(num) + torch.arange(num) // 4) % (most + 1)
-    logits = base.repeat_interleave(num_B + 1, dim=0)
-    logits[100, 3] = torch.nan
-
-    def verified(b: slice, row: slice) -> Verdict:
-        drafts = DraftBlock(token_BK[b], num_B[b], cache, torch.arange(num)[b] % 5 > 0)
-        return get_backend("native").verify(
-            VerifyBatch(
-                logits[row],
-                params,
-                slot_B[b],
-                slot_B[b],
-                drafts,
-                synthetic_rate_K=torch.tensor([0.9, 0.8, 0.3], dtype=torch.float64),
-                fp64_noise=fp64,
-            )
-        )
-
-    whole = verified(slice(None), slice(None))
-    first = 0
-    for b, rows in enumerate((num_B + 1).tolist()):
-        alone = verified(slice(b, b + 1), slice(first, first + rows))
-        first += rows
-        for name in ("token_BK1", "n_accept_B", "finite_B"):
-            assert torch.equal(getattr(alone, name)[0], getattr(whole, name)[b]), name
-    assert int(whole.n_accept_B.sum()) > num // 2
-    assert int(whole.finite_B.sum()) == num - 1
+    compare_pieces(case, get_backend("native"))
 
 
 UNREADABLE = """
@@ -209,10 +175,10 @@ print("done")
 """
 
 
-def test_rows_behind_a_rejection_are_not_read() -> None:
-    """Whatever the rule of the other request is: `synthetic` reads what `standard` reads.
+def test_rows_after_a_rejection_are_not_read() -> None:
+    """Whatever the rule of the other request; `synthetic` reads the same rows as `standard`.
 
-    Two requests of five rows; the last four of the second are memory that nobody may read.
+    Two requests of five rows. The last four of the second are memory that may not be read.
     """
     command, root = [sys.executable, "-c", UNREADABLE], Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -230,20 +196,13 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule, dtype: torch
     rows = (rows_of(num, 2049, 3.0) * 7).to(dtype)
     token_BK, cache = cached(rows[:, None].expand(-1, most, -1), params, torch.arange(num))
     drafts = DraftBlock(token_BK, torch.full((num,), most), cache, torch.ones(num).bool())
-    verdict = get_backend("native").verify(
-        VerifyBatch(
-            rows.repeat_interleave(most + 1, dim=0),
-            params,
-            torch.arange(num),
-            torch.arange(num),
-            drafts,
-        )
-    )
+    wide, slot_B = rows.repeat_interleave(most + 1, dim=0), torch.arange(num)
+    verdict = get_backend("native").verify(VerifyBatch(wide, params, slot_B, slot_B, drafts))
     assert verdict.n_accept_B.tolist() == [most] * num
 
 
 def test_threads_change_nothing() -> None:
-    """Rows enough to be shared, each with another path."""
+    """Enough rows to be shared among threads, on different paths."""
     num, vocabulary = 12, 20_000
     params = make_params(
         num, [0.0, 1.0, 0.6] * 4, [0, 20, 0, 0] * 3, [1.0, 0.95] * 6, rule=[0, 1, 2] * 4

@@ -35,8 +35,8 @@ def load_saved(folder: Path) -> CausalLM:
 
 
 def packed_numbers(own: Stack) -> dict[str, int]:
-    """Numbers that matrices take in panels of outputs, by name; a panel has both gate and up."""
-    variant = library._variant()[0] or ""
+    """Numbers in the panels of each matrix, by name; a panel has outputs of both gate and up."""
+    variant = library.choose_variant(library.this_machine())[0] or ""
     panel = 64 if "v4" in variant else 16 if "v3" in variant else 8
     numbers: dict[str, int] = {}
     for name, (weight, *_) in linears(own):
@@ -68,9 +68,9 @@ def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
 
 
 def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With one weight that needs more bits its matrix is kept as floats: only its logit differs."""
+    """A matrix with one weight that needs more bits is kept in float32: one logit differs."""
     folder = families.save_model(tmp_path, "llama", {**SIZES, "intermediate_size": 2048})
     file, found = folder / "model.safetensors", []
     weights = {name: w.bfloat16().float() for name, w in load_file(file).items()}
@@ -78,12 +78,14 @@ def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
     for excess in (0.0, 2.0**-20):
         weights["lm_head.weight"][7, 3] = 1 + excess
         save_file(weights, file, {"format": "pt"})
-        monkeypatch.setattr(stack, "_tunings", {})
-        model = load_saved(folder)
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "foretoken"):
+            model = load_saved(folder)
         assert isinstance(model.network, NativeStack)
         numbers = packed_numbers(model.network.stack)
         size = 2 * sum(numbers.values()) + (2 * numbers["head"] if excess else 0)
-        assert [*stack.tunings()] == [f"{size / 2**20:.1f} MiB"]
+        measured = {line for line in caplog.messages if line.startswith("Weights of ")}
+        assert {line.split(",")[0] for line in measured} == {f"Weights of {size / 2**20:.1f} MiB"}
         rows = [row for seen in walk(model, texts, 1, 16) for row in seen.values()]
         found.append(torch.stack(rows))
     differs_V = (found[0] != found[1]).any(dim=0)
@@ -91,14 +93,14 @@ def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
 
 
 def test_times_of_tiny_weights_have_three_digits() -> None:
-    """In microseconds alone, those within 3 % of each other could read 0.003 and 0.004 ms."""
+    """Rounded to microseconds, times within 3 % of each other could read 0.003 and 0.004 ms."""
     few = stack.describe_fetches(0, (4e-7, 3.51e-6))
     assert few == {"taken": "no hint", "no hint": 0.0004, "cached": 0.00351}
     slow = stack.describe_fetches(1, (9.8765, 1.23456e-3))
     assert slow == {"taken": "cached", "no hint": 9880.0, "cached": 1.23}
 
 
-def test_what_is_taken_was_measured_here_and_is_reported(
+def test_the_choice_is_measured_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "foretoken"):

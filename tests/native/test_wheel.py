@@ -1,6 +1,6 @@
-"""What `pip` makes of this folder, with a compiler and without.
+"""The wheel that `pip` builds from this folder, with a compiler and without.
 
-Needs the network: `pip` fetches the build backend. Skipped where it cannot.
+Needs the network, because `pip` fetches the build backend; skipped without it.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ def test_with_a_compiler_it_brings_the_kernels(tmp_path: Path) -> None:
 def test_without_a_compiler_it_is_pure_python(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path, str(tmp_path))
     assert tag_and_libraries(wheel) == ("py3-none-any", [])
-    # They can be built where the wheel lands.
+    # The kernels can be built where the wheel is installed.
     assert "foretoken/ops/backends/native/csrc/stack.cpp" in wheel.namelist()

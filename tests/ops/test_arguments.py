@@ -33,7 +33,7 @@ WHOLE = {(0, 1): (1.0, 1.0, 0.0), (0, 4): (1.0, 1.0, 0.0), (1, 2): (1.0, 1.0, 0.
 
 
 OPS = get_backend("reference")
-"""One for all: arguments are checked before the backend's own functions are called."""
+"""One backend for all tests: arguments are checked before its own functions are called."""
 
 
 def two() -> torch.Tensor:
@@ -46,14 +46,9 @@ def edits_of(num_rows: int) -> Edits:
 
 def sample_arguments() -> Arguments:
     return {
-        "logits_NV": torch.zeros(2, 8),
-        "params": make_params(2),
-        "slot_N": two(),
-        "position_N": two(),
-        "draft_index_N": two(),
-        "streams": TARGET,
-        "edits": edits_of(2),
-    }
+        "logits_NV": torch.zeros(2, 8), "params": make_params(2), "slot_N": two(),
+        "position_N": two(), "draft_index_N": two(), "streams": TARGET, "edits": edits_of(2),
+    }  # fmt: skip
 
 
 def draft_arguments() -> Arguments:
@@ -75,13 +70,9 @@ def verify_arguments() -> Arguments:
 
 def logprobs_arguments() -> Arguments:
     return {
-        "logits_NV": torch.zeros(2, 8),
-        "token_N": two(),
-        "num_top": 3,
-        "params": make_params(2),
-        "slot_N": two(),
-        "edits": edits_of(2),
-    }
+        "logits_NV": torch.zeros(2, 8), "token_N": two(), "num_top": 3, "params": make_params(2),
+        "slot_N": two(), "edits": edits_of(2),
+    }  # fmt: skip
 
 
 def records(given: Arguments) -> tuple[Rows, Noise]:
@@ -117,82 +108,77 @@ def refuses(call: Callable[..., object], given: Arguments, field: str, value: ob
     assert caught.value.field.startswith(field), caught.value
 
 
-SLOT_PARAMS = [
-    ("params.rules", None),
-    ("params.key_S", torch.zeros(2, dtype=torch.int64).to_sparse()),
-    ("params.temperature_S", torch.ones(2, requires_grad=True)),
-    ("params.temperature_S", torch.ones(3)),
-    ("params.temperature_S", torch.tensor([1.0, -0.5])),
-    ("params.temperature_S", torch.tensor([1.0, math.nan])),
-    ("params.temperature_S", torch.tensor([1.0, 1e-6])),
-    ("params.top_k_S", torch.ones(2)),
-    ("params.top_p_S", torch.tensor([0.0, 1.0])),
-    ("params.top_p_S", torch.tensor([1.5, 1.0])),
-    ("params.min_p_S", torch.zeros(2, dtype=torch.float64)),
-    ("params.min_p_S", torch.tensor([0.0, 1.5])),
-    ("params.rule_S", torch.tensor([0, 4])),
-    ("params.rule_S", torch.tensor([-1, 0])),
-    ("params.rule_S", torch.zeros(2, dtype=torch.int32)),
-]
-FLAG = ["x", 1, None]
-EDITS = [
-    ("edits.bias_M", torch.zeros(3, requires_grad=True)),
-    ("edits.mask_RW", torch.zeros(1, 1, dtype=torch.int32).to_sparse()),
-    ("edits.mask_RW", torch.zeros(1, 2, dtype=torch.int32)),
-    ("edits.mask_RW", torch.zeros(1, 1, dtype=torch.int64)),
-    ("edits.mask_N", None),
-    ("edits.mask_N", torch.tensor([0, 1])),
-    ("edits.mask_N", torch.tensor([0, -2])),
-    ("edits.start_N1", torch.tensor([0, 3])),
-    ("edits.start_N1", torch.tensor([0, 2, 4])),
-    ("edits.start_N1", torch.tensor([1, 2, 3])),
-    ("edits.start_N1", torch.tensor([0, 4, 3])),
-    ("edits.token_M", torch.tensor([4, 1, 2])),
-    ("edits.token_M", torch.tensor([1, 1, 2])),
-    ("edits.token_M", torch.tensor([1, 8, 2])),
-    ("edits.token_M", torch.tensor([-1, 4, 2])),
-    ("edits.bias_M", torch.zeros(2)),
-    ("edits.bias_M", torch.tensor([0.0, math.nan, 0.0])),
-    ("edits.bias_M", torch.tensor([0.0, math.inf, 0.0])),
-    ("edits.repetition_M", torch.tensor([1.0, 0.0, 1.0])),
-    ("edits.subtract_M", torch.tensor([1.0, -math.inf, 1.0])),
-]
+def each(wrong: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    """Pairs of a field and a value of it that is wrong."""
+    return [(field, value) for field, values in wrong.items() for value in values]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logits_NV", torch.zeros(8)),
-        ("logits_NV", torch.zeros(2, 8, dtype=torch.int64)),
-        ("logits_NV", torch.zeros(2, 0)),
-        ("logits_NV.stride", torch.zeros(8, 2).t()),
-        ("slot_N", torch.tensor([0])),
-        ("slot_N", torch.tensor([0, 1], dtype=torch.int32)),
-        ("slot_N", [0, 1]),
-        ("slot_N", torch.tensor([0, 2])),
-        ("slot_N", torch.tensor([-1, 0])),
-        ("slot_N.device", torch.zeros(2, dtype=torch.int64, device="meta")),
-        ("position_N", torch.tensor([[0, 1]])),
-        ("draft_index_N", torch.tensor([0.0, 1.0])),
-        ("draft_index_N.device", torch.zeros(2, dtype=torch.int64, device="meta")),
-        ("streams", (Stream.TARGET_TOKEN,)),
-        ("streams", (Stream.TARGET_TOKEN, 99)),
-        ("streams", (Stream.TARGET_TOKEN, Stream.TARGET_TOKEN)),
-        ("streams", (Stream.TARGET_BLOCK, Stream.TARGET_TOKEN)),
-        ("streams", (Stream.TARGET_TOKEN, [])),
-        ("streams", None),
-        *(("fp64", value) for value in FLAG),
-        ("params", None),
-        ("edits", {}),
-        *SLOT_PARAMS,
-        *EDITS,
+SLOT_PARAMS = each({
+    "params.rules": [None],
+    "params.key_S": [torch.zeros(2, dtype=torch.int64).to_sparse()],
+    "params.temperature_S": [
+        torch.ones(2, requires_grad=True), torch.ones(3), torch.tensor([1.0, -0.5]),
+        torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1e-6]),
     ],
-)
+    "params.top_k_S": [torch.ones(2)],
+    "params.top_p_S": [torch.tensor([0.0, 1.0]), torch.tensor([1.5, 1.0])],
+    "params.min_p_S": [torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, 1.5])],
+    "params.rule_S": [
+        torch.tensor([0, 4]), torch.tensor([-1, 0]), torch.zeros(2, dtype=torch.int32),
+    ],
+})  # fmt: skip
+FLAG = ["x", 1, None]
+EDITS = each({
+    "edits.bias_M": [
+        torch.zeros(3, requires_grad=True), torch.zeros(2), torch.tensor([0.0, math.nan, 0.0]),
+        torch.tensor([0.0, math.inf, 0.0]),
+    ],
+    "edits.mask_RW": [
+        torch.zeros(1, 1, dtype=torch.int32).to_sparse(), torch.zeros(1, 2, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int64),
+    ],
+    "edits.mask_N": [None, torch.tensor([0, 1]), torch.tensor([0, -2])],
+    "edits.start_N1": [
+        torch.tensor([0, 3]), torch.tensor([0, 2, 4]), torch.tensor([1, 2, 3]),
+        torch.tensor([0, 4, 3]),
+    ],
+    "edits.token_M": [
+        torch.tensor([4, 1, 2]), torch.tensor([1, 1, 2]), torch.tensor([1, 8, 2]),
+        torch.tensor([-1, 4, 2]),
+    ],
+    "edits.repetition_M": [torch.tensor([1.0, 0.0, 1.0])],
+    "edits.subtract_M": [torch.tensor([1.0, -math.inf, 1.0])],
+})  # fmt: skip
+
+
+WRONG_SAMPLE = each({
+    "logits_NV": [torch.zeros(8), torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 0)],
+    "logits_NV.stride": [torch.zeros(8, 2).t()],
+    "slot_N": [
+        torch.tensor([0]), torch.tensor([0, 1], dtype=torch.int32), [0, 1], torch.tensor([0, 2]),
+        torch.tensor([-1, 0]),
+    ],
+    "slot_N.device": [torch.zeros(2, dtype=torch.int64, device="meta")],
+    "position_N": [torch.tensor([[0, 1]])],
+    "draft_index_N": [torch.tensor([0.0, 1.0])],
+    "draft_index_N.device": [torch.zeros(2, dtype=torch.int64, device="meta")],
+    "streams": [
+        (Stream.TARGET_TOKEN,), (Stream.TARGET_TOKEN, 99),
+        (Stream.TARGET_TOKEN, Stream.TARGET_TOKEN), (Stream.TARGET_BLOCK, Stream.TARGET_TOKEN),
+        (Stream.TARGET_TOKEN, []), None,
+    ],
+    "params": [None],
+    "edits": [{}],
+    "fp64": [*FLAG],
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [*WRONG_SAMPLE, *SLOT_PARAMS, *EDITS])
 def test_sample(field: str, value: object) -> None:
     refuses(sample, sample_arguments(), field, value)
 
 
-def test_filters_that_were_promised_away() -> None:
+def test_filters_in_spite_of_has_filters() -> None:
     given = sample_arguments()
     for params in (make_params(2, top_k=3), make_params(2, top_p=0.9), make_params(2, min_p=0.1)):
         with pytest.raises(ConfigError, match=r"params\.has_filters"):
@@ -201,7 +187,7 @@ def test_filters_that_were_promised_away() -> None:
     sample(**{**given, "params": wide})
 
 
-def test_rules_that_were_promised_away() -> None:
+def test_a_rule_that_params_rules_lacks() -> None:
     given, params = sample_arguments(), make_params(2, rule=[Rule.STANDARD, Rule.BLOCK])
     with pytest.raises(ConfigError, match=r"params\.rules.*BLOCK"):
         sample(**{**given, "params": replace(params, rules=frozenset({Rule.STANDARD}))})
@@ -209,29 +195,25 @@ def test_rules_that_were_promised_away() -> None:
     sample(**{**given, "params": exact})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logits_NV", torch.zeros(8)),
-        ("slot_N", torch.tensor([0, 7])),
-        ("slot_N", torch.tensor([0])),
-        ("position_N", torch.tensor([0.0, 1.0])),
-        ("draft_index_N", torch.tensor([0, 2])),
-        ("draft_index_N", torch.tensor([-1, 0])),
-        ("streams", TARGET),
-        ("edits", edits_of(2)),
-        ("cache", {}),
-        ("cache.logits_SKV", torch.zeros(2, 8)),
-        ("cache.logits_SKV", torch.zeros(1, 2, 8)),
-        ("cache.logits_SKV", torch.zeros(2, 2, 9)),
-        ("cache.logits_SKV", torch.zeros(2, 2, 8).bfloat16()),
-        ("cache.logits_SKV", torch.zeros(2, 8, 2).transpose(1, 2)),
-        ("cache.threshold_SK", torch.zeros(2, 3)),
-        ("cache.threshold_SK", torch.zeros(2, 2).double()),
-        ("cache.lse_SK", torch.zeros(2, 2)),
-        *(("fp64", value) for value in FLAG),
+WRONG_DRAFT = each({
+    "logits_NV": [torch.zeros(8)],
+    "slot_N": [torch.tensor([0, 7]), torch.tensor([0])],
+    "position_N": [torch.tensor([0.0, 1.0])],
+    "draft_index_N": [torch.tensor([0, 2]), torch.tensor([-1, 0])],
+    "streams": [TARGET],
+    "edits": [edits_of(2)],
+    "cache": [{}],
+    "cache.logits_SKV": [
+        torch.zeros(2, 8), torch.zeros(1, 2, 8), torch.zeros(2, 2, 9),
+        torch.zeros(2, 2, 8).bfloat16(), torch.zeros(2, 8, 2).transpose(1, 2),
     ],
-)
+    "cache.threshold_SK": [torch.zeros(2, 3), torch.zeros(2, 2).double()],
+    "cache.lse_SK": [torch.zeros(2, 2)],
+    "fp64": [*FLAG],
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_DRAFT)
 def test_draft(field: str, value: object) -> None:
     refuses(draft, draft_arguments(), field, value)
 
@@ -245,46 +227,41 @@ def test_a_row_of_the_cache_is_written_once() -> None:
     draft(**{**given, **padding})  # of the last slot
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logits_NV", torch.zeros(4, 8)),
-        ("logits_NV", torch.zeros(6, 8)),
-        ("slot_B", torch.tensor([0.0, 1.0])),
-        ("slot_B", torch.tensor([0, 2])),
-        ("position_B", torch.tensor([0])),
-        ("drafts", None),
-        ("drafts.cache", {}),
-        ("drafts.token_BK", torch.zeros(2, 2)),
-        ("drafts.token_BK", torch.zeros(3, 2, dtype=torch.int64)),
-        ("drafts.num_B", torch.tensor([3, 0])),
-        ("drafts.num_B", torch.tensor([4, -1])),
-        ("drafts.cache", None),
-        ("drafts.cache", DraftCache.empty(2, 1, 8, torch.float32, CPU)),
-        ("drafts.cache", DraftCache.empty(1, 2, 8, torch.float32, CPU)),
-        ("drafts.real_q_B", torch.ones(2)),
-        ("synthetic_rate_K", None),
-        ("synthetic_rate_K", torch.tensor([0.5, 0.5])),
-        ("synthetic_rate_K", torch.tensor([0.5], dtype=torch.float64)),
-        ("synthetic_rate_K", torch.tensor([0.5, 1.1], dtype=torch.float64)),
-        ("synthetic_rate_K", torch.tensor([-0.1, 0.5], dtype=torch.float64)),
-        ("synthetic_rate_K", torch.tensor([math.nan, 0.5], dtype=torch.float64)),
-        *(("fp64_noise", value) for value in FLAG),
-        *SLOT_PARAMS,
+WRONG_VERIFY = each({
+    "logits_NV": [torch.zeros(4, 8), torch.zeros(6, 8)],
+    "slot_B": [torch.tensor([0.0, 1.0]), torch.tensor([0, 2])],
+    "position_B": [torch.tensor([0])],
+    "drafts": [None],
+    "drafts.cache": [
+        {}, None, DraftCache.empty(2, 1, 8, torch.float32, CPU),
+        DraftCache.empty(1, 2, 8, torch.float32, CPU),
     ],
-)
+    "drafts.token_BK": [torch.zeros(2, 2), torch.zeros(3, 2, dtype=torch.int64)],
+    "drafts.num_B": [torch.tensor([3, 0]), torch.tensor([4, -1])],
+    "drafts.real_q_B": [torch.ones(2)],
+    "synthetic_rate_K": [
+        None, torch.tensor([0.5, 0.5]), torch.tensor([0.5], dtype=torch.float64),
+        torch.tensor([0.5, 1.1], dtype=torch.float64),
+        torch.tensor([-0.1, 0.5], dtype=torch.float64),
+        torch.tensor([math.nan, 0.5], dtype=torch.float64),
+    ],
+    "fp64_noise": [*FLAG],
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [*WRONG_VERIFY, *SLOT_PARAMS])
 def test_verify(field: str, value: object) -> None:
     refuses(verify, verify_arguments(), field, value)
 
 
-def test_rates_are_needed_by_synthetic_slots_alone() -> None:
+def test_only_synthetic_slots_need_rates() -> None:
     given = {**verify_arguments(), "synthetic_rate_K": None}
     assert verify(**{**given, "params": make_params(2, rule=Rule.BLOCK)}).finite_B.all()
     with pytest.raises(ConfigError, match="synthetic_rate_K"):
         verify(**given)
 
 
-def test_rates_that_fitted_are_looked_at_again() -> None:
+def test_rates_are_checked_again_in_another_call() -> None:
     given = verify_arguments()
     rate_K = given["synthetic_rate_K"]
     verify(**given)
@@ -297,37 +274,30 @@ def test_rates_that_fitted_are_looked_at_again() -> None:
         verify(**given)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logits_NV", torch.zeros(2)),
-        ("token_N", torch.tensor([0])),
-        ("token_N", torch.tensor([0.0, 1.0])),
-        ("token_N", torch.tensor([0, 8])),
-        ("token_N", torch.tensor([-1, 0])),
-        ("num_top", -1),
-        ("num_top", 9),
-        ("num_top", 2.0),
-        ("num_top", True),
-        *EDITS,
+WRONG_LOGPROBS = each({
+    "logits_NV": [torch.zeros(2)],
+    "token_N": [
+        torch.tensor([0]), torch.tensor([0.0, 1.0]), torch.tensor([0, 8]), torch.tensor([-1, 0]),
     ],
-)
+    "num_top": [-1, 9, 2.0, True],
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [*WRONG_LOGPROBS, *EDITS])
 def test_logprobs(field: str, value: object) -> None:
     refuses(logprobs, logprobs_arguments(), field, value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("batch", None),
-        ("verdict", None),
-        ("verdict.token_BK1", torch.zeros(2, 2).long()),
-        ("verdict.n_accept_B", torch.zeros(3).long()),
-        ("request_R", torch.tensor([2])),
-        ("request_R", torch.tensor([-1])),
-        ("request_R", torch.tensor([0.0])),
-    ],
-)
+WRONG_EVIDENCE = each({
+    "batch": [None],
+    "verdict": [None],
+    "verdict.token_BK1": [torch.zeros(2, 2).long()],
+    "verdict.n_accept_B": [torch.zeros(3).long()],
+    "request_R": [torch.tensor([2]), torch.tensor([-1]), torch.tensor([0.0])],
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_EVIDENCE)
 def test_evidence(field: str, value: Any) -> None:
     batch = VerifyBatch(**verify_arguments())
     given: Any = {"batch": batch, "verdict": OPS.verify(batch), "request_R": two()}
@@ -380,7 +350,7 @@ def test_values_on_a_device_are_not_read() -> None:
         check_sample(*wrong)
 
 
-def test_what_fitted_one_call_is_refused_by_another_that_it_does_not_fit() -> None:
+def test_arguments_that_fit_one_call_are_checked_in_another() -> None:
     given = verify_arguments()
     verify(**given)
     more = make_params(given["drafts"].cache.logits_SKV.shape[0] + 1)

@@ -49,7 +49,7 @@ def make_case(
     contiguous: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Random queries, a random pool, and a batch whose requests own shuffled blocks."""
+    """Random queries, a random pool, and a batch of requests with shuffled blocks."""
     heads, kv_heads, key_size, value_size = shape
     generator = torch.Generator().manual_seed(0)
     needed = [-(-(start + new) // BLOCK) for start, new in requests]
@@ -105,7 +105,7 @@ def test_half_precision(backend: str, features: dict) -> None:
 
 @pytest.mark.parametrize("backend", FAST)
 def test_layers_of_one_batch_may_differ(backend: str) -> None:
-    """Plans are shared by the layers of a batch: another window must not take an old mask."""
+    """The layers of a batch share plans; a layer with another window needs another mask."""
     query, key, value, batch = make_case(BATCHES["mixed"], SHAPES["gqa"])
     for window in (None, 5, 2, None, 5):
         options = AttentionOptions(0.4, window)
@@ -133,7 +133,7 @@ def test_keys_outside_the_request_do_not_matter(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", FAST)
 def test_strided_queries(backend: str) -> None:
-    """Modules hand over [1, H, T, D] views; no layout may be assumed."""
+    """Modules pass [1, H, T, D] views; no layout may be assumed."""
     query, key, value, batch = make_case(BATCHES["mixed"], SHAPES["gqa"])
     strided = query.transpose(0, 1).contiguous().transpose(0, 1)
     assert not strided.is_contiguous()
@@ -209,7 +209,7 @@ def test_wrong_arguments_are_named(backend: str, wrong: str) -> None:
 
 
 def test_a_batch_is_checked_again_for_other_tokens() -> None:
-    """All layers of a pass share a batch, and its check; another pass may not take it over."""
+    """All layers of a pass share a batch and its check; another pass does not."""
     query, key, value, batch = make_case(BATCHES["mixed"], SHAPES["gqa"])
     attention = get_backend("torch").attention
     attention(query, key, value, batch, PLAIN)

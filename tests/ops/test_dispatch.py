@@ -1,4 +1,4 @@
-"""The dispatcher: what a backend is made of, which there are, and what they are called."""
+"""The dispatcher: the parts of a backend, and the names of backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from foretoken.ops import (
     Rows,
     Verdict,
     VerifyBatch,
-    draft_cache,
     get_backend,
     unavailable,
 )
@@ -67,7 +66,7 @@ def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
 
 
 def test_backends_leave_checks_to_the_dispatcher() -> None:
-    """All but stacks, which are called without it."""
+    """All except stacks, which are called without the dispatcher."""
     inside = [m for name, m in modules().items() if name.startswith("foretoken.ops.backends.")]
     assert len(inside) > 30
     inside = [m for m in inside if m.name.rpartition(".")[2] != "stack"]
@@ -76,7 +75,7 @@ def test_backends_leave_checks_to_the_dispatcher() -> None:
 
 
 class Recorder:
-    """In place of a backend's functions: notes which were called, and with what."""
+    """In place of a backend's functions: records calls and arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -88,7 +87,7 @@ class Recorder:
         return Backend("noting", Kernels(*map(noting, OPS), STEPS))
 
 
-def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
+def test_kernels_get_checked_arguments_and_no_refused_ones() -> None:
     recorder = Recorder()
     ops = recorder.backend()
     rows = Rows(torch.zeros(2, 8), make_params(2), torch.arange(2))
@@ -122,7 +121,7 @@ def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
             call()
     assert len(recorder.calls) == len(names)
     promised = batch._replace(slot_B=torch.tensor([0, 2]), values_fit=True)
-    ops.verify(promised)  # who promises is taken at their word
+    ops.verify(promised)  # the promise is believed
     assert recorder.calls[-1] == ("verify", (promised,))
 
 
@@ -142,19 +141,9 @@ print([name for name in BACKENDS if unavailable(name)], unavailable("triton"))
 
 
 def test_a_backend_says_why_it_is_missing_without_what_is_missing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command = [sys.executable, "-c", WITHOUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "'triton'" in done.stdout
     assert "the package `triton` is not installed" in done.stdout
     assert set(BACKENDS) >= set(host_backends())
-
-
-def test_drafts_made_elsewhere_need_a_backend() -> None:
-    with pytest.raises(ConfigError, match="what `get_backend` returns"):
-        draft_cache("native", torch.zeros(1, 1, 8), make_params(1), torch.arange(1))  # type: ignore[arg-type]

@@ -25,14 +25,9 @@ from foretoken.ops import (
     get_backend,
 )
 from foretoken.sampling import synthetic
-from tests.support.cases import fast_backends, host_backends, make_params
+from tests.support.cases import fast_backends, make_params
 
 SLOTS, REQUESTS, K = 70, 60, 3
-
-
-@pytest.fixture(params=host_backends())
-def ops(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
 
 
 def given_params() -> SlotParams:
@@ -60,7 +55,7 @@ def given_drafts(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def drawn(cache: DraftCache, params: SlotParams, slot_B: Tensor) -> Tensor:
-    """Draws from q by another sampler than ours: `multinomial` of what the cache states."""
+    """Draws from the cache's q by `multinomial`, a sampler other than ours."""
     raw_BKV = cache.logits_SKV[slot_B].double()
     scale_B = params.temperature_S[slot_B].double().clamp(min=1e-3)
     x_BKV = raw_BKV.nan_to_num(0) / scale_B[:, None, None]
@@ -72,7 +67,7 @@ def drawn(cache: DraftCache, params: SlotParams, slot_B: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("width", [40, 33, 50])
-def test_it_is_what_drafting_leaves(ops: Backend, dtype: torch.dtype, width: int) -> None:
+def test_the_cache_is_that_of_drafting(ops: Backend, dtype: torch.dtype, width: int) -> None:
     params, (raw_BKV, slot_B, _) = given_params(), given_drafts(dtype, width)
     cache = draft_cache(ops, raw_BKV, params, slot_B)
     other = DraftCache.empty(SLOTS, K, width, dtype, torch.device("cpu"))
@@ -116,7 +111,7 @@ def test_given_drafts_are_verified_as_the_oracle_does(
 
 
 def test_slots_without_a_request_have_no_q(ops: Backend) -> None:
-    """Drafts of theirs that claim one are placeholders."""
+    """Their drafts count as placeholders even if `real_q_B` is True."""
     params, zero = make_params(2), torch.tensor([0])
     cache = draft_cache(ops, torch.zeros(1, 1, 8), params, zero)
     drafts = DraftBlock(torch.tensor([[3]]), zero + 1, cache, torch.tensor([True]))
@@ -124,9 +119,8 @@ def test_slots_without_a_request_have_no_q(ops: Backend) -> None:
     for position in range(10):
         verdict = ops.verify(VerifyBatch(rows, params, zero + 1, zero + position, drafts))
         assert verdict.n_accept_B.tolist() == [0]
-    assert ops.verify(VerifyBatch(rows, params, zero, zero, drafts)).n_accept_B.tolist() == [
-        1
-    ]  # p = q
+    verdict = ops.verify(VerifyBatch(rows, params, zero, zero, drafts))
+    assert verdict.n_accept_B.tolist() == [1]  # p = q
 
 
 def test_no_drafts_are_an_empty_cache(ops: Backend) -> None:

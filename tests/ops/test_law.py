@@ -32,9 +32,7 @@ from foretoken.lab.laws.mutants import (
     mutants,
     rule_mutants,
 )
-from foretoken.lab.laws.mutants import (
-    TRIALS as MUTANT_TRIALS,
-)
+from foretoken.lab.laws.mutants import TRIALS as MUTANT_TRIALS
 from foretoken.ops import Rule
 from tests.support.laws import (
     QUICK,
@@ -126,7 +124,7 @@ def test_mutant_rule_is_rejected(mutant: Mutant) -> None:
 
 @fastest
 def test_the_trials_of_quick_laws_suffice(on: On) -> None:
-    """All other mutants that they are to notice are refuted above with no more trials."""
+    """All other mutants are rejected above with no more trials."""
     assert min(QUICK.values()) >= MUTANT_TRIALS
     for name, trials in (
         ("residual_weight_before-block", QUICK["native"]),
@@ -138,7 +136,7 @@ def test_the_trials_of_quick_laws_suffice(on: On) -> None:
 
 
 def test_every_mutant_breaks_a_case_that_passes() -> None:
-    """Their cases differ from tested ones in the mutation alone."""
+    """Only the mutation distinguishes their cases from tested ones."""
     tested = {
         (case.rule, case.q, case.filters)
         for case in (*matrix(), *extra_cases())
@@ -157,7 +155,7 @@ def test_the_selection_has_every_pair() -> None:
 
 @fastest
 def test_coupled_text_is_the_same_with_any_drafts(on: On) -> None:
-    """Whatever drafts, and however many: the same tokens, slot by slot."""
+    """The same tokens, slot by slot, with any drafter and any number of drafts."""
     texts = []
     for num_drafts, q in ((1, "real"), (5, "one_hot"), (3, "lookup")):
         case = Case(Rule.COUPLED, num_drafts, q, "top_p", False, rounds=None)

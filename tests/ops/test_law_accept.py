@@ -1,4 +1,4 @@
-"""How many drafts are accepted: exact enumeration, overlap, always, never."""
+"""How many drafts are accepted: by enumeration, the overlap, always, never, at stated rates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import pytest
 import torch
 
 from foretoken.lab.laws.acceptance import (
+    DRAFTS,
     HIGHEST_U,
     LOWEST_U,
-    accepted_moments,
+    RATES,
+    Combination,
     always_and_never,
     ends_of_u,
+    greedy_rejections,
     mean_accepted,
-    one_hot,
+    mean_rates,
+    observed_rates,
     outside_the_nucleus,
     overlap,
+    per_position,
+    rate_findings,
 )
-from foretoken.lab.laws.chain import TRIALS, Setting, random_chain
+from foretoken.lab.laws.chain import TRIALS
 from foretoken.lab.laws.findings import z_finding
 from foretoken.lab.laws.mutants import asking, unfiltered
 from foretoken.ops import Rule, SlotParams, VerifyBatch
@@ -27,8 +33,8 @@ from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
 from tests.support.laws import QUICK_NUCLEUS, On, each_backend, fastest, require
 
-# Of laws with many cases, in `make test`: bounds are 4 errors, and the mutant that is hardest to
-# tell, drafts verified by blocks, is off by 8.5 in a mean and by more than 100 in an overlap.
+# Trials of tests with many cases, in `make test`: bounds are 4 errors. The mutant that is hardest
+# to notice, drafts verified by blocks, is off by 8.5 in a mean, by more than 100 in an overlap.
 FEWER = TRIALS // 16
 
 
@@ -44,28 +50,6 @@ def test_mean_accepted_full(on: On, num_drafts: int) -> None:
     require(mean_accepted(on.backend, on.device, TRIALS, num_drafts))
 
 
-def moments(rule: Rule, num_drafts: int, certain: bool, seed: int) -> float:
-    target, draft = random_chain(4, seed, 0.8)
-    q_CV = Setting().next_token(draft)
-    if certain:
-        q_CV = one_hot(target.logits_CV.argmax(dim=1), 4)
-    p_CV = Setting().next_token(target)
-    return accepted_moments(p_CV, q_CV, target, num_drafts, rule)[0]
-
-
-@pytest.mark.parametrize("certain", [False, True])
-@pytest.mark.parametrize("num_drafts", [1, 2, 4])
-def test_blocks_accept_no_less_by_enumeration(num_drafts: int, certain: bool) -> None:
-    for seed in range(3):
-        standard, block = (
-            moments(rule, num_drafts, certain, seed) for rule in (Rule.STANDARD, Rule.BLOCK)
-        )
-        if num_drafts == 1 or certain:
-            assert block == pytest.approx(standard, abs=1e-12)
-        else:
-            assert block > standard + 1e-4
-
-
 @each_backend
 def test_acceptance_is_the_overlap(on: On) -> None:
     require(overlap(on.backend, on.device, FEWER))
@@ -77,7 +61,7 @@ def under(rule: Rule, params: SlotParams) -> SlotParams:
 
 @asking
 def by_blocks(x: VerifyBatch) -> VerifyBatch:
-    """Requests are verified by another rule than theirs."""
+    """Requests are verified by another rule than their own."""
     return x._replace(params=under(Rule.BLOCK, x.params))
 
 
@@ -90,7 +74,7 @@ def always(x: VerifyBatch) -> VerifyBatch:
 
 @asking
 def without_q(x: VerifyBatch) -> VerifyBatch:
-    """Drafts are verified as one-hot, whatever they were drawn from."""
+    """Drafts are verified as one-hot although they have a q."""
     one_hot_B = torch.zeros_like(x.drafts.real_q_B)
     return x._replace(drafts=replace(x.drafts, real_q_B=one_hot_B))
 
@@ -150,3 +134,47 @@ def test_a_mean_off_by_five_errors_is_noticed() -> None:
     assert not z_finding("", 0.55, 0.5, 0.01, 1).passed
     assert not z_finding("", 0.55, 0.5, 0.0, 1).passed
     assert z_finding("", 0.5, 0.5, 0.0, 1).passed
+
+
+# The synthetic rule accepts at the stated rates.
+SELECTED: list[Combination] = [
+    (0.0, True, True),
+    (0.0, False, False),
+    (1.0, True, False),
+    (1.0, False, True),
+]
+
+
+@each_backend
+def test_rates_per_position(on: On) -> None:
+    require(per_position(on.backend, on.device, SELECTED))
+
+
+@pytest.mark.law
+@each_backend
+def test_rates_per_position_full(on: On) -> None:
+    require(per_position(on.backend, on.device))
+
+
+@each_backend
+def test_mean_rates(on: On) -> None:
+    require(mean_rates(on.backend, on.device, (0.0, 0.3, 1.0), (1, 5)))
+
+
+@pytest.mark.law
+@each_backend
+@pytest.mark.parametrize("num_drafts", DRAFTS)
+def test_mean_rates_full(on: On, num_drafts: int) -> None:
+    require(mean_rates(on.backend, on.device, drafts=(num_drafts,)))
+
+
+@each_backend
+def test_a_rejection_at_temperature_zero_emits_the_argmax(on: On) -> None:
+    require(greedy_rejections(on.backend, on.device))
+
+
+@each_backend
+def test_rates_off_by_one_are_noticed(on: On) -> None:
+    observed, offered = observed_rates(on.backend, on.device, (*RATES[1:], RATES[0]))
+    found = rate_findings("rolled", observed, offered, RATES)
+    assert not all(finding.passed for finding in found)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,7 @@ from hypothesis import strategies as st
 from foretoken.ops import Backend, Rule, get_backend
 from foretoken.ops.backends import reference
 from tests.support.cases import fast_backends
-from tests.support.oracle import (
-    Case,
-    Expected,
-    Tally,
-    compare_batch,
-    expect,
-    outcome,
-    random_case,
-)
+from tests.support.oracle import Case, Expected, Tally, compare_batch, expect, outcome, random_case
 
 MOST_EXCLUDED = 0.01
 VOCABULARIES = [1, 5, 999, 1024, 1025, 4097, 8193]
@@ -48,22 +41,15 @@ def fast(request: pytest.FixtureRequest) -> Backend:
 
 @functools.cache
 def batches(vocabulary: int) -> list[tuple[Case, Expected]]:
-    """All rules mixed in each batch; the rest pairwise: filters, dtypes, widths, noise, junk."""
+    """All rules mixed in each batch; filters, dtypes, widths, noise and junk pairwise."""
     repeats = 3 if vocabulary < 999 else 1
     widths = itertools.cycle([None, vocabulary + 7, max(1, vocabulary - 3)])
     out = []
     for seed, fixed in enumerate(PAIRWISE * repeats):
-        case = random_case(
-            vocabulary,
-            seed,
-            draft_vocabulary=next(widths),
-            dtype=DTYPES[seed % 3],
-            draft_dtype=DTYPES[(seed + vocabulary) % 3],
-            edited=seed % 5 != 2,
-            junk=seed % 4 == 3,
-            fp64_noise=seed % 2 == 1,
-            fixed=fixed,
-        )
+        dtypes = {"dtype": DTYPES[seed % 3], "draft_dtype": DTYPES[(seed + vocabulary) % 3]}
+        kinds = {"edited": seed % 5 != 2, "junk": seed % 4 == 3, "fp64_noise": seed % 2 == 1}
+        given: Any = {**dtypes, **kinds, "draft_vocabulary": next(widths), "fixed": fixed}
+        case = random_case(vocabulary, seed, **given)
         out.append((case, expect(case)))
     return out
 
@@ -102,7 +88,7 @@ def test_each_rule_alone(fast: Backend, rule: Rule, temperature: float) -> None:
 
 @pytest.mark.parametrize("others", [Rule.STANDARD, Rule.SYNTHETIC])
 def test_one_block_request_among_many(fast: Backend, others: Rule) -> None:
-    """It may be decided apart from the others; drafts, rows and temperatures of every kind."""
+    """It may take another path than the others; drafts, rows and temperatures of every kind."""
     fixed = {"top_k": 0, "rule": int(others)}
     shape = {"num_requests": 64, "num_slots": 64, "most": 4}
     case = random_case(1500, 5, junk=True, fixed=fixed, **shape)  # type: ignore[arg-type]
@@ -130,13 +116,8 @@ def test_small_vocabularies_at_random(width: int, draft: int, seed: int, fp64: b
 def test_many_batches(fast: Backend, vocabulary: int) -> None:
     tally = Tally()
     for seed in range(200 if vocabulary < 999 else 40):
-        case = random_case(
-            vocabulary,
-            1000 + seed,
-            dtype=DTYPES[seed % 3],
-            draft_dtype=DTYPES[seed % 2],
-            fp64_noise=seed % 2 == 1,
-        )
+        dtypes = {"dtype": DTYPES[seed % 3], "draft_dtype": DTYPES[seed % 2]}
+        case = random_case(vocabulary, 1000 + seed, fp64_noise=seed % 2 == 1, **dtypes)
         tally = tally.plus(compare_batch(fast, case))
     assert tally.near_ties <= MOST_EXCLUDED * tally.decisions
 

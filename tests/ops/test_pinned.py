@@ -2,82 +2,74 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.ops import pinned
-from foretoken.ops.pinned import Staging, ToHost, to_device
+from foretoken.ops.pinned import Pool, Staging, ToHost, to_device
 
 GPU = torch.device("cuda")
 
 
 class Event:
-    """What has been recorded, and has passed once somebody says so."""
+    """An event that passes when the test sets `has_passed`."""
 
     def __init__(self) -> None:
         self.has_passed = False
 
     def record(self) -> None:
-        made.append(self)
+        recorded.append(self)
 
     def query(self) -> bool:
         return self.has_passed
 
 
-made: list[Event] = []
+recorded: list[Event] = []
 
 
-@pytest.fixture(autouse=True)
-def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pin(size: int, *, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-        assert pin_memory
-        return torch.zeros(size, dtype=dtype)
-
-    made.clear()
-    monkeypatch.setattr(pinned, "_idle", defaultdict(deque))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(pinned.torch, "empty", pin)
+@pytest.fixture
+def pool() -> Pool:
+    """Ordinary memory, and events of no device."""
+    recorded.clear()
+    return Pool(lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8), Event)
 
 
 def place(staging: Staging) -> int:
     return staging.host.data_ptr()
 
 
-def test_memory_under_a_copy_is_not_lent() -> None:
-    first = Staging((3, 5), torch.int64, GPU)
+def test_memory_under_a_copy_is_not_lent(pool: Pool) -> None:
+    first = Staging((3, 5), torch.int64, GPU, pool)
     at = place(first)
     assert first.host.shape == (3, 5)
     first.give_back()
-    second = Staging((3, 5), torch.int64, GPU)
+    second = Staging((3, 5), torch.int64, GPU, pool)
     assert place(second) != at
-    made[0].has_passed = True
-    assert place(Staging((7,), torch.float32, GPU)) == at
-    assert place(Staging((7,), torch.float32, GPU)) not in (at, place(second))
+    recorded[0].has_passed = True
+    assert place(Staging((7,), torch.float32, GPU, pool)) == at
+    assert place(Staging((7,), torch.float32, GPU, pool)) not in (at, place(second))
 
 
-def test_each_size_has_its_own() -> None:
-    small, large = Staging((1,), torch.int64, GPU), Staging((1000,), torch.int64, GPU)
+def test_each_size_has_its_own_memory(pool: Pool) -> None:
+    small, large = Staging((1,), torch.int64, GPU, pool), Staging((1000,), torch.int64, GPU, pool)
     for staging in (small, large):
         staging.give_back()
         staging.give_back()  # once is enough
-    for event in made:
+    for event in recorded:
         event.has_passed = True
-    assert len(made) == 2
-    assert place(Staging((900,), torch.int64, GPU)) == place(large)
-    assert place(Staging((2, 4), torch.bool, GPU)) == place(small)
-    assert Staging((0, 4), torch.bool, GPU).host.shape == (0, 4)
+    assert len(recorded) == 2
+    assert place(Staging((900,), torch.int64, GPU, pool)) == place(large)
+    assert place(Staging((2, 4), torch.bool, GPU, pool)) == place(small)
+    assert Staging((0, 4), torch.bool, GPU, pool).host.shape == (0, 4)
 
 
-def test_an_event_of_the_caller_is_enough() -> None:
-    event, staging = Event(), Staging((4,), torch.int64, GPU)
+def test_an_event_of_the_caller_is_enough(pool: Pool) -> None:
+    event, staging = Event(), Staging((4,), torch.int64, GPU, pool)
     staging.give_back(event)  # type: ignore[arg-type]
-    assert not made
+    assert not recorded
     event.has_passed = True
-    assert place(Staging((4,), torch.int64, GPU)) == place(staging)
+    assert place(Staging((4,), torch.int64, GPU, pool)) == place(staging)
 
 
 class OnGpu(Tensor):
@@ -85,15 +77,15 @@ class OnGpu(Tensor):
     is_cuda = True
 
 
-def test_what_nobody_reads_is_lent_again() -> None:
+def test_memory_of_unread_copies_is_lent_again(pool: Pool) -> None:
     numbers = torch.arange(3).as_subclass(OnGpu)
-    unread = ToHost([numbers])
+    unread = ToHost([numbers], pool)
     (at,) = (staging.host.data_ptr() for staging in unread._staged)
     del unread
-    (event,) = made
-    assert place(Staging((3,), torch.int64, GPU)) != at
+    (event,) = recorded
+    assert place(Staging((3,), torch.int64, GPU, pool)) != at
     event.has_passed = True
-    assert place(Staging((3,), torch.int64, GPU)) == at
+    assert place(Staging((3,), torch.int64, GPU, pool)) == at
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:

@@ -1,4 +1,4 @@
-"""Edits and filters: the law on ties, the order, rows that are not finite; on every backend."""
+"""Edits and filters on every backend: ties, their order, rows that are not finite."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import math
 import pytest
 import torch
 
-from foretoken.ops import Backend, Rows, get_backend
-from tests.support.cases import host_backends, make_edits, make_params
+from foretoken.ops import Backend, Rows
+from tests.support.cases import make_edits, make_params
 
 INF = math.inf
-
-
-@pytest.fixture(params=host_backends())
-def ops(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
 
 
 def kept(ops: Backend, row: list[float] | torch.Tensor, **params: float) -> list[int]:
@@ -119,9 +114,8 @@ def test_min_p_is_seen_after_temperature(ops: Backend) -> None:
 def test_wide_nuclei(ops: Backend, vocabulary: int, top_p: float) -> None:
     """Nuclei of few tokens and of nearly all, by the plain definition."""
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = torch.randn(6, vocabulary, generator=generator) * torch.tensor(
-        [[0.1], [1], [4]]
-    ).repeat(2, 1)
+    spread = torch.tensor([[0.1], [1], [4]]).repeat(2, 1)
+    logits = torch.randn(6, vocabulary, generator=generator) * spread
     out = ops.process_logits(Rows(logits, make_params(6, top_p=top_p), torch.arange(6)))
     for row, filtered in zip(logits.double(), out, strict=True):
         p = row.softmax(0).sort(descending=True).values

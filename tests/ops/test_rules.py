@@ -53,7 +53,7 @@ class Chain:
                 yield path, chance
 
     def decide(self, rule: Rule, path: Path, u: list[float]) -> papers.Outcome:
-        """What the oracle's rule says about one path."""
+        """The outcome of one path by the oracle's rule."""
         p = [self.p[path[:i]] for i in range(len(path) + 1)]
         drafts = [
             papers.Draft(x, float(self.q[path[:i]][x]), self.q[path[:i]])
@@ -97,7 +97,7 @@ class Chain:
         )
 
     def joint(self, rule: Rule) -> dict[Path, float]:
-        """P(first K + 1 tokens): what is emitted, then the target's own for what is missing."""
+        """P(first K + 1 tokens): the emitted tokens, completed by draws from the target."""
         joint: dict[Path, float] = dict.fromkeys(
             itertools.product(range(self.vocabulary), repeat=self.length + 1), 0.0
         )

@@ -1,6 +1,6 @@
-"""What every backend promises of a stack, on one that is made by hand.
+"""The contract of stacks, on every backend, with a stack made by hand.
 
-Whether passes compute what models do is shown in `tests/models`; this is the contract around them.
+That passes compute what models compute is shown in `tests/models`.
 """
 
 from __future__ import annotations
@@ -16,55 +16,27 @@ from torch import Tensor
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.ops import LoadedStack, Stack, get_backend
-from foretoken.ops.stack import (
-    Attention,
-    Dense,
-    FeatureRule,
-    Gated,
-    Layer,
-    Linear,
-    Rope,
-    UnfitError,
-    linears,
-    map_linears,
-)
+from foretoken.ops.stack import Dense, FeatureRule, Linear, UnfitError, linears, map_linears
 from foretoken.ops.steps import ForwardBatch
-from foretoken.ops.types import AttentionOptions
 from tests.models.batches import Span, build_batch
+from tests.native.test_quantised import SIZES, VOCABULARY, made_stack
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
 
 CPU, BLOCK = torch.device("cpu"), 4
-VOCABULARY, SIZE, HEADS, KV_HEADS, HEAD_SIZE, INNER = 20, 32, 4, 2, 16, 48
+SIZE = SIZES[32].hidden
 BACKENDS = ["reference", "torch", "native"]
 
 
 def stack(num_layers: int = 2, rule: FeatureRule | None = None, **changes: Any) -> Stack:
     """Random weights; with a rule, its one layer reads twice as much."""
-    torch.manual_seed(0)
-
-    def linear(out: int, numbers: int, split: tuple[int, ...] = ()) -> Linear:
-        return Linear(Dense(torch.randn(out, numbers) / numbers**0.5), None, split)
-
-    rope = Rope(1 / 100 ** (torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE), 1.0)
-    split = (HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE)
-    read = SIZE if rule is None else 2 * SIZE
-    layers = [
-        Layer(
-            torch.rand(SIZE) + 0.5,
-            Attention(
-                linear(sum(split), read, split), linear(SIZE, split[0]), HEADS, KV_HEADS, HEAD_SIZE,
-                rope, AttentionOptions(HEAD_SIZE**-0.5),
-            ),
-            torch.rand(SIZE) + 0.5,
-            Gated(linear(2 * INNER, SIZE, (INNER, INNER)), linear(SIZE, INNER)),
-        )
-        for _ in range(num_layers)
-    ]  # fmt: skip
-    head = linear(VOCABULARY, SIZE)
-    embedding, gain = torch.randn(VOCABULARY, SIZE), torch.rand(SIZE) + 0.5
-    made = Stack(Dense(embedding), tuple(layers), gain, head, 1e-5, VOCABULARY, features=rule)
+    made = made_stack("float32", num_layers, biases=False)
+    if rule is not None:
+        (layer,) = made.layers
+        wide = Dense(torch.cat([layer.mixer.qkv.weight.values] * 2, dim=1))
+        mixer = layer.mixer._replace(qkv=layer.mixer.qkv._replace(weight=wide))
+        made = replace(made, layers=(layer._replace(mixer=mixer),), features=rule)
     return replace(made, **changes)
 
 
@@ -116,7 +88,7 @@ def test_logits_that_are_not_wanted_are_left_out(name: str, has_rule: bool) -> N
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_features_are_given_to_stacks_with_a_rule_alone(name: str) -> None:
+def test_only_stacks_with_a_rule_take_features(name: str) -> None:
     plain, drafting = stack(), feature_stack()
     with pytest.raises(ConfigError, match=r"`features` .* None without a `FeatureRule`"):
         load(name, plain).run(batch(), pool(plain), features=states())
@@ -162,9 +134,9 @@ def test_another_weight_format_is_unfit(name: str, change: Callable[[Stack], Sta
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 10}, "`stack.vocab_size` is 10: must be 20, the outputs"),
-        ({"vocab_size": 30, "target_ids": torch.arange(19)}, "`stack.target_ids"),
-        ({"vocab_size": 30, "target_ids": torch.arange(11, 31)}, r"in 0\.\.29"),
+        ({"vocab_size": 10}, "`stack.vocab_size` is 10: must be 101, the outputs"),
+        ({"vocab_size": 130, "target_ids": torch.arange(100)}, "`stack.target_ids"),
+        ({"vocab_size": 130, "target_ids": torch.arange(30, 131)}, r"in 0\.\.129"),
     ],
 )
 def test_outputs_are_tokens(name: str, changes: dict[str, Any], message: str) -> None:

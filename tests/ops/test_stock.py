@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 HOST_READS = {
     "attention.py": 3,  # block lists are planned on the host, once per batch for all layers
     "process.py": 1,  # `topk` takes a number
-    "steps.py": 3,  # on a CPU alone, where the truth costs nothing
+    "steps.py": 3,  # on a CPU only, where reading a number does not wait
     "verify.py": 2,  # a rule that is not stated is an error; sizes of evidence, on a CPU alone
 }
 """Where the backend makes Python numbers of tensors, which waits for a device; and how often."""
@@ -37,7 +37,7 @@ def cases() -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("arguments", cases())
 def test_it_runs_where_its_tensors_are(arguments: dict[str, object]) -> None:
-    """Nothing is made on the host or copied there to be computed with."""
+    """No tensor of the computation is on the host."""
     case = random_case(**arguments)  # type: ignore[arg-type]
     with Elsewhere():
         compare_batch(STOCK, case, device=DEVICE)
@@ -70,14 +70,15 @@ def test_few_numbers_are_read_by_python() -> None:
 def test_rows_in_parts_are_decided_as_together(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever bounds the memory of a call: one row at a time, or some of them, or all."""
+    """Within any bound on memory: one row at a time, some rows, or all."""
     case = random_case(vocabulary, 5, num_requests=12, num_slots=12, junk=True)
     whole = outcome(STOCK, case)
     process = importlib.import_module("foretoken.ops.backends.torch.process")
     evidence = importlib.import_module("foretoken.ops.backends.torch.verify")
     for rows in (1, 3):
-        monkeypatch.setattr(process, "_CHUNK", rows * max(vocabulary, 1024))
-        monkeypatch.setattr(evidence, "_AT_ONCE", rows * 4 * vocabulary)
+        limits = (process, "_CHUNK", max(vocabulary, 1024)), (evidence, "_AT_ONCE", 4 * vocabulary)
+        for module, name, logits in limits:
+            monkeypatch.setattr(module, name, rows * logits)
         parts = outcome(STOCK, case, whole)
         for name, wanted in whole.decisions.items():
             assert torch.equal(parts.decisions[name], wanted), name

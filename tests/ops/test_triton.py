@@ -109,15 +109,9 @@ def test_compiled_kernels_are_kept_apart_by_what_they_were_compiled_for() -> Non
 @pytest.mark.parametrize("vocabulary", [1, 1025, 5000])
 def test_a_batch_and_its_pieces_get_one_verdict_on_a_gpu(vocabulary: int) -> None:
     for seed in range(12):
-        case = random_case(
-            vocabulary,
-            seed,
-            num_requests=18,
-            num_slots=20,
-            most=4,
-            dtype=(torch.float32, torch.bfloat16)[seed % 2],
-            junk=seed % 4 == 3,
-            fp64_noise=seed % 3 == 2,
-            fixed={**OFF, "rule": Rule.STANDARD} if seed % 2 else None,
-        )
+        fixed = {**OFF, "rule": Rule.STANDARD} if seed % 2 else None
+        kinds: Any = {"junk": seed % 4 == 3, "fp64_noise": seed % 3 == 2, "fixed": fixed}
+        sizes: Any = {"num_requests": 18, "num_slots": 20, "most": 4}
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        case = random_case(vocabulary, seed, dtype=dtype, **sizes, **kinds)
         compare_pieces(case, get_backend("triton"), torch.device("cuda"))

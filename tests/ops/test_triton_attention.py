@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: fused with what comes before it, and the list of its work.
+"""Paged attention on a GPU: fused with norms, RoPE and the K/V write; and the plan of its work.
 
 Without a GPU all of this, and `test_attention.py` for this backend, runs in Triton's interpreter,
 in a process of its own. Products of bfloat16 are wrong there: all is float32.
@@ -55,12 +55,12 @@ CUTS = {
 }
 
 
-def attention_package() -> Any:
-    return importlib.import_module("foretoken.ops.backends.triton.attention")
+def attention_package(*module: str) -> Any:
+    return importlib.import_module(".".join(["foretoken.ops.backends.triton.attention", *module]))
 
 
 class Step(NamedTuple):
-    """New tokens of requests; what is in no request is NaN."""
+    """New tokens of requests; positions of no request are NaN."""
 
     qkv_TW: Tensor
     heads: Any
@@ -106,8 +106,8 @@ def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Ten
     page = step.batch.block_size
     tokens = step.qkv_TW[: starts[-1]].double().unflatten(1, (-1, D))
     query, new_key, new_value = tokens.split([H, H_KV, H_KV], 1)
-    query = turned(query, position_T, step.heads, step.heads.q_norm_D)
-    new_key = turned(new_key, position_T, step.heads, step.heads.k_norm_D)
+    query = rotated(query, position_T, step.heads, step.heads.q_norm_D)
+    new_key = rotated(new_key, position_T, step.heads, step.heads.k_norm_D)
     block_T = step.batch.block_BL[request_T, position_T // page]
     key, value = step.key.clone(), step.value.clone()
     key[block_T, position_T % page] = new_key.float()
@@ -116,7 +116,7 @@ def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Ten
     return query, key, value, oracle(query.float(), key, value, step.batch, options)
 
 
-def turned(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> Tensor:
+def rotated(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> Tensor:
     if norm_D is not None:
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + heads.eps) * norm_D
     half = heads.cos_PR.shape[1]
@@ -126,13 +126,22 @@ def turned(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> 
 
 
 def close(actual: Tensor, wanted: Tensor) -> None:
-    """Equal but for float32 rounding; NaN where the other is."""
+    """Equal except for float32 rounding, with NaN in the same places."""
     torch.testing.assert_close(actual.float(), wanted.float(), atol=3e-6, rtol=2e-5, equal_nan=True)
 
 
-def attend_new(step: Step, options: AttentionOptions = PLAIN) -> Tensor:
+def attend_new(step: Step, options: AttentionOptions = PLAIN, **config: int) -> Tensor:
+    """Attended values of a step, [T, H * D]; `config` changes that of the kernel."""
     out_TC = torch.full((len(step.qkv_TW), H * D), torch.nan, device=DEVICE)
-    attention_package().attend_new(*step, options, out_TC)
+    ops, configs = attention_package(), attention_package("configs")
+    if config:
+
+        def decoding(*sizes: Any) -> Any:
+            return configs.decoding(*sizes)._replace(**config)
+
+        caches = step.key, step.value
+        ops.prepare(step.batch, len(step.qkv_TW), H, *caches, options, decoding)
+    ops.attend_new(*step, options, out_TC)
     return out_TC
 
 
@@ -183,7 +192,7 @@ def test_many_new_tokens_are_written(norm: bool) -> None:
 
 @needs_triton
 @runs
-def test_rows_of_no_request_are_left_alone() -> None:
+def test_rows_of_no_request_are_not_written() -> None:
     step = make_step([(130, 2), (0, 1)])
     alone = attend_new(step)
     padded = step._replace(qkv_TW=torch.cat([step.qkv_TW, step.qkv_TW[:2]]))
@@ -210,24 +219,19 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rows_apart")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_row_of_a_small_step_depends_on_its_context_alone(
-    norm: bool, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit: tokens verified together, beside others, are those decoded one at a time.
+def test_a_row_of_a_small_step_depends_only_on_its_context(norm: bool, cut: dict[str, int]) -> None:
+    """To the bit: tokens verified together, next to others, are those decoded one at a time.
 
     Two pieces of 64 tokens are outgrown between the tokens of the first request, and two of 128
     between those of the last.
     """
     requests = [(125, 5), (190, 4), (0, 3), (255, 2)]
     options = PLAIN._replace(sliding_window=cut.get("window"))
-    changed = {name: value for name, value in cut.items() if name != "window"}
-    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
-    usual = configs.decoding
-    monkeypatch.setattr(configs, "decoding", lambda *of: usual(*of)._replace(**changed))
+    config = {name: value for name, value in cut.items() if name != "window"}
     step = make_step(requests, norm=norm, page=64 if norm else PAGE)
     key, value = step.key.clone(), step.value.clone()
     *_, attended = expected(step, options)
-    together, row = attend_new(step, options), 0
+    together, row = attend_new(step, options, **config), 0
     close(together.unflatten(1, (H, D)), attended)
     for b, (start, new) in enumerate(requests):
         for position in range(start, start + new):
@@ -236,7 +240,7 @@ def test_a_row_of_a_small_step_depends_on_its_context_alone(
                 step.batch.block_BL[b : b + 1].contiguous(), step.batch.block_size, 1,
             )  # fmt: skip
             one = Step(step.qkv_TW[row : row + 1], step.heads, key, value, batch)
-            assert torch.equal(attend_new(one, options)[0], together[row]), (b, position)
+            assert torch.equal(attend_new(one, options, **config)[0], together[row]), (b, position)
             row += 1
     assert torch.equal(key.nan_to_num(), step.key.nan_to_num())
 
@@ -244,8 +248,10 @@ def test_a_row_of_a_small_step_depends_on_its_context_alone(
 @needs_triton
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_bits_depend_on_is_the_same_for_up_to_16_rows(dtype: torch.dtype, size: int) -> None:
-    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+def test_settings_that_change_bits_are_the_same_for_up_to_16_rows(
+    dtype: torch.dtype, size: int
+) -> None:
+    configs = attention_package("configs")
     depend = ("size", "count", "groups", "keys", "merged_heads", "merged_pieces", "merged_warps")
     steps = [(rows, n) for n in range(1, 17) for rows in range(1, 17) if rows * n <= 16]
     used = {
@@ -259,7 +265,7 @@ def test_what_bits_depend_on_is_the_same_for_up_to_16_rows(dtype: torch.dtype, s
 @pytest.mark.parametrize("rows", [20, 32, 64])
 def test_a_step_reads_keys_once_for_up_to_64_rows_of_a_request(rows: int) -> None:
     """In two tiles, eight requests with 16 384 tokens and K = 4 took a fifth longer."""
-    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+    configs = attention_package("configs")
     for requests in (1, 2, 5, 6, 16, 17, 64, 256):
         found = configs.decoding(requests * rows // 4, requests, 8, rows, 128, torch.bfloat16)
         assert found.rows >= rows
@@ -288,10 +294,7 @@ def test_rows_of_broken_heads_are_refused() -> None:
 @pytest.mark.parametrize("window", [0, 50])
 def test_the_plan_covers_each_context_once(window: int) -> None:
     """Pieces of 16 tokens, at most four, or of a multiple; a step that outgrows four is split."""
-    records, plan = (
-        importlib.import_module(f"foretoken.ops.backends.triton.attention.{name}")
-        for name in ("records", "plan")
-    )
+    records, plan = attention_package("records"), attention_package("plan")
     counts, lengths, rows_of_tile, groups = [1, 5, 16, 40, 1, 9], [1, 64, 700, 300, 257, 67], 16, 2
     starts = torch.tensor([0, *counts]).cumsum(0)
     size_of = lambda n: 16 * max(1, math.ceil((min(n, window) if window else n) / 64))  # noqa: E731
@@ -310,7 +313,7 @@ def test_the_plan_covers_each_context_once(window: int) -> None:
         for row in range(count * groups) if count <= 16 else ():
             position = start + row // groups
             size, oldest = size_of(position + 1), max(0, position - window + 1) if window else 0
-            # Tiles of a segment end with it: no row is in two.
+            # Tiles end with their segment: no row is in two tiles.
             tiles = [i for i in mine if 0 <= row - i[1] < rows_of_tile and row < i[7] * groups]
             assert {item[1] for item in tiles} == {tiles[0][1]}
             spans = sorted((item[2], item[3], item[4]) for item in tiles)

@@ -1,6 +1,6 @@
 """A launch finds the kernel compiled for its arguments, and no other; compiling ahead.
 
-Without a GPU: kernels are compiled for one, and in place of calling them their calls are noted.
+No GPU is needed: kernels are compiled for one, and their calls are recorded, not made.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
 
 from foretoken.ops.steps import DraftRequests, PackSizes, StepTokens
 from foretoken.ops.types import Verdict
@@ -54,8 +57,8 @@ def fill_kernel(x, size, WIDTH: tl.constexpr):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[Any, ...]]:
-    """What compiled kernels are called with: number of the kernel, grid, arguments."""
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, ...]]]:
+    """The calls of compiled kernels: number of the kernel, grid, arguments."""
     made: list[tuple[Any, ...]] = []
     numbers: list[Any] = []
 
@@ -74,13 +77,21 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[Any, ...
             get_device_properties=lambda device: {"max_shared_mem": 232448},
         ),
     )
-    monkeypatch.setattr(driver, "_active", gpu)
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    before = driver._active
+    driver.set_active(gpu)
+    forget_kernels()
+    yield made
+    forget_kernels()
+    driver.set_active(before)
+
+
+def forget_kernels() -> None:
+    """Kernels are looked up on disk again."""
+    compiled._kernels.clear()
     for kernel in (scale_kernel, other_kernel, fill_kernel):
         kernel.device_caches.clear()
-    return made
 
 
 def scale(x: torch.Tensor, y: torch.Tensor, **changed: Any) -> None:
@@ -104,17 +115,9 @@ def test_a_kernel_is_bound_once_and_then_called_with_addresses(calls: list[Any])
 
 def test_other_arguments_have_kernels_of_their_own(calls: list[Any]) -> None:
     x, odd = torch.zeros(8), torch.zeros(9)[1:]
-    others: list[tuple[Any, dict[str, Any]]] = [
-        (x, {}),
-        (odd, {}),
-        (x.half(), {}),
-        (x, {"pair": Pair(x, x)}),
-        (x, {"count": 1}),
-        (x, {"count": 16}),
-        (x, {"count": 2**40 + 1}),
-        (x, {"width": 16}),
-        (x, {"warps": 2}),
-    ]
+    changes = [("pair", Pair(x, x)), ("count", 1), ("count", 16), ("count", 2**40 + 1)]
+    others: list[tuple[Any, dict[str, Any]]] = [(x, {}), (odd, {}), (x.half(), {})]
+    others += [(x, {name: value}) for name, value in (*changes, ("width", 16), ("warps", 2))]
     for _ in range(2):
         for tensor, changed in others:
             scale(tensor, x, **changed)
@@ -126,12 +129,8 @@ def test_a_size_that_is_not_compiled_in_shares_its_kernel(calls: list[Any]) -> N
     x = torch.zeros(8)
     for size in (1, 5, 16, 2**40):
         compiled.launch(fill_kernel, (1,), x, size, WIDTH=8)
-    assert [(number, given[1]) for number, _, given in calls] == [
-        (1, 1),
-        (1, 5),
-        (1, 16),
-        (2, 2**40),
-    ]
+    found = [(number, given[1]) for number, _, given in calls]
+    assert found == [(1, 1), (1, 5), (1, 16), (2, 2**40)]
 
 
 def test_a_shared_argument_is_packed_once(calls: list[Any]) -> None:
@@ -149,16 +148,9 @@ def test_a_shared_argument_is_packed_once(calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_is_noted_is_compiled_and_not_launched(
-    calls: list[Any], processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noted_kernels_are_compiled_and_not_launched(calls: list[Any], processes: int) -> None:
     x, y = torch.zeros(8), torch.zeros(8)
-    missing, forked = [], compiled._compile_in_processes
-    monkeypatch.setattr(
-        compiled,
-        "_compile_in_processes",
-        lambda jobs, count: (missing.append((len(jobs), count)), forked(jobs, count)),
-    )
+    from_disk: list[bool] = []  # how this process got each kernel
 
     def run() -> None:
         for _ in range(2):
@@ -166,14 +158,16 @@ def test_what_is_noted_is_compiled_and_not_launched(
             compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
         assert compiled.zero_if_noted(lambda: (torch.ones(2), None))()[0].sum() == 0
 
-    for _ in range(2):
-        compiled.compile_ahead(run, processes)
-        assert calls == []
-        cached = [len(kernel.device_caches[0][0]) for kernel in (scale_kernel, other_kernel)]
-        assert cached == [1, 1]
-        for kernel in (scale_kernel, other_kernel, fill_kernel):
-            kernel.device_caches.clear()
-    assert missing == ([] if processes == 1 else [(2, 2)]), "not those on disk"
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: from_disk.append(cache_hit)
+        for _ in range(2):
+            forget_kernels()
+            compiled.compile_ahead(run, processes)
+            assert calls == []
+            cached = [len(kernel.device_caches[0][0]) for kernel in (scale_kernel, other_kernel)]
+            assert cached == [1, 1]
+    assert from_disk == [processes > 1] * 2 + [True] * 2, "other processes compile, and only once"
+    forget_kernels()
     scale(x, y)
     assert [grid for _, grid, _ in calls] == [(3, 2, 1)]
     assert compiled.zero_if_noted(lambda: torch.ones(2))().sum() == 2
@@ -193,30 +187,31 @@ def test_other_threads_launch_meanwhile(calls: list[Any]) -> None:
     assert len(calls) == 1
 
 
-def test_two_engines_are_compiled_one_after_the_other(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, before = torch.zeros(8), triton.knobs.cache.manager_class
-    first_is_done, real = threading.Event(), compiled._warm_up
+def test_two_engines_are_compiled_one_after_the_other(calls: list[Any]) -> None:
+    x, first_is_done, knobs = torch.zeros(8), threading.Event(), triton.knobs.cache
 
     def begin(kernel: Any, *given: Any, **named: Any) -> None:
         compiled.compile_ahead(lambda: compiled.launch(kernel, (1,), *given, **named), 1)
 
     other = threading.Thread(target=begin, args=(other_kernel, x), kwargs={"WIDTH": 8})
 
-    def warm_up(job: Any) -> Any:
-        if threading.current_thread() is other:
-            first_is_done.wait(10)
-        elif other.ident is None:
-            other.start()
-            other.join(0.2)  # where it is free to, it begins now
-        return real(job)
+    class Cache(FileCacheManager):
+        """Starts the other engine when the first looks for its kernel on disk."""
 
-    monkeypatch.setattr(compiled, "_warm_up", warm_up)
-    begin(other_kernel, x, WIDTH=16)
-    first_is_done.set()
-    other.join()
-    assert triton.knobs.cache.manager_class is before
+        def get_group(self, filename: str) -> Any:
+            if threading.current_thread() is other:
+                first_is_done.wait(10)
+            elif other.ident is None:
+                other.start()
+                other.join(0.2)  # without the lock it would begin now
+            return super().get_group(filename)
+
+    with knobs.scope():
+        knobs.manager_class = Cache
+        begin(other_kernel, x, WIDTH=16)
+        first_is_done.set()
+        other.join()
+        assert knobs.manager_class is Cache
     assert len(other_kernel.device_caches[0][0]) == 2
 
 
@@ -232,32 +227,29 @@ def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> N
     assert calls == []
 
 
-def test_steps_of_all_sizes_share_their_kernels(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_all_sizes_share_their_kernels(calls: list[Any]) -> None:
     """Launches are noted, as ahead of compiling: one request, odd numbers and multiples of 16."""
-    noted: dict[Any, Any] = {}
-    monkeypatch.setattr(compiled._thread, "noted", noted)
     state = make_case(1, 30, 4, device=torch.device("cpu")).state
-    steps = importlib.import_module("foretoken.ops.backends.triton.steps").Steps(state)
+    module = importlib.import_module("foretoken.ops.backends.triton.steps")
+    most = 4
 
-    def run(size: int, most: int) -> None:
-        slot_B, ones_B = torch.arange(size), torch.ones(size, dtype=torch.int64)
-        num_B, position_B = steps.count_drafts(slot_B, ones_B)
-        asked = DraftRequests(slot_B, num_B, position_B, most, make_params(34))
-        tokens = StepTokens(slot_B, ones_B, None, num_B)
-        packed = PackSizes(size * (most + 1), size * (most + 1), most + 1)
-        batch = steps.pack(tokens, packed, 16)
-        steps.shift(slot_B, batch.attention, packed.tokens)
-        token_BK1, finite_B = num_B.new_zeros(size, most + 1), num_B > 0
-        steps.advance(tokens, Verdict(token_BK1, num_B, finite_B))
-        steps.begin_round(asked, 2, 99, 16)
-        drafts = steps.join_drafts([num_B] * most, num_B)
-        steps.write_drafts(asked, num_B, drafts, 99)
+    def run(*sizes: int) -> None:
+        steps = module.Steps(state)
+        for size in sizes:
+            slot_B, ones_B = torch.arange(size), torch.ones(size, dtype=torch.int64)
+            num_B, position_B = steps.count_drafts(slot_B, ones_B)
+            asked = DraftRequests(slot_B, num_B, position_B, most, make_params(34))
+            tokens = StepTokens(slot_B, ones_B, None, num_B)
+            packed = PackSizes(size * (most + 1), size * (most + 1), most + 1)
+            batch = steps.pack(tokens, packed, 16)
+            steps.shift(slot_B, batch.attention, packed.tokens)
+            token_BK1, finite_B = num_B.new_zeros(size, most + 1), num_B > 0
+            steps.advance(tokens, Verdict(token_BK1, num_B, finite_B))
+            steps.begin_round(asked, 2, 99, 16)
+            drafts = steps.join_drafts([num_B] * most, num_B)
+            steps.write_drafts(asked, num_B, drafts, 99)
 
-    run(3, 4)
-    first = len(noted)
-    assert first == 7  # `pack_kernel` twice: of a step, and of a round of drafting
-    for size in (1, 2, 5, 7, 16, 17, 32, 33):
-        run(size, 4)
-    assert len(noted) == first
+    first = compiled.noted_launches(lambda: run(3))
+    assert len(first) == 7  # `pack_kernel` twice: of a step, and of a round of drafting
+    every = compiled.noted_launches(lambda: run(3, 1, 2, 5, 7, 16, 17, 32, 33))
+    assert len(every) == len(first)

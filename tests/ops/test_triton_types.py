@@ -19,12 +19,8 @@ KERNELS = """
 @pytest.mark.parametrize("how", ["few", pytest.param("all", marks=pytest.mark.trial)])
 def test_every_kernel_has_types(how: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.ops.typed_kernels", how],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ops.typed_kernels", how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [f"{name}_kernel" for name in KERNELS.split()]

@@ -38,11 +38,11 @@ from foretoken.ops.steps import PackSizes, StepTokens
 from tests.ops.test_steps import BLOCK_SIZE, Bind, make_asked, make_case, make_verdict
 
 typed: dict[str, str] = {}
-"""What was typed, with its arguments' types and constants, and the kernel that it is of."""
+"""The kernel of each launch that was typed, by name, argument types and constants."""
 
 
 class NoDriver:
-    """As much of a GPU driver as choosing a compilation target takes."""
+    """The part of a GPU driver that chooses a compilation target."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -115,26 +115,15 @@ def every_op(
     blocks = ((drafts, cache), (1, None), (1, cache), (0, None))
     for num, own in blocks[: 2 if only or width == 1 else 4]:
         rows = 2 * (num + 1)
-        block = DraftBlock(
+        token_BK, real_q_B = (
             torch.zeros(2, num, dtype=torch.int64),
-            torch.full((2,), num),
-            own,
             torch.full((2,), own is not None),
         )
-        ops.verify(
-            VerifyBatch(
-                torch.zeros(rows, width, dtype=dtype),
-                params,
-                at,
-                at,
-                block,
-                edits=edits(rows),
-                synthetic_rate_K=torch.ones(max(num, 1), dtype=torch.float64)
-                if Rule.SYNTHETIC in rules
-                else None,
-                fp64_noise=fp64,
-            )
-        )
+        block = DraftBlock(token_BK, torch.full((2,), num), own, real_q_B)
+        rates = torch.ones(max(num, 1), dtype=torch.float64) if Rule.SYNTHETIC in rules else None
+        logits_NV = torch.zeros(rows, width, dtype=dtype)
+        more = {"edits": edits(rows), "synthetic_rate_K": rates, "fp64_noise": fp64}
+        ops.verify(VerifyBatch(logits_NV, params, at, at, block, **more))  # type: ignore[arg-type]
 
 
 def every_step(bind: Bind, requests: int, most: int) -> None:

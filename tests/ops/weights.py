@@ -14,10 +14,12 @@ from torch import Tensor
 from foretoken.ops.formats import BLOCKS
 from foretoken.ops.stack import Blocks, Dense, Grouped
 
-# Where a block's halves lie: its scale, its minimum. What is left are codes and small scales.
+# Offsets of a block's float16 numbers, its scale and its minimum, and of codes of four bits, of
+# which a byte has two.
 SCALE_AT = {kind: 208 if kind == "Q6_K" else 0 for kind in BLOCKS}
 MINIMUM_AT = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
-# The deviation of numbers of random codes whose scale is 1, and what minimum puts them around zero.
+NIBBLES_AT = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 6, "Q5_1": 8, "Q4_K": 16, "Q5_K": 48, "Q6_K": 0}
+# The deviation of numbers of random codes with a scale of 1, and the minimum that centres them.
 _SPREAD = {
     "Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q4_K": 230, "Q5_K": 460,
     "Q6_K": 1370,
@@ -36,7 +38,7 @@ FORMATS = (*BLOCKS, *GROUPS, *PLAIN)
 
 
 def multiple_of(name: str) -> int:
-    """What the numbers of a row in a format are a multiple of."""
+    """The number of weights in a row must be a multiple of this."""
     return BLOCKS[name].size if name in BLOCKS else GROUPS.get(name, 0) or 32
 
 
@@ -58,6 +60,12 @@ def random_blocks(kind: str, rows: int, numbers: int, random: torch.Generator) -
 def put_half(blocks: Tensor, at: int, values: Tensor) -> None:
     """Write a half into each block, uint8 [.., bytes of a block]."""
     blocks[..., at : at + 2] = values.half()[..., None].view(torch.uint8)
+
+
+def nibbles(kind: str, blocks: Tensor) -> Tensor:
+    """The bytes with codes of four bits, uint8 [.., numbers / 2]: a view of blocks [.., bytes]."""
+    at = NIBBLES_AT[kind]
+    return blocks[..., at : at + BLOCKS[kind].size // 2]
 
 
 def random_weight(
@@ -83,7 +91,7 @@ def random_weight(
 
 
 def numbers_of(weight: Blocks | Grouped | Dense) -> NDArray[np.float64]:
-    """What a weight stands for, by `gguf` and by plain NumPy; nothing of ours."""
+    """The numbers of a weight, read by `gguf` and by plain NumPy, without our code."""
     if isinstance(weight, Dense):
         return weight.values.double().numpy()
     if isinstance(weight, Blocks):

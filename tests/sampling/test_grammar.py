@@ -1,10 +1,10 @@
-"""Masks by grammar: for every kind of tokenizer, and whichever way a matcher came where it is."""
+"""Masks by grammar: for every kind of tokenizer, however a matcher reached its state."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken.drafting.forced import by_grammar
 from foretoken.errors import RequestError
-from foretoken.sampling import grammar
 from foretoken.sampling.grammar import (
     Compilers,
     Grammar,
@@ -68,9 +67,15 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
 
 
+def grammars_of(
+    tokenizer: Any, compilers: Compilers | None = None, make: type[Grammars] = Grammars
+) -> Grammars:
+    size, ends = len(tokenizer) + PADDING, frozenset([tokenizer.eos_token_id])
+    return make(tokenizer, size, ends, compilers)
+
+
 def compiled(tokenizer: Any, choices: Sequence[str] = CHOICES) -> Grammar:
-    size = len(tokenizer) + PADDING
-    grammars = Grammars(tokenizer, size, frozenset([tokenizer.eos_token_id]))
+    grammars = grammars_of(tokenizer)
     grammars.wait([asked := {"choice": [*choices]}])
     grammar = grammars.compiled(asked)
     assert grammar is not None
@@ -159,7 +164,7 @@ def test_rows_are_those_of_matchers_that_took_the_drafts_in(tokenizer: Any) -> N
         assert all(a.tolist() == np.stack(e).tolist() for a, e in zip(again, expected, strict=True))
 
 
-def test_what_has_one_way_on_is_forced(tokenizer: Any) -> None:
+def test_tokens_without_an_alternative_are_forced(tokenizer: Any) -> None:
     params = SamplingParams()
     assert by_grammar(params) is None
     params.structured_outputs = compiled(tokenizer, ["cab", "cac"])
@@ -195,17 +200,14 @@ def test_compiling_keeps_no_process_from_ending() -> None:
     assert not thread.is_alive(), "it waits for work that cannot come"
 
 
-def test_threads_that_ask_for_one_grammar_share_it() -> None:
-    tokenizer = byte_level()
-    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
-    submit = grammars._pool.submit
-
-    def slow(*given: Any) -> Any:
+class SlowToBegin(Compilers):
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
         time.sleep(0.02)  # in which the other threads ask
-        return submit(*given)
+        super().submit(work, *args)
 
-    grammars._pool.submit = slow  # type: ignore[method-assign]
-    asked = {"choice": ["a"]}
+
+def test_threads_that_ask_for_one_grammar_share_it() -> None:
+    grammars, asked = grammars_of(byte_level(), SlowToBegin()), {"choice": ["a"]}
 
     def ask(_: int) -> Grammar | None:
         kept = grammars.wait([asked])
@@ -217,24 +219,25 @@ def test_threads_that_ask_for_one_grammar_share_it() -> None:
     assert all(one is found[0] for one in found)
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = byte_level()
-    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
-    compiled, compile_, release = [], grammar._compile, Event()
+class Noting(Grammars):
+    """Notes which grammars are compiled, which takes until `release` is set."""
 
-    def slow(asked: Any, *given: Any) -> Any:
-        compiled.append(asked["choice"][0])
-        release.wait(PATIENCE)
-        return compile_(asked, *given)
+    noted: list[str] = []
+    release = Event()
 
-    monkeypatch.setattr(grammar, "_compile", slow)
+    def build(self, outputs: dict[str, Any], *given: Any) -> Grammar:
+        self.noted.append(outputs["choice"][0])
+        self.release.wait(PATIENCE)
+        return super().build(outputs, *given)
+
+
+def test_a_grammar_that_is_no_longer_wanted_is_not_compiled() -> None:
+    grammars = grammars_of(byte_level(), make=Noting)
     kept = [grammars.begin({"choice": [word]}) for word in ("first", "second")]
     grammars.begin({"choice": ["left"]})
     kept.append(grammars.begin({"choice": ["stays"]}))
-    release.set()
+    Noting.release.set()
     for entry in kept:
         assert entry is not None
         assert isinstance(entry.future.result(PATIENCE), Grammar)
-    assert sorted(compiled) == ["first", "second", "stays"]
+    assert sorted(Noting.noted) == ["first", "second", "stays"]

@@ -127,15 +127,9 @@ def test_numbers_may_be_those_of_numpy_and_torch() -> None:
         logit_bias={np.int64(5): np.float64(1.5)},
     )
     plain = SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        max_tokens=7,
-        ignore_eos=True,
-        seed=2**64 - 1,
-        stop_token_ids=[1, 2],
-        allowed_token_ids=[4],
-        logit_bias={5: 1.5},
-    )
+        temperature=0.5, top_k=3, max_tokens=7, ignore_eos=True, seed=2**64 - 1,
+        stop_token_ids=[1, 2], allowed_token_ids=[4], logit_bias={5: 1.5},
+    )  # fmt: skip
     assert params == plain
     assert repr(params) == repr(plain), "Python's own numbers"
     with pytest.raises(RequestError, match="token ids"):
@@ -182,7 +176,7 @@ def test_structured_outputs_are_copied_as_texts() -> None:
 
 
 def guidance(**asked: Any) -> dict[str, Any]:
-    """What llguidance is told of white space."""
+    """The settings of white space that llguidance gets."""
     found = SamplingParams(structured_outputs=asked).structured_outputs
     assert isinstance(found, dict)
     told: dict[str, Any] = json.loads(found["json"])["x-guidance"]
@@ -248,7 +242,7 @@ DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{n}/schema#" for n in (4, 7)
 def test_keywords_that_no_grammar_holds_are_named(
     draft: str | None, schema: dict[str, Any], place: str
 ) -> None:
-    """Also where llguidance leaves them out in silence, as newer ones than the schema's draft."""
+    """Also where llguidance ignores them silently, as keywords newer than the schema's draft."""
     asked = {**schema, **({"$schema": draft} if draft else {})}
     with pytest.raises(RequestError, match="no grammar here can hold it") as caught:
         SamplingParams(structured_outputs={"json": asked})
@@ -257,7 +251,7 @@ def test_keywords_that_no_grammar_holds_are_named(
     assert SamplingParams(structured_outputs={"json": lenient})
 
 
-def test_as_many_keys_as_are_wanted_are_different_ones() -> None:
+def test_a_minimum_of_keys_that_could_repeat_is_refused() -> None:
     """A grammar does not know which open keys there were: two of one name would count as two."""
     some = {"type": "integer"}
     for least, schema in ((2, {"additionalProperties": some}), (3, {"required": ["a", "b"]}),
@@ -273,7 +267,7 @@ def test_as_many_keys_as_are_wanted_are_different_ones() -> None:
         assert SamplingParams(structured_outputs={"json": {"minProperties": least, **schema}})
 
 
-def test_a_keyword_behind_a_reference_is_found_and_one_that_nothing_refers_to_is_not() -> None:
+def test_a_keyword_is_found_only_if_a_reference_leads_to_it() -> None:
     definitions = {"$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"not": {}}}}
     assert SamplingParams(structured_outputs={"json": definitions})
     with pytest.raises(RequestError) as caught:
@@ -327,14 +321,14 @@ def test_keywords_that_change_nothing_are_no_reason_to_refuse() -> None:
     assert json.loads(closed["json"]) == json.loads(same["json"])  # type: ignore[index]
 
 
-def test_room_is_left_for_a_number_of_tokens_alone() -> None:
+def test_room_is_left_only_for_a_number_of_tokens() -> None:
     with pytest.raises(RequestError, match="Give `max_tokens`: -1 leaves room for it") as caught:
         SamplingParams(max_tokens=None, truncate_prompt_tokens=-1)
     assert caught.value.field == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize("value", [False, {"type": "null"}])
-def test_items_that_nothing_evaluates_are_those_behind_the_others(value: Any) -> None:
+def test_unevaluated_items_are_those_after_the_others(value: Any) -> None:
     for given, same in (
         ({"items": [{"type": "null"}]}, {"additionalItems": value}),
         ({"prefixItems": [{"type": "null"}]}, {"items": value}),

@@ -16,9 +16,12 @@ needs_kernels = pytest.mark.usefixtures("kernels")
 
 def require_kernels() -> None:
     """Skip without kernels; fail if only their compilation is missing, or is of older sources."""
-    reason = unavailable("native")
-    if reason is None:
-        return
-    if COMMAND in reason and (shutil.which("g++") or shutil.which("clang++")):
+    if (reason := unavailable("native")) is not None:
+        skip_or_fail(reason, bool(shutil.which("g++") or shutil.which("clang++")))
+
+
+def skip_or_fail(reason: str, has_compiler: bool) -> None:
+    """Fail if a compiler could make the kernels that are missing, else skip."""
+    if COMMAND in reason and has_compiler:
         pytest.fail(f"no native kernels of the present sources: {reason}", pytrace=False)
     pytest.skip(reason)

@@ -3,7 +3,6 @@
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,34 +17,31 @@ from training.tiny_python.corpus import SourceFile, write_split
 VOCAB = 64
 
 
-def test_the_packed_stream_is_the_first_files_within_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eagle3, "FILES", 100)
+def test_the_packed_stream_is_the_first_files_within_the_limit(tmp_path: Path) -> None:
     files = [
         SourceFile("p", f"p/{i}.py", "\n".join(f"x_{i}_{j} = {j}" for j in range(40)))
         for i in range(300)
     ]
     write_split(tmp_path / "train.jsonl.xz", files)
     whole, part = tmp_path / "whole.xz", tmp_path / "part.xz"
-    count = eagle3.pack(tmp_path, whole, 10**9)
+    count = eagle3.pack(tmp_path, whole, 10**9, num_files=100)
     stream_N = eagle3.unpack(whole)
     assert len(stream_N) == count
-    assert int((stream_N == 0).sum()) == 300, "an end of text behind each file"
+    assert int((stream_N == 0).sum()) == 300, "an end of text after each file"
     limit = whole.stat().st_size * 3 // 4
-    fewer = eagle3.pack(tmp_path, part, limit)
+    fewer = eagle3.pack(tmp_path, part, limit, num_files=100)
     assert 0 < fewer < count
     assert part.stat().st_size <= limit
     assert torch.equal(eagle3.unpack(part), stream_N[:fewer])
 
 
-def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_a_narrower_head_with_the_best_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    clock = itertools.count()
-    seconds = SimpleNamespace(time=lambda: next(clock) / 50)  # so many steps take a second
-    monkeypatch.setattr(eagle3, "time", seconds)
+    ticks = itertools.count()
+
+    def clock() -> float:
+        return next(ticks) / 50  # so many steps take a second
+
     shape = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=64, head_dim=16, attn_implementation="sdpa",
@@ -59,8 +55,8 @@ def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(
             trial_steps=4, device="cpu", **others,
         )  # fmt: skip
         (tmp_path / name).mkdir()
-        until = seconds.time() + 3 + eagle3.RESERVE_S
-        run = eagle3.Run(config, module, tmp_path / name, until, start)
+        until = clock() + 3 + eagle3.RESERVE_S
+        run = eagle3.Run(config, module, tmp_path / name, until, start, clock)
         run.texts(stream_N)
         return run
 

@@ -20,7 +20,7 @@ from foretoken.models.eagle3 import read_head
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.models.stored import numbers_of
 from foretoken.ops.stack import Dense, Grouped, linears, parts_of
-from tests.models.compressed_models import change_tensors
+from tests.models.families import change_tensors
 from training import pack_head
 
 GROUP = pack_head.GROUP
@@ -92,14 +92,10 @@ def save_mapped(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_head_goes_through_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
-) -> None:
+def test_a_head_goes_through_the_command(tmp_path: Path, bits: int) -> None:
     source, out = tmp_path / "head", tmp_path / "out" / "packed"
     tensors = save_mapped(source)
-    argv = ["pack_head", str(source), str(out), "--bits", str(bits)]
-    monkeypatch.setattr("sys.argv", argv)
-    pack_head.main()
+    pack_head.main([str(source), str(out), "--bits", str(bits)])
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert is_compressed(config)
     assert unsupported_reason(config) is None

@@ -8,14 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken.outputs import RequestMetrics
 from training.smollm2 import evaluate, generate, prompts, results, texts, train
-from training.tiny_python import eagle3
 
 VOCAB = 64
 HELD = [row["messages"][-1]["content"] for row in texts.read_heldout()]
@@ -102,10 +100,9 @@ def test_rows_begin_with_a_text_and_hold_whole_ones() -> None:
     assert texts.frequent_ids(torch.tensor([[7, 7, 2, 3, 3]]), 2, 9).tolist() == [3, 7]
 
 
-def test_a_run_drafts_the_frequent_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_drafts_the_frequent_ids(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    clock = itertools.count()
-    monkeypatch.setattr(eagle3, "time", SimpleNamespace(time=lambda: next(clock) / 5))
+    ticks = itertools.count()
     shape = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=64, head_dim=16, attn_implementation="sdpa",
@@ -115,7 +112,7 @@ def test_a_run_drafts_the_frequent_ids(tmp_path: Path, monkeypatch: pytest.Monke
         rows=4, length=16, held_rows=4, unroll=2, device="cpu", intermediate=32, heads=2,
         kv_heads=1, aux_layers=(1, 2),
     )  # fmt: skip
-    run = train.Run(config, module, tmp_path, 20.0)
+    run = train.Run(config, module, tmp_path, 20.0, clock=lambda: next(ticks) / 5)
     run.take((torch.arange(40 * 16) % 8 + 3).int().view(40, 16), 8)
     run.train()
     stored = load_file(tmp_path / "head" / "model.safetensors")

@@ -13,6 +13,7 @@ import itertools
 import json
 import lzma
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,16 @@ MUON_SHARES = (0.0, 0.4, 1.0)
 RESERVE_S = 15  # for the measurements between and after the steps, and for writing
 
 
-def pack(corpus: Path, out: Path, limit: int) -> int:
-    """Write the first training files as compressed token ids, at most `limit` bytes; how many."""
+def pack(corpus: Path, out: Path, limit: int, num_files: int = FILES) -> int:
+    """Write the first training files as compressed token ids, in pieces of `num_files` files.
+
+    Returns the number of ids. All pieces together have at most `limit` bytes.
+    """
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-python")
     files = read_split(corpus / "train.jsonl.xz")
     pieces, count = list[bytes](), 0
-    for first in range(0, len(files), FILES):
-        ids = encode_files(tokenizer, files[first : first + FILES])
+    for first in range(0, len(files), num_files):
+        ids = encode_files(tokenizer, files[first : first + num_files])
         piece = lzma.compress(ids.tobytes(), filters=PACKING)
         if sum(map(len, pieces)) + len(piece) > limit:
             break
@@ -183,9 +187,14 @@ class Run:
         out: Path,
         until: float,
         start: Path | None = None,
+        clock: Callable[[], float] = time.time,
     ):
+        """
+        Args:
+            until: when the run must have ended, in seconds of `clock`.
+        """
         self.config, self.module, self.out, self.until = config, module, out, until
-        self.start = start
+        self.start, self.clock = start, clock
         self.record: dict[str, Any] = {"config": asdict(config)}
 
     def texts(self, stream_N: torch.Tensor) -> None:
@@ -245,7 +254,7 @@ class Run:
             if step == every:
                 began = self.now()
             loss = trainer.train(self.batches.batch(step))
-            left = self.until - RESERVE_S - time.time()
+            left = self.until - RESERVE_S - self.clock()
             is_last = trainer.step == trainer.recipe.steps or left < 0
             if trainer.step % every == 0 or is_last:
                 row = {"step": trainer.step, "loss": loss.item()}
@@ -267,10 +276,10 @@ class Run:
         write_card(folder, facts, trainer.history)
 
     def now(self) -> float:
-        """Wall-clock seconds, the device's work done."""
+        """Seconds of the clock, once the device's work is done."""
         if self.config.device == "cuda":
             torch.cuda.synchronize()
-        return time.time()
+        return self.clock()
 
     def note(self, name: str, value: Any) -> None:
         """Into the record, which is whole at any time, and onto the log."""

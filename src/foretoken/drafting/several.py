@@ -37,7 +37,10 @@ from foretoken.slots.table import SlotTable
 
 
 class Several(Drafter):
-    """The drafters of `SpeculativeConfig.drafters`, numbered in its order."""
+    """The drafters of `SpeculativeConfig.drafters`, numbered in its order.
+
+    chooser: chooses for requests under `hybrid`; made by `allocate`, and may be replaced after it
+    """
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
@@ -89,7 +92,7 @@ class Several(Drafter):
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """Have all members allocate. Members that keep q share one cache."""
         self.slots, shared = slots, None
-        self._chooser = Chooser()
+        self.chooser = Chooser()
         # By slot: under `hybrid`, the number of the member that made the latest drafts.
         self._source: dict[int, int] = {}
         self._proposed_at = 0.0
@@ -155,7 +158,7 @@ class Several(Drafter):
         index_A = mine_B.nonzero()[:, 0]
         if not len(index_A):
             return None
-        with self._chooser.timing(number, len(index_A)):
+        with self.chooser.timing(number, len(index_A)):
             block = member.propose(select_requests(requests, index_A))
         return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
 
@@ -175,11 +178,11 @@ class Several(Drafter):
         for b in open_B.nonzero()[:, 0].tolist():
             request, wanted = self.slots.admitted[int(requests.slot_B[b])], int(requests.num_B[b])
             if not self.members[number].looks_up:
-                self._chooser.leave_to_model(request, number, wanted)
+                self.chooser.leave_to_model(request, number, wanted)
                 taken_B[b] = True
             elif num_B[b] and self._model is not None:
                 drafts, model = token_BK[b][: num_B[b]], (self._model, wanted)
-                taken_B[b] = self._chooser.takes(request, number, drafts, expected_B[b], model)
+                taken_B[b] = self.chooser.takes(request, number, drafts, expected_B[b], model)
             else:
                 taken_B[b] = num_B[b] > 0
         return taken_B
@@ -193,10 +196,10 @@ class Several(Drafter):
         if self.slots.on_host:
             if self._proposed_at and requests.of_B is None:
                 seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
-                self._chooser.pass_seconds = follow(self._chooser.pass_seconds, seconds)
+                self.chooser.pass_seconds = follow(self.chooser.pass_seconds, seconds)
             self._proposed_at = 0.0
             for slot, outcome in result.decisions.items():
-                self._chooser.learn(slot, outcome)
+                self.chooser.learn(slot, outcome)
         for number, member_requests in self._observers(requests):
             own_result = self._own_result(number, requests, result)
             self.members[number].observe(member_requests, batch, own_result)
@@ -241,11 +244,11 @@ class Several(Drafter):
         for member in self.members:
             member.release(slot)
         self._source.pop(slot, None)
-        self._chooser.forget(slot)
+        self.chooser.forget(slot)
 
     def held_slots(self) -> Iterable[int]:
         """See `Drafter.held_slots`."""
-        held = {*self._source, *self._chooser.held_slots()}
+        held = {*self._source, *self.chooser.held_slots()}
         return held.union(*(member.held_slots() for member in self.members))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,29 +23,78 @@ _MIN_BYTES = 4096  # smallest piece of pinned memory; the bytes of a piece are a
 # `fill` copies pieces of so many bytes, and at most so many pieces may be under way.
 _FILL_BYTES, _MAX_UNDER_WAY = 4 << 20, 8
 
-_idle: defaultdict[int, deque[tuple[Tensor, torch.cuda.Event]]] = defaultdict(deque)
-"""Idle pieces of pinned memory by their bytes. A piece may be overwritten once its event passed."""
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _pin(num_bytes: int) -> Tensor:
+    piece = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # never freed: see the top of this file
+    return piece
+
+
+class Pool:
+    """Pieces of pinned memory that are lent and given back.
+
+    Args:
+        pin: allocates a piece of so many bytes, uint8.
+        new_event: makes an event of the device.
+    """
+
+    def __init__(
+        self, pin: Callable[[int], Tensor] = _pin, new_event: Callable[[], Any] = _new_event
+    ) -> None:
+        self._pin, self._new_event = pin, new_event
+        # Idle pieces by their bytes. A piece may be overwritten once its event has passed.
+        self._idle: defaultdict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """Pinned memory: the longest idle piece if the copy from it is done, else a new piece."""
+        idle = self._idle[num_bytes]
+        try:
+            piece, event = idle.popleft()
+        except IndexError:
+            return self._pin(num_bytes)
+        if event.query():
+            return piece
+        idle.appendleft((piece, event))
+        return self._pin(num_bytes)
+
+    def give_back(self, piece: Tensor, event: Any) -> None:
+        """Allow reuse of a piece once `event` has passed."""
+        self._idle[len(piece)].append((piece, event))
+
+    def record(self) -> Any:
+        """An event that passes once everything launched so far is done."""
+        event = self._new_event()
+        event.record()
+        return event
+
+
+POOL = Pool()
+"""The pinned memory of this process."""
 
 
 class Staging:
     """A tensor `host` in pinned memory, valid until `give_back`; for a CPU in ordinary memory."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pool: Pool = POOL
+    ) -> None:
         self._piece: Tensor | None = None
         if device.type == "cpu":
             self.host = torch.empty(shape, dtype=dtype)
             return
         num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self._piece = _lend(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
+        self._pool = pool
+        self._piece = pool.lend(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
         self.host = self._piece[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, event: torch.cuda.Event | None = None) -> None:
         """Allow reuse once `event` has passed; None: once everything launched so far is done."""
         if self._piece is not None:
-            if event is None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-            _idle[len(self._piece)].append((self._piece, event))
+            self._pool.give_back(self._piece, self._pool.record() if event is None else event)
             self._piece = None
 
 
@@ -55,16 +104,15 @@ class ToHost:
     For tensors on a CPU no copy is made: nothing may be written to them later.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], pool: Pool = POOL) -> None:
         self._event: torch.cuda.Event | None = None
         self._copies = [*tensors]
         if tensors[0].is_cuda:
-            self._staged = [Staging(tuple(t.shape), t.dtype, t.device) for t in tensors]
+            self._staged = [Staging(tuple(t.shape), t.dtype, t.device, pool) for t in tensors]
             self._copies = [staging.host for staging in self._staged]
             for copy, tensor in zip(self._copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event = pool.record()
 
     def wait(self) -> list[Tensor]:
         """The copies, once they are complete."""
@@ -118,22 +166,3 @@ def fill(target: Tensor, source: Tensor) -> None:
         under_way.append(event)
     for event in under_way:
         event.synchronize()
-
-
-def _lend(num_bytes: int) -> Tensor:
-    """Pinned memory: the longest idle piece if the copy from it is done, else a new piece."""
-    idle = _idle[num_bytes]
-    try:
-        piece, event = idle.popleft()
-    except IndexError:
-        return _pin(num_bytes)
-    if event.query():  # type: ignore[no-untyped-call]
-        return piece
-    idle.appendleft((piece, event))
-    return _pin(num_bytes)
-
-
-def _pin(num_bytes: int) -> Tensor:
-    piece = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # never freed: see the top of this file
-    return piece

@@ -246,6 +246,7 @@ class Grammars:
         eos_ids: tokens that end a text, allowed where the grammar may end.
         seconds: limit for compiling one grammar; None: `COMPILE_SECONDS`.
         most_kept: number of compiled grammars that are kept without a request that holds them.
+        compilers: the threads that compile; None: threads of its own.
     """
 
     def __init__(
@@ -256,10 +257,11 @@ class Grammars:
         *,
         seconds: float | None = None,
         most_kept: int = _CACHED,
+        compilers: Compilers | None = None,
     ) -> None:
         self._given_seconds, self._most_kept = seconds, most_kept
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._pool = Compilers()
+        self._compilers = compilers or Compilers()
         self._known = WeakValueDictionary[str, Compiling]()  # by the JSON of the outputs
         self._recent = OrderedDict[str, Compiling]()  # strong references, the latest last
         self._last_began = 0.0  # when any compilation last began
@@ -272,7 +274,7 @@ class Grammars:
         return COMPILE_SECONDS if self._given_seconds is None else self._given_seconds
 
     def build(self, outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
-        """Compile a grammar in a thread of the pool; an exception refuses the grammar."""
+        """Compile a grammar in a thread of the pool. An exception refuses the grammar."""
         return _compile(outputs, tokens, executor)
 
     def begin(self, outputs: Any) -> Compiling | None:
@@ -291,7 +293,7 @@ class Grammars:
             entry = self._known.get(key)
             if entry is None:
                 entry = self._known[key] = Compiling()
-                self._pool.submit(self._compile, key, ref(entry), outputs)
+                self._compilers.submit(self._compile, key, ref(entry), outputs)
             if entry.future.done():
                 self._keep(key, entry)
         return entry

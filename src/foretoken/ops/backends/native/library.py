@@ -17,7 +17,7 @@ import platform
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.config import check_choice, from_environment
 from foretoken.errors import IntegrityError
@@ -36,16 +36,47 @@ _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
 _CPUINFO = Path("/proc/cpuinfo")
 _V3 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}
 _V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_NEEDS = {
+NEEDS = {
     "x86-64-v4-vnni": _V4 | {"avx512_vnni"},
     "x86-64-v4": _V4,
     "x86-64-v3-vnni": _V3 | {"avx_vnni"},
     "x86-64-v3": _V3,
 }
+"""The features that a processor needs for each variant; none are listed for other architectures."""
+
+
+class Machine(NamedTuple):
+    """What decides which library is loaded.
+
+    architecture: as `platform.machine()` names it
+    features:     of the processor, as the Linux kernel names them; empty on other systems
+    libraries:    the folder of the libraries
+    """
+
+    architecture: str
+    features: frozenset[str]
+    libraries: Path = build.LIBRARIES
+
+    def path(self, variant: str) -> Path:
+        """The path of a variant's library, whether it is built or not."""
+        return self.libraries / build.library_path(variant).name
 
 
 @cache
-def _variant() -> tuple[str | None, str]:
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    return Machine(platform.machine(), cpu_features())
+
+
+def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+    """The processor's features, as the Linux kernel names them; none on other systems."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+@cache
+def choose_variant(machine: Machine) -> tuple[str | None, str]:
     """The most capable variant that was built and runs on this processor, and "".
 
     If there is none: None, and the reason.
@@ -53,55 +84,50 @@ def _variant() -> tuple[str | None, str]:
     Raises:
         ConfigError: the environment names a variant that this processor cannot run.
     """
-    variants = build.VARIANTS.get(platform.machine())
+    variants = build.VARIANTS.get(machine.architecture)
     if variants is None:
-        return None, f"there are none for `{platform.machine()}`"
-    features = _cpu_features()
-    fitting = [v for v in variants if _NEEDS.get(v, set()) <= features]
+        return None, f"there are none for `{machine.architecture}`"
+    fitting = [v for v in variants if NEEDS.get(v, set()) <= machine.features]
     if not fitting:
         return None, "this processor is older than x86-64-v3 (AVX2)"
     chosen = from_environment(VARIANT)
     if chosen is not None:
         check_choice(VARIANT, chosen, tuple(fitting), "Unset it to use the most capable one.")
         fitting = [chosen]
-    built = [v for v in fitting if build.library_path(v).exists()]
+    built = [v for v in fitting if machine.path(v).exists()]
     if not built:
         return None, f"they were not built: {_REMEDY}"
     return built[0], ""
 
 
-def _cpu_features() -> set[str]:
-    """The processor's features as the Linux kernel names them; none on other systems."""
-    if not _CPUINFO.exists():
-        return set()
-    lines = _CPUINFO.read_text().splitlines()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return set(flags.partition(":")[2].split())
-
-
-def missing() -> str | None:
-    """The reason why there are no native kernels on this machine; None if there are."""
-    variant, reason = _variant()
+def missing(machine: Machine | None = None) -> str | None:
+    """The reason why there are no native kernels on a machine, by default this one; None if there
+    are."""
+    variant, reason = choose_variant(machine or this_machine())
     if variant is None:
         return reason
     try:
-        load()
+        if machine is None:
+            load()
+        else:
+            load(machine)
     except OSError as error:  # damaged, or built on a machine with newer system libraries
         return f"they cannot be loaded ({error}): {_REMEDY}"
     return None
 
 
 @cache
-def load() -> ctypes.CDLL:
-    """Load the library and declare the signatures of its functions.
+def load(machine: Machine | None = None) -> ctypes.CDLL:
+    """Load the library of a machine, by default this one; declare its functions' signatures.
 
     Raises:
         OSError: the library is missing (`missing()` returns the reason), or cannot be loaded.
     """
-    variant, reason = _variant()
+    machine = machine or this_machine()
+    variant, reason = choose_variant(machine)
     if variant is None:
         raise OSError(f"there are no native kernels: {reason}")
-    path = build.library_path(variant)
+    path = machine.path(variant)
     if not build.is_whole(path):
         raise OSError(f"{path} is damaged: its digest is not that of its contents")
     library = ctypes.CDLL(str(path))

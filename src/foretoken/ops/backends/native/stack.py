@@ -287,8 +287,6 @@ def _native_round(drafting: DraftRound, token_BK: Tensor) -> Struct:
 
 def _check_fit(stack: Stack) -> None:
     """Raise `UnfitError` unless the kernels implement the stack; its layers need equal shapes."""
-    if library.missing() is not None:
-        raise UnfitError(f"there are no native kernels: {library.missing()}")
     if stack.device.type != "cpu":
         raise UnfitError(f"weights are on {stack.device}")
     if isinstance(stack.embedding, Grouped):

@@ -185,15 +185,20 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
     Args:
         processes: None: one per CPU that this process may use, up to 16.
     """
-    _thread.noted = {}
-    try:
-        run()
-        jobs = list(_thread.noted.values())
-    finally:
-        _thread.noted = None
+    jobs = noted_launches(run)
     if jobs:
         with _compiling:
             _compile_all(jobs, processes)
+
+
+def noted_launches(run: Callable[[], object]) -> list[_Launch]:
+    """Call `run` without launching its kernels; a launch of each that is not compiled yet."""
+    _thread.noted = {}
+    try:
+        run()
+        return list(_thread.noted.values())
+    finally:
+        _thread.noted = None
 
 
 def _compile_all(jobs: list[_Launch], processes: int | None) -> None:

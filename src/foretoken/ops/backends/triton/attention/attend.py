@@ -5,6 +5,7 @@ Letters of shapes: see `__init__.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -178,12 +179,16 @@ def prepare(
     key_cache: Tensor,
     value_cache: Tensor,
     options: AttentionOptions,
+    decoding: Callable[..., Decoding] = configs.decoding,
 ) -> None:
     """Make the plan of a batch of `tokens` rows now, before kernels that overlap.
 
     Without this, the first layer of this shape makes the plan. `plan_kernel` does not overlap.
+
+    Args:
+        decoding: chooses the configuration of `decode_kernel`, by what `configs.decoding` takes.
     """
-    _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options))
+    _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options), decoding)
 
 
 def _decode(
@@ -222,25 +227,32 @@ def _decode(
         )  # fmt: skip
 
 
-def _plan(batch: AttentionBatch, tokens: int, shape: HeadShape) -> _Plan:
+def _plan(
+    batch: AttentionBatch,
+    tokens: int,
+    shape: HeadShape,
+    decoding: Callable[..., Decoding] = configs.decoding,
+) -> _Plan:
     """The plan of this batch for layers of this shape; made if there is none yet."""
     # A captured graph must make its own plan: at a replay any other would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
     plans = _plans.setdefault(batch, {})
     plan = plans.get((tokens, shape, capturing))
     if plan is None:
-        plan = plans[tokens, shape, capturing] = _new_plan(batch, tokens, shape)
+        plan = plans[tokens, shape, capturing] = _new_plan(batch, tokens, shape, decoding)
     return plan
 
 
-def _new_plan(batch: AttentionBatch, tokens: int, shape: HeadShape) -> _Plan:
+def _new_plan(
+    batch: AttentionBatch, tokens: int, shape: HeadShape, decoding: Callable[..., Decoding]
+) -> _Plan:
     """Size a plan by upper bounds known to the host, and launch the kernel that fills it."""
     requests, columns = batch.block_BL.shape
     max_queries, longest = batch.most_queries or tokens, columns * shape.PAGE
     few_queries = min(max_queries, FEW.value)
     rows, tile_rows = min(tokens, requests * few_queries), few_queries * shape.G
     widest = max(shape.D, shape.D_V)
-    decode = configs.decoding(tokens, requests, shape.H_KV, tile_rows, widest, shape.dtype)
+    decode = decoding(tokens, requests, shape.H_KV, tile_rows, widest, shape.dtype)
     prefill = configs.prefilling(widest, shape.dtype) if max_queries > FEW.value else None
     pieces = most_pieces(decode.size, decode.count, longest, shape.WINDOW)
     segments = 2 if few_queries > 1 and longest > decode.size * decode.count else 1

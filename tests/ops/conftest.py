@@ -1,0 +1,14 @@
+"""Settings that tests of ops share."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.ops import Backend, get_backend
+from tests.support.cases import host_backends
+
+
+@pytest.fixture(params=host_backends())
+def ops(request: pytest.FixtureRequest) -> Backend:
+    """Each backend that takes tensors on a CPU."""
+    return get_backend(request.param)

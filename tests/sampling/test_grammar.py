@@ -71,7 +71,7 @@ def grammars_of(
     tokenizer: Any, compilers: Compilers | None = None, make: type[Grammars] = Grammars
 ) -> Grammars:
     size, ends = len(tokenizer) + PADDING, frozenset([tokenizer.eos_token_id])
-    return make(tokenizer, size, ends, compilers)
+    return make(tokenizer, size, ends, compilers=compilers)
 
 
 def compiled(tokenizer: Any, choices: Sequence[str] = CHOICES) -> Grammar:

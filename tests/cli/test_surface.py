@@ -135,8 +135,8 @@ def test_every_field_is_an_option_or_said_not_to_be(command: str, cls: Any) -> N
 
 def test_the_help_is_what_the_dataclasses_say() -> None:
     helps = {name: option.help for name, option in options("generate").items()}
-    said = "Keeps the k most likely tokens (all ties at the k-th); 0 or -1 is off."
-    assert helps["top_k"] == said
+    told = "Keeps the k most likely tokens (all ties at the k-th); 0 or -1 is off."
+    assert helps["top_k"] == told
     assert helps["presence_penalty"] == helps["frequency_penalty"] != ""
     assert not [text for text in helps.values() if not text or "None" in text]
     assert helps["max_tokens"] == "Most tokens to generate, >= 1.", "left out, it is the default"

@@ -313,8 +313,11 @@ class Engine:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
 
     def update_text(self, request: Request) -> None:
-        """Add the text of new tokens to `request.pieces`, without an end that may begin a stop
-        string. If the tokenizer raises, the request ends with that error."""
+        """Add the text of new tokens to `request.pieces`.
+
+        A tail that could be the start of a stop string is held back. If the tokenizer raises, the
+        request ends with that error.
+        """
         try:
             if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)

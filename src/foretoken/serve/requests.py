@@ -64,7 +64,7 @@ class Served:
         max_model_len: longest prompt and output together, in tokens.
         num_drafts: K of the engine, or its maximum where K is `auto`; 0: the engine drafts nothing.
         defaults: the values of fields that a request leaves out.
-        predictors: drafters that read `prediction`.
+        predictors: names of the drafters that use a request's `prediction`.
         drafter: the drafter of requests that name none.
         format: how the model writes messages.
     """
@@ -81,7 +81,11 @@ class Served:
 
     @classmethod
     def from_engine(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
-        """What is served by this engine; `ConfigError` if the options do not allow its rule."""
+        """What this engine serves.
+
+        Raises:
+            ConfigError: the engine's rule is `synthetic`, and the options do not allow it.
+        """
         options.check_engine(engine.config)
         limits, root = engine.engine.limits, engine.config.model
         return cls(

@@ -132,7 +132,7 @@ def _outcomes(finding: Finding, source: Source) -> str:
     bars = [
         Bar(name, shown.axis, {"drawn": share}, target, (max(target - reach, 0), target + reach))
         for name, share, target, reach in zip(
-            names, shares.tolist(), targets.tolist(), source.reach.tolist(), strict=True
+            names, shares.tolist(), targets.tolist(), source.half_widths.tolist(), strict=True
         )
     ]
     title = f"{finding.subject.name}: source `{source.model.name}`"

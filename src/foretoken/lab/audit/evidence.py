@@ -122,11 +122,11 @@ class Source:
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
 
     @property
-    def reach(self) -> Any:
+    def half_widths(self) -> Any:
         """Half-widths of intervals around the expected shares of outcomes.
 
-        Each interval contains the observed share of a correct subject with `CONFIDENCE` (normal
-        approximation).
+        Each interval contains the share that a lossless subject shows with probability
+        `CONFIDENCE` (normal approximation).
         """
         grouped = self.counts.reshape(self.model.groups, -1).sum(axis=1, keepdims=True)
         null = self.model.null.reshape(self.model.groups, -1)

@@ -171,8 +171,9 @@ def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
 
 @cache
 def matrix() -> tuple[Case, ...]:
-    """All combinations of values; T alternates between them.
+    """All combinations of values, except that T is 0.7 or 1.0 in turn.
 
+    With K = 1 a case runs until all tokens are emitted, else for one round.
     Looked-up drafts have no logits, so that they need only one dtype.
     """
     axes = itertools.product(RULES, (1, 3, 5), Q, FILTERS, (False, True), DTYPES)

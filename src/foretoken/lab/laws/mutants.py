@@ -187,9 +187,9 @@ BLOCK_RESIDUALS: dict[str, Weights] = {
 
 
 def residual(masses: Weights) -> Callable[[Backend], Backend]:
-    """Make a mutant of backends: the token in place of a rejected draft is drawn from other masses.
+    """A function that breaks a backend: it draws replacements of drafts from other masses.
 
-    It is drawn with the residual's noise.
+    The noise of the draw stays the residual's.
     """
 
     def mutant(backend: Backend) -> Backend:

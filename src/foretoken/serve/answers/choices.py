@@ -78,8 +78,11 @@ def trace_dicts(records: Iterable[TokenTrace]) -> Iterator[dict[str, Any]]:
         yield dict(zip(_TRACE, _trace_values(record), strict=True)) | {"dropped": dropped}
 
 
-def common_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[str, Any]:
-    """Keys of a choice beyond OpenAI's that the request wants, from the choice's events."""
+def extra_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[str, Any]:
+    """The fields that we add to OpenAI's choice, from its events.
+
+    These are token ids, prompt log-probabilities and traces if requested, and the stop reason.
+    """
     sample = events[-1].sample
     keys: dict[str, Any] = {}
     if token_ids:
@@ -201,7 +204,7 @@ class CompletionWriter(ChunkWriter):
             "logprobs": None,
             "finish_reason": sample.finish_reason,
         }
-        return [choice | common_fields([event]) if sample.finish_reason else choice]
+        return [choice | extra_fields([event]) if sample.finish_reason else choice]
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """A choice with all of its fields, from all its events or from one event of a stream."""
@@ -213,7 +216,7 @@ class CompletionWriter(ChunkWriter):
             "text": "".join(texts),
             "logprobs": self._logprobs(events),
             "finish_reason": events[-1].sample.finish_reason,
-            **common_fields(events, token_ids=self._shows_ids),
+            **extra_fields(events, token_ids=self._shows_ids),
             **({} if ids is None else {"prompt_token_ids": ids}),
         }
 
@@ -289,7 +292,7 @@ class ChatWriter(ChunkWriter):
                 choices.append(self._choice(index, {"delta": delta}, None, None))
             else:
                 last = self._choice(index, {"delta": delta}, self._logprobs([event]), reason)
-                choices.append(last | common_fields([event], token_ids=self._shows_ids))
+                choices.append(last | extra_fields([event], token_ids=self._shows_ids))
         return choices
 
     def root(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -317,7 +320,7 @@ class ChatWriter(ChunkWriter):
         )
         logprobs = self._logprobs(events)
         choice = self._choice(events[0].choice, {"message": message}, logprobs, reason)
-        return choice | common_fields(events, token_ids=self._shows_ids)
+        return choice | extra_fields(events, token_ids=self._shows_ids)
 
     @staticmethod
     def _choice(

@@ -206,7 +206,10 @@ def fleet_model(engine: Mapping[str, Any], names: Any, scale: ReplicaOptions) ->
 
 
 def _read_server(options: dict[str, Any]) -> ServeOptions:
-    """The server's options from the file's map `server`; Ray Serve's proxies listen for it."""
+    """The server's options from the file's map `server`.
+
+    Ray Serve's proxies accept the connections, so options of connections are refused.
+    """
     names = [option.name for option in fields(ServeOptions) if option.name != "served_model_name"]
     check_known_keys("server", options, names)
     for name in PROXY_OPTIONS.keys() & options.keys():

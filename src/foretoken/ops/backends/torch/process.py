@@ -7,7 +7,8 @@ Every filter keeps the logits at or above some value, ties included. So all filt
 combined into one threshold, in units of raw logits.
 
 Shapes: N rows of the call, R rows processed at a time, V vocabulary, W the vocabulary padded to
-whole blocks, D digits, M entries, T likeliest tokens.
+whole blocks (to a multiple of 4 if it is smaller than a block), D digits, M entries, T likeliest
+tokens.
 """
 
 from __future__ import annotations
@@ -68,9 +69,12 @@ def chunks(count: int, width: int) -> Iterator[slice]:
 
 
 def load(rows: Rows, index_R: Tensor) -> Tensor:
-    """A copy of raw logits after edits, float32 [R, W]; -inf in columns V and higher."""
+    """A copy of the rows' logits, edited but neither scaled nor filtered, float32 [R, W].
+
+    Columns V and higher are -inf.
+    """
     vocabulary = rows.logits_NV.shape[1]
-    unit = BLOCK if vocabulary > BLOCK else 4  # 4: a group of noise
+    unit = BLOCK if vocabulary > BLOCK else 4  # noise is made for four ids at a time
     x_RV = rows.logits_NV.detach().index_select(0, index_R).float()
     if rows.edits is not None:
         _edit(x_RV, rows.edits, index_R)

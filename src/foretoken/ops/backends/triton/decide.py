@@ -421,7 +421,7 @@ def _mode_in_place_of(log_q, real_q):
 
 @triton.jit
 def draw_at_once(batch: Batch, decided: Decision, NBP: tl.constexpr, FP64: tl.constexpr):
-    """(number of accepted drafts, the token after them) where no residual has to be summed.
+    """(number of accepted drafts, the token after them), drawn without a pass for the residual.
 
     If `by_own_draw`, rows are drawn one after the other as long as the drawn token is the draft.
     """

@@ -141,8 +141,9 @@ def pack_kernel(
 def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
     """The `Span` that request i computes, or a vector of them; empty where not live.
 
-    A request that may have no more tokens computes in the spare slot: its last token need not be
-    computed, and may have no block.
+    A request that has reached its limit is computed in the spare slot: the keys and values of its
+    last token are not needed, and there may be no block for them. d: the request's index among
+    those that decide (`of_B`), -1 if it does not.
     """
     if drafting is None:
         slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)

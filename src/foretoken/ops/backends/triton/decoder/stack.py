@@ -237,7 +237,7 @@ def rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError` if the kernels cannot run the stack; names are those of `config.json`."""
+    """Raise `UnfitError`, with the reason, if the kernels cannot run the stack."""
     table_VC, mixers = plain(stack.embedding), [layer.mixer for layer in stack.layers]
     if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")

@@ -105,7 +105,8 @@ def draw(llm: LLM, asked: dict[str, Any], rule: str | None, count: int) -> tuple
     for group in groups:
         if group.error is not None:
             raise group.error
-        found[tuple(group.samples[0].output_ids)] += 1
+        (sample,) = group.samples
+        found[tuple(sample.token_ids[sample.num_prompt :])] += 1
     drafted = sum(group.metrics.num_draft_tokens for group in groups)
     accepted = sum(group.metrics.num_accepted_tokens for group in groups)
     paths = itertools.product(range(VOCABULARY), repeat=LENGTH)

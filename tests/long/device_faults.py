@@ -31,6 +31,7 @@ from foretoken.engine.runner import Runner
 from foretoken.errors import EngineBrokenError, EngineMemoryError, NonFiniteLogitsError
 from foretoken.lab.results import Row, collect, write
 from foretoken.models.causal_lm import CausalLM
+from foretoken.ops.stack import Dense, plain
 
 SECONDS = 120  # until a case has hung
 STEP = 6  # of the engine: the one that fails
@@ -87,9 +88,9 @@ def break_step(act: Callable[[], None]) -> None:
 def poison(model: CausalLM) -> None:
     """Embed prompts by another table, outside of graphs; the output layer keeps its own."""
     network: Any = model.network
-    table_VC = network.stack.embedding_VC.clone()
+    table_VC = plain(network.stack.embedding).clone()
     table_VC[POISON] = float("nan")
-    network.stack = replace(network.stack, embedding_VC=table_VC)
+    network.stack = replace(network.stack, embedding=Dense(table_VC))
 
 
 def texts(outputs: list[Any]) -> list[list[int]]:

@@ -461,7 +461,7 @@ def test_shares_that_are_right_are_within_the_reach_that_a_plot_shows() -> None:
         within.append(np.abs(source.counts - source.expected) / 4000 <= source.half_widths)
     assert np.mean(within, axis=0) == pytest.approx(np.full(6, 0.99), abs=0.008)
     moved = Source(model._replace(delta=0.02), source.counts, 4000)
-    assert moved.reach == pytest.approx(source.half_widths + 0.02)
+    assert moved.half_widths == pytest.approx(source.half_widths + 0.02)
 
 
 def test_outcomes_given_their_group() -> None:

@@ -158,8 +158,9 @@ class Several(Drafter):
         index_A = mine_B.nonzero()[:, 0]
         if not len(index_A):
             return None
+        mine = select_requests(requests, index_A)
         with self.chooser.timing(number, len(index_A)):
-            block = member.propose(select_requests(requests, index_A))
+            block = member.propose(mine)
         return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
 
     def _takes(

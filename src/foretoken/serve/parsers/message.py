@@ -240,7 +240,7 @@ class MessageParser:
             return False
         if self._can_reason and rest.startswith(THINK):
             self._text, self._state = rest[len(THINK) :], MessageParser._read_reasoning
-        elif marks_here := [mark for mark in self._text_marks if rest.startswith(mark)]:
+        elif marks_here := [m for m in self._text_marks if m and rest.startswith(m)]:
             self._skip_mark(max(marks_here, key=len))
         elif self._call_format.is_bare and rest.startswith(self._bare_head):
             self._skip_mark("")

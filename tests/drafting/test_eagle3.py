@@ -289,7 +289,10 @@ def test_what_it_reads_of_the_target_is_known_before_the_target_is_loaded(tmp_pa
 def test_a_head_must_be_named(tmp_path: Path) -> None:
     speculation: Any = {"method": "eagle3"}
     config = EngineConfig(model=str(tmp_path), speculative_config=speculation)
-    with pytest.raises(ConfigError, match=r"`speculative_config\.model` is None: .* EAGLE-3 head"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`speculative_config\.model` is None: .* EAGLE-3 head.* `smollm2-135m-eagle3` for",
+    ):
         Eagle3.target_view(config)
     speculation = {"method": "eagle3", "model": str(tmp_path / "nowhere")}
     with pytest.raises(CheckpointError, match="nowhere"):

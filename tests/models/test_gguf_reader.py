@@ -112,7 +112,8 @@ def broken() -> dict[str, tuple[bytes, str]]:
 
     array = text_bytes("k") + struct.pack("<II", 9, 8)
     return {
-        "empty": (b"", "does not begin with `GGUF`"),
+        "empty": (b"", "it is empty and does not begin with `GGUF`"),
+        "text": (b"hello, world", "it begins with b'hello, w' and does not begin with `GGUF`"),
         "short": (b"GGUF\3\0\0\0", "is truncated: its header has 24 bytes or more, found 8"),
         "pointer": (b"version https://git-lfs\n", "Git LFS pointer"),
         "version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1: must be 2 or 3"),

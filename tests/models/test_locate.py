@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models import load_tokenizer, resolve_checkpoint
 from foretoken.models.gguf.reader import split_names
 from foretoken.models.locate import HubFile, hub_file, only_model
@@ -328,3 +328,8 @@ def test_files_that_the_hub_does_not_have(gguf_hub: Hub) -> None:
         resolve_checkpoint("other/model:Q8_0")
     with pytest.raises(CheckpointError, match=r"has no revision `v2`"):
         resolve_checkpoint("some/model-GGUF:Q4_K_M", revision="v2")
+
+
+def test_a_head_in_the_place_of_a_model_is_named_with_its_option() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"is an EAGLE-3 head .* the method `eagle3`"):
+        LLM("tiny-python-eagle3")

@@ -587,7 +587,8 @@ def _head_folder(config: EngineConfig) -> Path:
         raise IntegrityError("`eagle3` was asked for a head without a configuration")
     name = speculation.model or BUILT_IN_HEADS.get(config.model)
     if name is None:
-        remedy = "Name a folder or hub id of a head that was trained for this target."
+        known = ", ".join(f"`{head}` for `{target}`" for target, head in BUILT_IN_HEADS.items())
+        remedy = f"Name a folder or hub id of a head that was trained for it. Built in are {known}."
         raise ConfigError("speculative_config.model", None, "an EAGLE-3 head", remedy)
     return folder_of(config, name, speculation.revision)
 

@@ -184,7 +184,10 @@ def read_json(path: Path) -> dict[str, Any]:
             of more than 16 MiB.
     """
     if not has_file(path):
-        raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
+        raise CheckpointError(
+            f"`{path}` is missing: is `{path.parent}` a model folder? A model folder has "
+            "`config.json`, or a GGUF file."
+        )
     try:
         with reading(path):
             size = path.stat().st_size

@@ -95,6 +95,11 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
             f"Transformers has no causal language model of type `{raw['model_type']}`. If it is "
             "new, a newer Transformers may have it."
         )
+    if names and not known and any(str(name).endswith("Eagle3") for name in names):
+        raise UnsupportedModelError(
+            f"The checkpoint is an EAGLE-3 head ({names}), not a model: name it as `model` of a "
+            "`speculative_config` with the method `eagle3`."
+        )
     if names and not known:
         raise UnsupportedModelError(
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "

@@ -189,7 +189,8 @@ def _local_folder(text: str) -> Path | None:
             return path.with_name(split_names(path.name)[0])
         if path.is_file():
             raise CheckpointError(
-                f"`{text}` is a file: give the folder that holds `config.json`, or a GGUF file."
+                f"`{text}` is a file: give the folder that holds `config.json`, or a GGUF file "
+                "(its name ends in `.gguf`)."
             )
     return None
 
@@ -324,7 +325,9 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
             tqdm_class=_patient_bar(),
         )
     except HFValidationError as error:
-        remedy = "Give a folder that holds `config.json` and safetensors weights, or a hub id."
+        remedy = (
+            "Give a folder with `config.json` and safetensors weights, a GGUF file, or a hub id."
+        )
         raise _not_found(name, remedy) from error
     except Exception as error:
         raise CheckpointError(_explain(error, name, revision, local_only)) from error

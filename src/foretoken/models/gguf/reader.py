@@ -279,7 +279,10 @@ def _check_start(path: Path, start: bytes) -> None:
     if start.startswith(b"version https"):
         raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
     if not start.startswith(b"GGUF"):
-        raise CheckpointError(f"`{path}` is not a GGUF file: it does not begin with `GGUF`.")
+        found = f"it begins with {start[:8]!r}" if start else "it is empty"
+        raise CheckpointError(
+            f"`{path}` is not a GGUF file: {found} and does not begin with `GGUF`. {_AGAIN}"
+        )
     if len(start) < _START:
         raise CheckpointError(
             f"`{path}` is truncated: its header has {_START} bytes or more, found {len(start)}. "

@@ -83,6 +83,17 @@ def run(page: Any, **fields: str) -> None:
     page.wait_for_selector("#run:enabled")
 
 
+def test_no_run_can_start_before_the_server_has_answered(opened: Open) -> None:
+    page = opened()
+    held: list[Any] = []
+    page.route("**/page/state", lambda route: held.append(route))
+    page.reload()
+    until(lambda: bool(held) or page.wait_for_timeout(10))
+    assert page.locator("#run").is_disabled()
+    page.unroute("**/page/state")  # the held requests go on
+    page.wait_for_selector("#run:enabled")
+
+
 def numbers(element: Any) -> list[float]:
     """All numbers in the detail, with all their digits."""
     return [float(one.get_attribute("value")) for one in element.locator("data").all()]

@@ -221,7 +221,7 @@ def test_what_is_read_must_be_a_file(whole: Path, tmp_path: Path, name: str) -> 
 
 ANY = "lacks 1|cannot be read|is not a file|no file of"
 SHARDS = [(shard, ANY) for shard in ("", "..", "x" * 300, "\0", 7, None, "config.json/x")]
-SHARDS += [(f"{place}/other.safetensors", "no file of its folder") for place in ("..", "")]
+SHARDS += [(f"{place}/other.safetensors", "not a file in the same folder") for place in ("..", "")]
 
 
 @pytest.mark.parametrize(("shard", "message"), SHARDS)

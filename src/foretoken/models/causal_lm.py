@@ -1,9 +1,4 @@
-"""A loaded model: packed tokens in, raw logits out.
-
-Belongs here: running a model, as a backend's stack or as Transformers' own module with our
-attention. Does not: reading checkpoints (`checkpoint.py`, `families.py`, `loader.py`), deciding
-whether a model is supported (`guards.py`).
-"""
+"""A loaded model, run as a backend's stack or as Transformers' own module with our attention."""
 
 from __future__ import annotations
 
@@ -29,8 +24,8 @@ class TargetView(NamedTuple):
     """What a drafter reads of its target in addition to tokens.
 
     aux_layers: hidden states that every pass must return, numbered as in `ForwardOutput.aux`
-    head:       whether `CausalLM.head` is needed; if the target changes the layout of its weights,
-                it then holds the head twice
+    head:       whether `CausalLM.head` is needed; a target that changes the layout of its weights
+                then holds the head twice
     module:     whether `CausalLM.module` is needed, to run it outside of the engine's steps
     """
 
@@ -49,7 +44,6 @@ class ModuleNetwork:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `LoadedStack`."""
         dtype: torch.dtype = self.module.get_input_embeddings().weight.dtype
         return dtype
 
@@ -74,16 +68,15 @@ class ModuleNetwork:
     ) -> tuple[Tensor, ...]:
         """The hidden states of these layers, each [num_tokens, hidden].
 
-        Raises:
-            UnsupportedModelError: the module has no such states. As all modules run in the
-                self-check, this happens only there.
+        Raises `UnsupportedModelError` if the module has no such states. The self-check while
+        loading shows it, so that it never happens in a request.
         """
         config, states = self.module.config, getattr(output, "hidden_states", None) or ()
         layers = config.get_text_config().num_hidden_layers
         if len(states) != layers + 1:
             raise UnsupportedModelError(
-                f"`{config.model_type}` gives {len(states)} hidden states for {layers} layers: a "
-                "drafter that reads them cannot draft for it."
+                f"`{config.model_type}` gives {len(states)} hidden states for {layers} layers. A "
+                "drafter that reads hidden states cannot draft for it: take another `method`."
             )
         width = self.module.get_input_embeddings().weight.shape[1]
         for i in aux_layers:
@@ -125,9 +118,9 @@ class CausalLM:
     ) -> None:
         """
         Args:
-            module: the module of `network`, or the twin of its stack. If it has no weights,
-                `view.module` must be False.
-            stack: the stack before `network` changed the layout of its weights; None: take the
+            module: the module of `network`, or the twin of the stack of `network`. If `module` has
+                no weights, `view.module` must be False.
+            stack: the stack before `network` changed the layout of the weights; None: take the
                 embedding and the head from `module`.
         """
         keeps_module = isinstance(network, ModuleNetwork) or view.module
@@ -149,21 +142,16 @@ class CausalLM:
 
     @property
     def head(self) -> Weight:
-        """The weight of the output layer, [V, hidden], without its bias.
-
-        Raises:
-            IntegrityError: the model was loaded without `TargetView.head`.
-        """
+        """The weight of the output layer, [V, hidden], without its bias; `IntegrityError` if the
+        model was loaded without `TargetView.head`."""
         if self._head is None:
             raise IntegrityError("The head was not kept: load the model with `TargetView.head`.")
         return self._head
 
     @property
     def multiplies_masked_keys(self) -> bool:
-        """Whether a NaN in an unused part of a cache block would spread to results.
-
-        If so, blocks must be cleared before they are reused.
-        """
+        """Whether a NaN in an unused part of a cache block would spread to results, so that blocks
+        must be cleared before they are reused."""
         return self.network.multiplies_masked_keys
 
     @property
@@ -174,8 +162,7 @@ class CausalLM:
     def forward(self, batch: ForwardBatch, kv: KV) -> ForwardOutput:
         """Run the packed tokens and write their K/V into `kv`.
 
-        Returns:
-            Raw logits [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order (N
-            may be 0), and the hidden states `aux_layers` of all tokens.
+        Returns raw logits [N, V] in the model's dtype, one row for each of `batch.logit_row_N` (N
+        may be 0), and the hidden states `aux_layers` of all tokens.
         """
         return self.network.run(batch, kv, self.aux_layers)

@@ -1,9 +1,7 @@
-"""Reading a model folder: its files, its configuration, and whether its weights are complete.
+"""Read a checkpoint's configuration and the headers of its weights.
 
-Belongs here: JSON and safetensors headers. Every failure is a `CheckpointError` that names the
-file. If a checkpoint is a GGUF file, its configuration comes from that file (`gguf/`). Does not:
-finding the folder (`locate.py`), building modules (`loader.py`), judging architectures
-(`guards.py`).
+Every failure is a `CheckpointError` that names the file. The functions named `check_...` and
+`read_config` take a model folder, or a GGUF file in the argument `folder`.
 """
 
 from __future__ import annotations
@@ -21,22 +19,16 @@ from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.sizes import check_sizes, config_file
 
 TOKENIZER_JSON = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "special_tokens_map.json",
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json",
     "added_tokens.json",
-)
+)  # fmt: skip
 TOKENIZER_TEXT = ("merges.txt", "vocab.txt", "chat_template.jinja")
 # Formats for which Transformers needs another package than `tokenizers`.
 TOKENIZER_FOREIGN = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
 TOKENIZER_FILES = (
-    *TOKENIZER_JSON,
-    *TOKENIZER_TEXT,
-    *TOKENIZER_FOREIGN,
-    "chat_template.json",
+    *TOKENIZER_JSON, *TOKENIZER_TEXT, *TOKENIZER_FOREIGN, "chat_template.json",
     "additional_chat_templates/*.jinja",
-)
+)  # fmt: skip
 
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
 # The largest known files have 1 MB. A list of 10**7 names of layers would take 180 MB.
@@ -50,7 +42,7 @@ def reading(path: str | Path) -> Iterator[None]:
     `CheckpointError` that names `path`."""
     try:
         yield
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Runtime: `~user` has no home
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: no home of `~user`
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{path}` cannot be read: {reason}") from error
 
@@ -59,9 +51,8 @@ def has_file(path: Path) -> bool:
     """Whether a file exists. Links are followed.
 
     Raises:
-        CheckpointError: the path is not an ordinary file, or it is a broken link. An interrupted
-            download leaves broken links in the hub's cache: the checkpoint has such a file, but it
-            is missing here.
+        CheckpointError: the path is not an ordinary file, or it is a broken link, as an interrupted
+            download leaves it in the hub's cache.
     """
     with reading(path):
         if path.is_file():
@@ -71,7 +62,7 @@ def has_file(path: Path) -> bool:
         if path.is_symlink():
             raise CheckpointError(
                 f"`{path}` is a link to `{path.readlink()}`, which is not there: a part of the "
-                "checkpoint is missing. Download it again."
+                "checkpoint is missing. Download the checkpoint again."
             )
     return False
 
@@ -95,7 +86,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a model folder, or make the same values from a GGUF file.
+    """The content of a folder's `config.json`, or the equal values made from a GGUF file.
 
     Raises:
         CheckpointError: the file is missing, is not a JSON object, or has no `model_type`.
@@ -115,11 +106,11 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
     """Transformers' configuration object (`PretrainedConfig`) of a model folder.
 
     Args:
-        values: the values to parse; None: those of `config.json`, or of the GGUF file.
+        values: the values to parse; None: what `read_config` returns.
 
     Raises:
-        CheckpointError: a value in `config.json` is not valid for its `model_type`, or is a size
-            that this machine cannot hold.
+        CheckpointError: a value is not valid for `model_type`, or is a size that this machine
+            cannot hold.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -138,13 +129,8 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
 
 
 def check_generation_config(folder: Path) -> None:
-    """Check `generation_config.json`, if there is one, or the same values of a GGUF file.
-
-    These values say which tokens end a text.
-
-    Raises:
-        CheckpointError: the file is not a JSON object, or Transformers does not accept its values.
-    """
+    """Raise `CheckpointError` if `generation_config.json` exists and is not valid, or if a GGUF
+    file's own values for it are not. These values say which tokens end a text."""
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
@@ -158,7 +144,7 @@ def check_generation_config(folder: Path) -> None:
     eos_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if any(type(token) is not int for token in eos_ids):
         raise CheckpointError(
-            f"`{path}` gives `eos_token_id` as {stated!r}: it must be a token id or a list of them."
+            f"`{path}` gives `eos_token_id` as {stated!r}: it must be a token id or a list of ids."
         )
     try:
         GenerationConfig.from_dict(content)
@@ -177,12 +163,8 @@ def first_line(error: BaseException) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: the file cannot be read, does not hold a JSON object, or is a `config.json`
-            of more than 16 MiB.
-    """
+    """The JSON object in a file; `CheckpointError` if the file cannot be read, holds no JSON
+    object, or is a `config.json` of more than 16 MiB."""
     if not has_file(path):
         raise CheckpointError(
             f"`{path}` is missing: is `{path.parent}` a model folder? A model folder has "
@@ -221,8 +203,8 @@ def check_no_adapter(folder: Path) -> None:
 def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, Any]]:
     """Check that the folder's safetensors files are complete and hold plain numbers.
 
-    It reads only headers (0.3 ms for the embedded model). Thus a truncated download is reported
-    with the file's name and size; otherwise it would be an obscure error inside a loader.
+    Only headers are read (0.3 ms for the embedded model). Without this check a truncated download
+    would cause an obscure error inside a loader.
 
     Args:
         plain: False accepts weights of any type, for callers that can interpret them.
@@ -255,7 +237,7 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
         shards.setdefault(str(shard), set()).add(tensor)
     for shard in shards:
         if Path(shard).is_absolute() or ".." in Path(shard).parts or not Path(shard).name:
-            raise CheckpointError(f"`{index_path}` names {shard!r}: no file of its folder.")
+            raise CheckpointError(f"`{index_path}` names {shard!r}: not a file in the same folder.")
     with reading(index_path):
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing and not has_file(folder / missing[0]):
@@ -274,27 +256,21 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
 def check_plain(path: Path, header: dict[str, Any]) -> None:
     """Raise `UnsupportedModelError` unless the weights in a file are floating-point numbers.
 
-    Weights of another type would be read as if their scale were 1. Tensors that are not weights may
-    be integers.
+    Weights of another type would be read as if their scale were 1. Tensors with names that do not
+    end in `.weight` may have any type.
     """
     for name, entry in header.items():
         if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
             raise UnsupportedModelError(
                 f"`{path}` stores `{name}` as {entry.get('dtype')}, and `config.json` has no "
-                "`quantization_config` that says what it means. Use a checkpoint in bfloat16, "
+                "`quantization_config` that explains these numbers. Use a checkpoint in bfloat16, "
                 "float16 or float32."
             )
 
 
 def _read_header(path: Path, plain: bool) -> dict[str, Any]:
-    """Read the header of a safetensors file and check the file's length.
-
-    Args:
-        plain: whether to call `check_plain`, too.
-
-    Raises:
-        CheckpointError: the file is truncated or corrupt.
-    """
+    """The header of a safetensors file, checked against the file's length; `plain` also calls
+    `check_plain`."""
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size
         first_bytes = file.read(8)

@@ -1,11 +1,8 @@
-"""From a checkpoint to a `Stack`: a table with one row per family that backends run themselves.
-
-Belongs here: which families these are, and where their tensors go. Does not: whether the result is
-correct (`guards.py`), all other families (`causal_lm.py`).
+"""The families that backends run themselves, and how a checkpoint of one becomes a `Stack`.
 
 A stack is read together with its *twin*, Transformers' module of the same configuration. The twin
 shows which layers have biases, and it has the frequencies of RoPE. Its weights become views of the
-stack's weights, so that it can be run for comparison without a second copy.
+stack's weights, so that the twin can be run for comparison without a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -23,22 +20,18 @@ from foretoken.models.checkpoint import has_file, reading
 from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 from foretoken.models.sizes import check_leftovers
 from foretoken.ops.pinned import fill
+from foretoken.ops.types import AttentionOptions
 
 from foretoken.ops.stack import (  # isort: skip
     Attention, Dense, Gated, Layer, Linear, Rope, Stack, UnfitError, Weight,
 )  # fmt: skip
-from foretoken.ops.types import AttentionOptions
 
 
 class Family(NamedTuple):
-    """A family's differences from Llama's layers: RMSNorm, rotary attention, a gated SiLU layer.
+    """A family's differences from Llama's layers: RMSNorm, rotary attention, a gated SiLU layer."""
 
-    qk_norm: each query and key is normed before RoPE
-    slides:  layers use the configuration's `sliding_window`; False: they ignore that field
-    """
-
-    qk_norm: bool = False
-    slides: bool = True
+    qk_norm: bool = False  # each query and key is normed before RoPE
+    slides: bool = True  # False: layers ignore the configuration's `sliding_window`
 
 
 FAMILIES = {
@@ -59,11 +52,7 @@ ReadTensor = Callable[[str], Tensor]
 
 
 def check_family(module: Any) -> Family:
-    """The family of a causal language model.
-
-    Raises:
-        UnfitError: no stack can run this model.
-    """
+    """The family of a causal language model; `UnfitError` if no stack can run this model."""
     config = module.config
     if config.model_type not in FAMILIES:
         raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
@@ -80,7 +69,7 @@ def check_family(module: Any) -> Family:
 def stays_compressed(config: Any) -> bool:
     """Whether a checkpoint's weights are compressed-tensors that keep their stored format.
 
-    Other schemes and other families load through Transformers' quantiser.
+    If not, Transformers' quantiser loads them.
     """
     quantization = getattr(config, "quantization_config", None)
     if config.model_type not in FAMILIES or not is_compressed(quantization):
@@ -93,7 +82,10 @@ def stays_compressed(config: Any) -> bool:
 
 
 def windows(config: Any, count: int) -> list[int | None]:
-    """The sliding window of each of `count` layers, in tokens; None: no window."""
+    """The sliding window of each of `count` layers, in tokens; None: no window.
+
+    There are no windows if `layer_types` does not have `count` entries.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
     if len(kinds) != count:
@@ -102,7 +94,7 @@ def windows(config: Any, count: int) -> list[int | None]:
 
 
 class Source(Protocol):
-    """A source of a stack's weights, by the names in Transformers' module."""
+    """A source of a stack's weights. They have the names and paths of Transformers' module."""
 
     def tensor(self, name: str) -> Tensor:
         """The gains of a norm, by the name of the parameter."""
@@ -119,7 +111,7 @@ class Source(Protocol):
 
 
 def read_stack(module: Any, read: ReadTensor | None = None) -> Stack:
-    """The stack of a module. Afterwards the module's weights are views of the stack's.
+    """The stack of a module. Afterwards the module's weights are views of the stack's weights.
 
     Args:
         read: reads the weights; None: take the module's own weights, without a second copy if
@@ -133,11 +125,7 @@ def read_stack(module: Any, read: ReadTensor | None = None) -> Stack:
 
 
 def fill_stack(module: Any, weights: Source) -> Stack:
-    """The stack of a module, with weights from this source.
-
-    Raises:
-        UnfitError: no stack can run the module.
-    """
+    """The stack of a module, with weights from this source; `UnfitError` as `read_stack`."""
     family, config, model = check_family(module), module.config, module.model
     num_layers = len(model.layers)
     layer_windows = windows(config, num_layers) if family.slides else [None] * num_layers
@@ -154,21 +142,17 @@ def fill_stack(module: Any, weights: Source) -> Stack:
         names = [f"{path}self_attn.{name}_norm.weight" for name in "qk" if family.qk_norm]
         qk_norms = [weights.tensor(name) for name in names]
         qkv = weights.linear(*(f"{path}self_attn.{name}_proj" for name in "qkv"))
-        size = attention.head_dim
+        head_size = attention.head_dim
         mixer = Attention(
-            qkv, weights.linear(f"{path}self_attn.o_proj"), qkv.split[0] // size,
-            qkv.split[1] // size, size, rope, AttentionOptions(attention.scaling, window),
-            *qk_norms,
+            qkv, weights.linear(f"{path}self_attn.o_proj"), qkv.split[0] // head_size,
+            qkv.split[1] // head_size, head_size, rope,
+            AttentionOptions(attention.scaling, window), *qk_norms,
         )  # fmt: skip
         gate_up = weights.linear(f"{path}mlp.gate_proj", f"{path}mlp.up_proj")
-        layers.append(
-            Layer(
-                weights.tensor(f"{path}input_layernorm.weight"),
-                mixer,
-                weights.tensor(f"{path}post_attention_layernorm.weight"),
-                Gated(gate_up, weights.linear(f"{path}mlp.down_proj")),
-            )
-        )
+        feed = Gated(gate_up, weights.linear(f"{path}mlp.down_proj"))
+        mixer_norm = weights.tensor(f"{path}input_layernorm.weight")
+        feed_norm = weights.tensor(f"{path}post_attention_layernorm.weight")
+        layers.append(Layer(mixer_norm, mixer, feed_norm, feed))
     norm = weights.tensor("model.norm.weight")
     if is_tied:
         module.lm_head.weight = model.embed_tokens.weight
@@ -192,11 +176,9 @@ class _Weights:
         self._dtype: torch.dtype = module.lm_head.weight.dtype
 
     def tensor(self, name: str) -> Tensor:
-        """See `Source`."""
         return self._join(name)
 
     def embedding(self, path: str) -> Weight:
-        """See `Source`."""
         return Dense(self._join(f"{path}.weight"))
 
     def _join(self, *names: str) -> Tensor:
@@ -218,7 +200,6 @@ class _Weights:
         return joined
 
     def linear(self, *paths: str) -> Linear:
-        """See `Source`."""
         linears = [self._module.get_submodule(path) for path in paths]
         check_biases(paths, [linear.bias is not None for linear in linears])
         split = tuple(linear.out_features for linear in linears) if len(linears) > 1 else ()
@@ -233,14 +214,14 @@ def tensor_reader(
 ) -> ReadTensor | None:
     """A function that reads a twin's weights from safetensors files.
 
-    None if stacks do not run the twin's family, or if the files do not hold exactly its tensors.
-    Then Transformers' loader should load them, since it reports what is wrong.
+    None if stacks do not run the twin's family, or if tensors are missing, twofold or of other
+    shapes than the twin's. Then Transformers' loader should load the files: its errors say which.
 
     Args:
         headers: of the files, by path.
 
     Raises:
-        CheckpointError: see `check_leftovers`.
+        CheckpointError: the files have further tensors; see `check_leftovers`.
     """
     from safetensors import safe_open
 
@@ -297,8 +278,8 @@ def set_generation_config(module: Any, folder: Path) -> None:
 def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
     """A small module with the switches of a configuration, one layer of each kind, random weights.
 
-    Its windows are shorter than the self-check's sequences, and its norms and biases are random,
-    too. So it shows errors that a checkpoint's own weights may hide.
+    Sliding windows are shorter than the self-check's sequences, and norms and biases are random,
+    too. So the module shows errors that a checkpoint's own weights may hide.
     """
     small = copy.deepcopy(config)
     shares_kv = config.num_attention_heads // config.num_key_value_heads > 1

@@ -1,10 +1,7 @@
 """Which models we refuse, and why: silently wrong output is the one unacceptable failure.
 
-Belongs here: checks of the configuration, checks of how a module calls attention, and the
-self-check against the module's own eager attention. Does not: loading.
-
 Some families have Transformers' support flag although they attend across packed requests, or never
-call the attention function. Only running such a model shows it.
+call the attention function. Only running such a model shows it: see `self_check`.
 """
 
 from __future__ import annotations
@@ -20,18 +17,16 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.attention import (
-    ATTENTION_NAME,
-    AttentionCall,
-    AttentionPass,
-    attention_context,
-)
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
 from foretoken.models.families import stays_compressed
 from foretoken.ops import AttentionBatch
 from foretoken.ops.stack import ForwardOutput, dtype_of
 from foretoken.ops.steps import ForwardBatch
+
+from foretoken.models.attention import (  # isort: skip
+    ATTENTION_NAME, AttentionCall, AttentionPass, attention_context,
+)  # fmt: skip
 
 # Model types that call attention through Transformers' interface, although they lack its support
 # flag. They pass the self-check, and the tests compare them with plain Transformers.
@@ -65,8 +60,8 @@ _LAYER_REASONS = {
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 MOST_POSITIONS = 64  # an upper bound of positions in the self-check
-_LENGTH = 22  # tokens per sequence of the self-check: more than a block of 16
-BLOCK, NUM_BLOCKS = 4, 16  # tokens per cache block in the self-check, and its number of blocks
+_LENGTH = 22  # tokens per sequence of the self-check: more than 16, a usual size of cache blocks
+BLOCK, NUM_BLOCKS = 4, 16  # the self-check's cache: tokens per block, and blocks
 
 
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
@@ -74,8 +69,8 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
 
     Args:
         raw: the content of `config.json`.
-        class_names: Transformers' classes for the `model_type`: a causal language model, then a
-            multimodal model, as far as there are any.
+        class_names: Transformers' classes for the `model_type`: a causal language model and a
+            multimodal model, or only one of both, or none.
 
     Raises:
         CheckpointError: `architectures` is not a list.
@@ -88,7 +83,7 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
     if raw.get("auto_map") and not known:
         raise UnsupportedModelError(
             f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is "
-            "never run. Only architectures that Transformers itself has are supported."
+            "never run. Use a checkpoint of an architecture that Transformers itself has."
         )
     if not class_names:
         raise UnsupportedModelError(
@@ -102,7 +97,7 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
         )
     if names and not known:
         raise UnsupportedModelError(
-            f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
+            f"The checkpoint is of architecture {names}: for `{raw['model_type']}` it must be "
             f"`{class_names[0]}`."
         )
     return (known or class_names)[0]
@@ -111,11 +106,11 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
 def check_quantisation(config: Any) -> bool:
     """Whether the weights are quantised. If they are, check that they can be loaded.
 
-    If Transformers will load them, `config` is changed so that it dequantises them where possible.
-    Any backend can then run them as stacks, and no kernels are downloaded.
+    If Transformers will load the weights, `config` is changed so that Transformers dequantises
+    them where possible. Any backend can then run them as stacks, and no kernels are downloaded.
 
     Raises:
-        UnsupportedModelError: Transformers cannot load these weights here.
+        UnsupportedModelError: Transformers cannot load these weights on this machine.
     """
     quantization: Any = getattr(config, "quantization_config", None)
     quantization = quantization or getattr(config.get_text_config(), "quantization_config", None)
@@ -140,10 +135,8 @@ def check_quantisation(config: Any) -> bool:
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Raise `UnsupportedModelError` for a model that paged attention cannot run.
-
-    It checks only the class and the configuration, before weights are read.
-    """
+    """Raise `UnsupportedModelError` if the class or the configuration show that paged attention
+    cannot run the model."""
     text = config.get_text_config()
     _check_rope_types(text)
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -179,7 +172,6 @@ def check_multimodal(config: Any) -> None:
 
 
 def _check_rope_types(text: Any) -> None:
-    """Raise `UnsupportedModelError` for a type of RoPE that Transformers does not know."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {"default", getattr(text, "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS}
@@ -194,12 +186,13 @@ def _check_rope_types(text: Any) -> None:
 
 
 def rope_limit(config: Any) -> tuple[int, str] | None:
-    """The longest context in which RoPE does not depend on the batch, and the type of RoPE.
+    """The longest context in which RoPE does not depend on the batch, and the type of RoPE; None
+    if RoPE never depends on the batch.
 
-    None if RoPE never depends on it. `longrope` and `dynamic` choose one set of frequencies for the
-    whole packed batch, by its highest position. One request's text would change another's logits
-    (measured: by 2.8). The choice is always the same while every position is below
-    `original_max_position_embeddings` (longrope) or `max_position_embeddings` (dynamic).
+    `longrope` and `dynamic` choose one set of frequencies for the whole packed batch, by the
+    batch's highest position, so that one request would change another's logits (measured: by 2.8).
+    The choice is always the same while every position is below `original_max_position_embeddings`
+    (longrope) or `max_position_embeddings` (dynamic).
     """
     text = config.get_text_config()
     limits: list[tuple[int, str]] = []
@@ -213,7 +206,7 @@ def rope_limit(config: Any) -> tuple[int, str] | None:
 
 
 def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every dict of RoPE parameters in a configuration, including those of single layer types."""
+    """Every dict of RoPE parameters in a configuration, also the dicts of single layer types."""
     for value in config.values():
         if isinstance(value, dict):
             if "rope_type" in value:
@@ -258,16 +251,12 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
 def _pack(
     requests: Sequence[tuple[int, list[int], list[int]]], device: torch.device
 ) -> ForwardBatch:
-    """A batch of tokens of several requests, with logits of every token.
-
-    Args:
-        requests: (first position, tokens, blocks) of each request.
-    """
+    """A batch of requests, each (first position, tokens, blocks), with logits of every token."""
     starts, tokens, blocks = zip(*requests, strict=True)
     counts = [len(ids) for ids in tokens]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     columns = -(-max(lengths) // BLOCK)
-    table = [[*own[:columns], *[0] * (columns - len(own))] for own in blocks]
+    table = [[*row[:columns], *[0] * (columns - len(row))] for row in blocks]
     positions = [range(start, end) for start, end in zip(starts, lengths, strict=True)]
 
     def tensor(numbers: Any) -> Tensor:
@@ -282,14 +271,8 @@ def _pack(
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
-    """Raise `UnsupportedModelError` if a layer's sliding window is not the configuration's.
-
-    The self-check cannot find a missing, superfluous or too long window, because its sequences are
-    shorter than real windows.
-
-    Args:
-        windows: the window of each layer's attention call.
-    """
+    """Raise `UnsupportedModelError` if the sliding window in a layer's attention call is not the
+    configuration's. (The self-check's sequences are too short to find such a window.)"""
     max_len = getattr(text, "max_position_embeddings", None) or math.inf
 
     def effective(window: int | None) -> int | None:
@@ -300,7 +283,7 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
     types = getattr(text, "layer_types", None)
     if types is None:
         # Without a type per layer, the family may have a rule by which only some layers have
-        # windows. So the calls are believed, unless no layer has the window that is stated.
+        # windows. So the calls are trusted, unless a window is stated and no layer has one.
         is_missing = stated is not None and not any(actual)
         types = ["sliding_attention" if w or is_missing else "full_attention" for w in actual]
     for layer, (kind, window) in enumerate(zip(types, actual, strict=True)):
@@ -313,16 +296,16 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
 
 
 def self_check(model: CausalLM, expected: Tensor) -> float:
-    """Compare a model's logits with those of the module's own eager attention.
+    """Compare a model's logits with the logits of the module's own eager attention.
 
     Three sequences of random tokens run through the paged cache as in an engine, in ragged batches:
     prefill, decode, verify and rollback. Every row of logits must equal the row of a single plain
     eager forward pass. With `probe` and `eager_logits` this costs six passes of a few tokens (0.15
     s for the embedded model on one thread of a busy CPU). Sliding windows longer than 22 tokens are
-    not exercised.
+    not tested.
 
     Args:
-        expected: `eager_logits` of the module before anything in it was replaced.
+        expected: `eager_logits` of the module before any layer was replaced.
 
     Returns:
         The error that was compared with the bound.
@@ -371,11 +354,11 @@ def run_schedule(
     return logits
 
 
-# Blocks of each sequence, mostly adjacent for the first, scattered for the others.
+# The cache blocks of each sequence: mostly adjacent in the first, scattered in the other two.
 _BLOCKS = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
 
-# Steps of (sequence, first position, true tokens, wrong drafts after them). A later step overwrites
-# the positions of wrong drafts, as a rollback does.
+# Steps of (sequence, first position, number of true tokens, number of wrong drafts after them).
+# A later step overwrites the positions of wrong drafts, as a rollback does.
 _SCHEDULE = (
     ((0, 0, 13, 0), (1, 0, 3, 0)),  # ragged prefill
     ((0, 13, 3, 0), (1, 3, 1, 0), (2, 0, 13, 0)),  # chunked prefill, decode, prefill
@@ -389,8 +372,8 @@ _SCHEDULE = (
 def check_finite(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise `CheckpointError` for the first of a checkpoint's tensors with NaN or infinity.
 
-    The self-check would miss some of them: its few tokens do not reach other tokens' embeddings or
-    most experts. Reading 1 GB takes 0.3 s on one CPU core.
+    The self-check would miss some of these tensors: its few tokens do not read other tokens'
+    embeddings or most experts. Reading 1 GB takes 0.3 s on one CPU core.
     """
     for name, tensor in tensors:
         if tensor.dtype not in TOLERANCE or not tensor.numel():
@@ -409,8 +392,7 @@ def check_finite(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def eager_logits(module: Any, device: torch.device) -> Tensor:
     """The logits that the module itself gives for the self-check's sequences, float32 [3, 22, V].
 
-    Raises:
-        UnsupportedModelError: eager attention fails, or a logit is not finite.
+    Raises `UnsupportedModelError` if eager attention fails or a logit is not finite.
     """
     vocab_size = module.config.get_text_config().vocab_size
     input_ids = torch.tensor(_check_tokens(vocab_size), device=device)
@@ -428,8 +410,8 @@ def eager_logits(module: Any, device: torch.device) -> Tensor:
     if not bool(logits.isfinite().all()):
         raise UnsupportedModelError(
             f"`{module.config.model_type}` gives logits that are not finite in {logits.dtype}, "
-            "with Transformers' own attention: the weights are damaged, or larger than this dtype "
-            "holds (float16: 65504). Try another `dtype`."
+            "with Transformers' own attention: the weights are damaged, or too large for this "
+            "dtype (float16 ends at 65504). Try another `dtype`."
         )
     return logits.float()
 
@@ -437,10 +419,8 @@ def eager_logits(module: Any, device: torch.device) -> Tensor:
 def check_causal(module: Any, expected: Tensor) -> None:
     """Raise `UnsupportedModelError` if later tokens change the logits of earlier tokens.
 
-    The self-check's sequences are run once more, without their second halves.
-
-    Args:
-        expected: `eager_logits` of this module.
+    The first halves of the self-check's sequences are compared with `expected`, the module's
+    `eager_logits` of the whole sequences.
     """
     half = _LENGTH // 2
     ids = torch.tensor(_check_tokens(module.config.get_text_config().vocab_size))[:, :half]

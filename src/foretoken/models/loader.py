@@ -1,9 +1,6 @@
-"""From the name of a checkpoint to a loaded model that passed every guard.
+"""Load a model: from the name of a checkpoint to a `CausalLM` that passed every check.
 
-Belongs here: the order of loading, and turning Transformers' failures into our errors. Does not:
-the checks (`checkpoint.py`, `guards.py`).
-
-For what a *stack* and its *twin* are, see `families.py`.
+`families.py` explains what a *stack* and its *twin* are.
 """
 
 from __future__ import annotations
@@ -67,12 +64,12 @@ def load_model(
     Args:
         path_or_name: what `resolve_checkpoint` takes.
         dtype: one of `config.DTYPES`; "auto" is float32 on a CPU, whatever the checkpoint holds,
-            and the checkpoint's own dtype elsewhere.
+            and the checkpoint's own dtype on a GPU.
         dummy_seed: if not None, weights are random numbers of this seed, and the folder needs only
             a `config.json`.
         max_model_len: most positions of a request; None: the checkpoint's limit.
         shorten: if `max_model_len` is above the checkpoint's limit, use the limit instead of
-            raising an error. A draft model simply stops drafting there.
+            raising an error. This is for draft models, which stop drafting at their limit.
         view: what a drafter will read of the model; None: only its tokens.
 
     Raises:
@@ -110,20 +107,16 @@ def has_own_format(folder: Path, config: Any) -> bool:
     return is_gguf(folder) or stays_compressed(config)
 
 
-def _open_stored_weights(checkpoint: _Description, folder: Path, module: Any) -> StoredWeights:
-    """The weights of a checkpoint in the format of their file.
-
-    Args:
-        module: the twin, which also gets the checkpoint's generation config.
-    """
+def _open_stored_weights(checkpoint: _Description, folder: Path, twin: Any) -> StoredWeights:
+    """The weights in their file's format. The twin also gets the checkpoint's generation config."""
     if not is_gguf(folder):
-        set_generation_config(module, folder)
-        return CompressedWeights(folder, checkpoint.headers, module)
+        set_generation_config(twin, folder)
+        return CompressedWeights(folder, checkpoint.headers, twin)
     from transformers import GenerationConfig
 
     file = read_gguf(folder)
-    module.generation_config = GenerationConfig(**generation_values(file))
-    return GgufWeights(file, module)
+    twin.generation_config = GenerationConfig(**generation_values(file))
+    return GgufWeights(file, twin)
 
 
 def _load_in_own_format(
@@ -136,10 +129,10 @@ def _load_in_own_format(
     kernels multiply these formats correctly.
     """
     config, model_class = checkpoint.config, checkpoint.model_class
-    module = twin_of(model_class, config, torch.float32, torch.device("cpu"), ATTENTION_NAME)
-    weights = _open_stored_weights(checkpoint, folder, module)
+    twin = twin_of(model_class, config, torch.float32, torch.device("cpu"), ATTENTION_NAME)
+    weights = _open_stored_weights(checkpoint, folder, twin)
     try:
-        stack = fill_stack(module, weights)
+        stack = fill_stack(twin, weights)
     except UnfitError as reason:
         raise UnsupportedModelError(f"`{folder}` cannot be run: {reason}.") from reason
     check_finite_stack(folder, stack, blocks=backend.name != "native")
@@ -151,7 +144,7 @@ def _load_in_own_format(
             check_kernels(stack, backend)
     weights.release()
     return CausalLM(
-        module, network, backend=backend, layer_shapes=stack.layer_shapes,
+        twin, network, backend=backend, layer_shapes=stack.layer_shapes,
         max_model_len=max_model_len, view=view, stack=stack,
     )  # fmt: skip
 
@@ -159,23 +152,17 @@ def _load_in_own_format(
 def _load_quantised_stack(
     stack: Stack, backend: Backend, folder: Path, positions: int
 ) -> LoadedStack:
-    """Load a stack of quantised weights into a backend's kernels.
-
-    If the kernels lack something, the stack runs in stock operators with weights in float32.
-
-    Raises:
-        CheckpointError: a weight is not finite.
-    """
+    """Load a stack of quantised weights into the backend's kernels, or, if these lack something,
+    into stock operators with weights in float32."""
     try:
         return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
-        numbers = [math.prod(linear.weight.shape) for _, linear in linears(stack)]
-        _log.warning(
+        numbers = sum(math.prod(linear.weight.shape) for _, linear in linears(stack))
+        message = (
             "The model runs in stock operators, slower, and takes %.1f GiB, as its weights are "
-            "turned into float32: %s.",
-            4 * sum(numbers) / 2**30,
-            reason,
+            "turned into float32: %s."
         )
+        _log.warning(message, 4 * numbers / 2**30, reason)
     except CheckpointError:
         check_finite_stack(folder, stack, blocks=True)  # raises an error that names the matrix
         raise
@@ -185,11 +172,8 @@ def _load_quantised_stack(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread in the body of the `with`.
-
-    On a busy machine small operators take a hundred times as long with two threads (1.2 s of a load
-    instead of 0.02).
-    """
+    """Let PyTorch use one thread in the body of the `with`: on a busy machine small operators take
+    a hundred times as long with two threads (1.2 s of a load instead of 0.02)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -201,12 +185,12 @@ def _one_thread() -> Iterator[None]:
 def load_plain(path_or_name: str | Path) -> Any:
     """Load Transformers' module of a checkpoint in float32 on the CPU, with eager attention.
 
-    None of our code runs in the module. The function refuses whatever `load_model` refuses before
-    it runs a model: weights other than safetensors, code that comes with the checkpoint, families
-    that we cannot run, numbers that are not finite.
+    None of our code runs in the module.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as `load_model`.
+        CheckpointError, UnsupportedModelError: as `load_model`, for the same checkpoints: weights
+            other than safetensors or GGUF, code that comes with the checkpoint, families that we
+            cannot run, numbers that are not finite.
     """
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
@@ -236,7 +220,7 @@ def _check_model(
     Args:
         module: the module that runs the model if there is no stack; else the stack's twin.
         positions: the engine's longest context; `max_model_len` of a draft model may be shorter.
-        folder: the folder of the weights; None: the weights are random.
+        folder: the folder of the weights; None if they are random, and so finite.
     """
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linear_calls:
@@ -282,7 +266,6 @@ def _check_windows(stack: Stack, calls: list[AttentionCall]) -> None:
 
 
 def _load_stack(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
-    """Load a stack into the backend's kernels, or into stock operators if these lack something."""
     try:
         return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
@@ -290,23 +273,8 @@ def _load_stack(stack: Stack, backend: Backend, positions: int) -> LoadedStack:
         return backend.stock_stack(stack)
 
 
-def _miniature_error(model_class: Any, config: Any) -> str:
-    """The self-check's error for a miniature of this configuration; "" if there is none."""
-    module, backend = miniature_of(model_class, config, ATTENTION_NAME), get_backend("torch")
-    expected, stack = guards.eager_logits(module, torch.device("cpu")), read_stack(module)
-    model = CausalLM(
-        module, backend.stock_stack(stack), backend=backend, layer_shapes=stack.layer_shapes,
-        max_model_len=guards.MOST_POSITIONS, view=TargetView(),
-    )  # fmt: skip
-    try:
-        guards.self_check(model, expected)
-    except UnsupportedModelError as error:
-        return str(error)
-    return ""
-
-
-_miniatures: dict[tuple[str, str], str] = {}
-"""Results of `_miniature_error` by class and configuration."""
+_checked_miniatures: set[tuple[str, str]] = set()
+"""The class and the configuration of each miniature that passed the self-check."""
 
 
 def _check_miniature(model_class: Any, config: Any) -> None:
@@ -317,35 +285,45 @@ def _check_miniature(model_class: Any, config: Any) -> None:
     biases than a checkpoint may have. It takes 0.1 s, once per configuration.
     """
     key = model_class.__name__, config.to_json_string(use_diff=False)
-    if key not in _miniatures:
-        _miniatures[key] = _miniature_error(model_class, config)
-    if error := _miniatures[key]:
-        raise UnsupportedModelError(f"A small model of this configuration fails: {error}")
+    if key in _checked_miniatures:
+        return
+    module, backend = miniature_of(model_class, config, ATTENTION_NAME), get_backend("torch")
+    expected, stack = guards.eager_logits(module, torch.device("cpu")), read_stack(module)
+    model = CausalLM(
+        module, backend.stock_stack(stack), backend=backend, layer_shapes=stack.layer_shapes,
+        max_model_len=guards.MOST_POSITIONS, view=TargetView(),
+    )  # fmt: skip
+    try:
+        guards.self_check(model, expected)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"A small model of this configuration fails: {error}"
+        ) from error
+    _checked_miniatures.add(key)
 
 
-def _drop_towers(module: Any, ran: set[int]) -> None:
+def _drop_towers(module: Any, used_linear_ids: set[int]) -> None:
     """Free the submodules of a multimodal model that read pictures or sound.
 
     Args:
-        ran: the linear layers that ran on a text, by `id`. A submodule is freed if none of its
-            linear layers is among them.
+        used_linear_ids: `id` of each linear layer that ran on a text. A submodule is freed if it
+            has linear layers and none of them ran.
     """
     if module.config.get_text_config() is module.config:
         return
     for name, child in list(module.base_model.named_children()):
         linear_ids = {id(layer) for layer in child.modules() if type(layer) is torch.nn.Linear}
-        if linear_ids and not linear_ids & ran:
+        if linear_ids and not linear_ids & used_linear_ids:
             setattr(module.base_model, name, None)
-            _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
+            _log.info("`%s`: `%s` is freed: prompts are text.", module.config.model_type, name)
 
 
 class _Description(NamedTuple):
-    """What is known of a checkpoint before its weights are read.
+    """A checkpoint as far as it is known before its weights are read.
 
-    config:      Transformers' configuration
-    model_class: Transformers' class
-    headers:     of the safetensors files, by path
-    shapes:      of the parameters of `model_class`; None if the class cannot be built
+    config, model_class: Transformers' configuration and class
+    headers: of the safetensors files, by path; empty for random weights and for a GGUF file
+    shapes: of the parameters of `model_class`; None if the class cannot be built
     """
 
     config: Any
@@ -356,10 +334,7 @@ class _Description(NamedTuple):
 
 def _read_description(folder: Path, *, is_dummy: bool) -> _Description:
     """Read everything except the weights, and compare the configuration with the weights' headers.
-
-    Args:
-        is_dummy: whether the weights will be random, so that the folder needs none.
-    """
+    Weights that will be random (`is_dummy`) have no headers."""
     check_generation_config(folder)
     config, model_class, headers = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
     register_attention()
@@ -372,13 +347,9 @@ def _read_description(folder: Path, *, is_dummy: bool) -> _Description:
 def _config_and_class(
     folder: Path, raw: dict[str, Any], *, is_dummy: bool
 ) -> tuple[Any, Any, dict[Path, dict[str, Any]]]:
-    """Run the guards that do not run the model.
+    """Run the checks that do not run the model; `raw` is the content of `config.json`.
 
-    Returns the configuration, the class of the model, and the headers of the safetensors files by
-    path; no headers for random weights or a GGUF file.
-
-    Args:
-        raw: the content of `config.json`.
+    Returns the first three fields of `_Description`.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -411,11 +382,12 @@ def _config_and_class(
 def _load_weights(
     checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack | None]:
-    """A module with the checkpoint's weights, and a stack of them (None if no stack can run it).
+    """A module with the checkpoint's weights, and a stack of these weights (None if no stack can
+    run the model).
 
     For families that backends run themselves, the weights are read into a stack, and the module is
-    the stack's twin. Transformers' loader loads other families, and checkpoints whose tensors do
-    not fit, since it reports what is wrong.
+    the stack's twin. Transformers' loader loads all other families. It also gets checkpoints in
+    which tensors do not fit the model, because its errors say which.
     """
     config, model_class, headers, shapes = checkpoint
     if has_own_format(folder, config):
@@ -434,10 +406,8 @@ def _load_weights(
 def _load_dequantised(
     checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack]:
-    """A module and its stack, with weights of GGUF or compressed-tensors decoded to plain numbers.
-
-    Used where a module runs the model, or kernels that need plain numbers.
-    """
+    """A module and its stack, with weights of GGUF or compressed-tensors decoded to plain numbers,
+    for modules and kernels that need plain numbers."""
     config, model_class, _, _ = checkpoint
     twin = twin_of(model_class, config, dtype, device, ATTENTION_NAME)
     weights = _open_stored_weights(checkpoint, folder, twin)
@@ -450,7 +420,6 @@ def _load_dequantised(
 
 
 def _stack_if_fit(module: Any, read: ReadTensor | None = None) -> Stack | None:
-    """The stack of a module, or None if no stack can run it; see `read_stack`."""
     try:
         return read_stack(module, read)
     except UnfitError as reason:
@@ -461,11 +430,7 @@ def _stack_if_fit(module: Any, read: ReadTensor | None = None) -> Stack | None:
 def _load_module(
     checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A module with the checkpoint's weights, loaded by Transformers.
-
-    Raises:
-        CheckpointError: the weights do not fit the configuration.
-    """
+    """A module with the checkpoint's weights, loaded by Transformers."""
     config, model_class = checkpoint.config, checkpoint.model_class
     # Quantised layers must be loaded on their device, because they choose their kernels by it.
     quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
@@ -497,12 +462,12 @@ def _load_module(
 def _dummy_module(
     model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Any:
-    """A module with the family's own random initialisation, from a seed.
+    """A module with the family's own random initialisation, from a seed. Global random state does
+    not change.
 
-    Global random state does not change. Without more, logits would be nearly flat (standard
-    deviation 0.3 at hidden size 256), and every argmax would be a near-tie. So the output layer is
-    scaled until the logits' standard deviation is 2. This also scales a tied input embedding, but
-    the first norm undoes it.
+    The initialisation alone gives nearly flat logits (standard deviation 0.3 at hidden size 256),
+    so that every argmax would be a near-tie. So the output layer is scaled until the logits'
+    standard deviation is 2. This also scales a tied input embedding, but the first norm undoes it.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -517,11 +482,7 @@ def _dummy_module(
 
 
 def _choose_dtype(option: str, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype that the option `dtype` means for this checkpoint and device.
-
-    Raises:
-        ConfigError: the option is not valid, or the device does not support the dtype.
-    """
+    """The dtype that the option `dtype` means for this checkpoint and device."""
     check_choice("dtype", option, DTYPES)
     name = option
     if name == "auto":
@@ -542,9 +503,10 @@ def check_dtype(option: str, dtype: torch.dtype, device: torch.device) -> None:
     if dtype is not torch.bfloat16 or device.type == "cpu" or torch.version.hip is not None:
         return
     if torch.cuda.get_device_capability(device) < (8, 0):
-        meaning = "It means bfloat16 here, the checkpoint's. " if option == "auto" else ""
+        meaning = "It means the checkpoint's dtype, bfloat16. " if option == "auto" else ""
         bound = f"float16 or float32 on {described_gpu(device)}"
-        raise ConfigError("dtype", option, bound, f"{meaning}bfloat16 takes 8.0 or more.")
+        remedy = f"{meaning}bfloat16 needs compute capability 8.0 or more."
+        raise ConfigError("dtype", option, bound, remedy)
 
 
 def described_gpu(device: torch.device) -> str:
@@ -557,16 +519,13 @@ def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
     """Raise `ConfigError` for a hidden state that the model does not have."""
     layers = config.get_text_config().num_hidden_layers
     if not all(0 <= layer <= layers for layer in aux_layers):
-        bound = f"in 0..{layers}: what enters layer i is i, and {layers} is behind the last"
+        bound = f"in 0..{layers}: i is the input of layer i, {layers} the output of the last layer"
         raise ConfigError("aux_layers", aux_layers, bound)
 
 
 def _choose_max_len(max_len: int | None, config: Any, shorten: bool) -> int:
-    """The most positions of a request; the arguments are those of `load_model`.
-
-    Raises:
-        ConfigError: `max_len` is above the checkpoint's limit, or there is neither of them.
-    """
+    """The most positions of a request, checked. `max_len` and `shorten` are arguments of
+    `load_model`."""
     stated = (getattr(config.get_text_config(), name, None) for name in POSITIONS)
     limit: int | None = next((int(positions) for positions in stated if positions), None)
     if max_len is None:
@@ -574,7 +533,7 @@ def _choose_max_len(max_len: int | None, config: Any, shorten: bool) -> int:
     elif shorten and limit is not None:
         max_len = min(max_len, limit)
     if max_len is None:
-        raise ConfigError("max_model_len", None, "set: the checkpoint does not state its own")
+        raise ConfigError("max_model_len", None, "set: the checkpoint states no limit")
     if not 1 <= max_len <= (limit or max_len):
         bound = f"in 1..{limit}, the positions of the checkpoint"
         raise ConfigError("max_model_len", max_len, bound)

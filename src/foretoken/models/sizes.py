@@ -46,7 +46,7 @@ _MAX_SIZE = 2**31 - 1
 _MAX_NAMES = 3  # in a message
 # Buffers that older versions of Transformers saved; a model computes them itself.
 _BUFFERS = frozenset({"inv_freq", "original_inv_freq", "masked_bias"})
-# Names of parts that only MTP layers have: layers that predict further tokens.
+# Names of parts that only MTP layers (layers that predict further tokens) have.
 _MTP = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|(^|[._])mtp[._]")
 
 

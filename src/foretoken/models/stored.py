@@ -1,9 +1,5 @@
-"""Weights for a stack that keep the format of their file.
-
-Belongs here: code that all such formats share, for example joining several matrices to one layer,
-and decoding matrices to plain numbers. Does not: a single format (`gguf/weights.py`,
-`compressed.py`), where a stack puts the weights (`families.py`).
-"""
+"""Weights for a stack that keep the format of their file: what `gguf/weights.py` and
+`compressed.py` share."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from foretoken.ops.stack import (  # isort: skip
 
 
 class StoredWeights(ABC):
-    """The weights of a checkpoint by the names of Transformers' parameters: a `families.Source`.
+    """The weights of a checkpoint, by the names of Transformers' parameters: a `families.Source`.
 
     Matrices are views of the file's memory map and keep the file's format. Norms and biases are
     float32.
@@ -51,11 +47,6 @@ class StoredWeights(ABC):
         """Free the memory of the mapped files. Data that is still needed is read again."""
 
     def tensor(self, name: str) -> Tensor:
-        """See `Source`. The result is float32.
-
-        Raises:
-            CheckpointError: a number is not finite.
-        """
         values = self.vector(name).float()
         if not bool(values.isfinite().all()):
             raise CheckpointError(
@@ -65,11 +56,9 @@ class StoredWeights(ABC):
         return values
 
     def embedding(self, path: str) -> Dense | Blocks | Grouped:
-        """See `Source`."""
         return self.weight(f"{path}.weight")
 
     def linear(self, *paths: str) -> Linear:
-        """See `Source`."""
         parts = tuple(self.weight(f"{path}.weight") for path in paths)
         have_bias = [f"{path}.bias" in self.names for path in paths]
         check_biases(paths, have_bias)
@@ -86,11 +75,8 @@ class StoredWeights(ABC):
         return numbers_of(self.weight(name))
 
     def check_shapes(self, module: Any, stored: dict[str, Shape]) -> None:
-        """Raise `CheckpointError` unless the stored parameters are exactly the module's.
-
-        Args:
-            stored: the shapes of the stored parameters, by name.
-        """
+        """Raise `CheckpointError` unless `stored`, the stored parameters' shapes by name, are those
+        of the module's parameters."""
         needed = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
         common = needed.keys() & stored.keys()
         problems = {
@@ -106,9 +92,8 @@ def check_finite_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
 
     Args:
         path: of the checkpoint, for messages.
-        blocks: whether to check the scales of blocks, too. Kernels that change the layout of blocks
-            check them, so another check is not needed there. (Checking 4 GB of blocks takes a
-            second.)
+        blocks: whether to check the scales of blocks outside of the embedding, too, which takes a
+            second for 4 GB. Kernels that change the layout of blocks check these scales themselves.
     """
     named = [("embedding", Linear(stack.embedding)), *linears(stack)]
     for number, (name, linear) in enumerate(named):

@@ -1,9 +1,4 @@
-"""The tokenizer of a checkpoint folder: finding it, loading it, and naming files that are wrong.
-
-Belongs here: which files make a tokenizer, and errors that name the file at fault. Does not: the
-tokenizer of a GGUF file (`gguf/tokenizer.py`), chat templates (`chat.py`), streaming text from
-tokens (`engine/detokenizer.py`).
-"""
+"""Load a checkpoint's tokenizer, with errors that name the file at fault."""
 
 from __future__ import annotations
 
@@ -13,22 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, ForetokenError
-from foretoken.models.checkpoint import (
-    TOKENIZER_FOREIGN,
-    TOKENIZER_JSON,
-    TOKENIZER_TEXT,
-    first_line,
-    has_file,
-    parse_config,
-    quiet_transformers,
-    read_config,
-    read_json,
-    reading,
-)
 from foretoken.models.gguf.reader import is_gguf, read_gguf
 from foretoken.models.gguf.tokenizer import build_tokenizer
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.sizes import check_sizes
+
+from foretoken.models.checkpoint import (  # isort: skip
+    TOKENIZER_FOREIGN, TOKENIZER_JSON, TOKENIZER_TEXT, first_line, has_file, parse_config,
+    quiet_transformers, read_config, read_json, reading,
+)  # fmt: skip
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 # A folder with one of these has a tokenizer.
@@ -43,10 +31,8 @@ _CONTEXT = 8  # tokens before a text that are encoded or decoded together with i
 
 
 def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of the tokens `ids` where they follow the tokens `before`.
-
-    If `ids` were decoded without `before`, their text might lose its first space.
-    """
+    """The text of the tokens `ids` after the tokens `before`. (Decoded alone, `ids` might lose
+    their first space.)"""
     context = before[-_CONTEXT:]
     first, both = (
         str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -56,10 +42,8 @@ def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> s
 
 
 def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
-    """The token ids of a text that follows the tokens `before`. Those tokens do not change.
-
-    If the text were encoded without `before`, it might get a space or a special token in front.
-    """
+    """The token ids of a text after the tokens `before`, which stay as they are. (Encoded alone,
+    the text might get a space or a special token in front.)"""
     context = tokenizer.decode(before[-_CONTEXT:])
     first, both = (
         list(tokenizer.encode(part, add_special_tokens=False)) for part in (context, context + text)
@@ -73,8 +57,7 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     """The checkpoint's tokenizer (`PreTrainedTokenizerBase`); None if it has no tokenizer files.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its tokenizer files cannot be read. The
-            message names the file, or the files that a tokenizer would need.
+        CheckpointError: there is no such checkpoint, or its tokenizer files cannot be read.
     """
     folder = resolve_checkpoint(path_or_name)
     if is_gguf(folder):
@@ -83,7 +66,7 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
         return None
     if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
         check_sizes(folder, read_json(folder / "config.json"), None)
-    _find(folder, _SIDE_FILES)  # Transformers silently ignores broken links
+    _find(folder, _SIDE_FILES)  # raises for broken links, which Transformers silently ignores
     from transformers import AutoTokenizer
 
     try:
@@ -99,11 +82,6 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
 
 
 def _load_gguf_tokenizer(path: Path) -> Any | None:
-    """The tokenizer in a GGUF file; None if it has none.
-
-    Raises:
-        CheckpointError: the tokenizer is not valid, or Transformers' wrapper refuses it.
-    """
     try:
         with quiet_transformers():
             return build_tokenizer(read_gguf(path))
@@ -115,20 +93,15 @@ def _load_gguf_tokenizer(path: Path) -> Any | None:
 
 def _without_warning(tokenizer: Any | None) -> Any | None:
     """The same tokenizer, without Transformers' warning for texts longer than `model_max_length`.
-
-    Prompts that do not fit are refused elsewhere, with a more precise error.
-    """
+    The engine refuses such prompts with a more precise error."""
     if tokenizer is not None:
         tokenizer.deprecation_warnings[_TOO_LONG] = True
     return tokenizer
 
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Names of the folder's files that match, in the order of the patterns.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or see `has_file`.
-    """
+    """Names of the folder's files that match, in the order of the patterns; `CheckpointError` if
+    the folder or one of these files cannot be read."""
     with reading(folder):  # `glob` would treat an unreadable folder as empty
         names = sorted(path.name for path in folder.iterdir())
     matches = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
@@ -136,10 +109,7 @@ def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
 
 
 def _blame_config(folder: Path) -> None:
-    """Raise `CheckpointError` if `config.json` is invalid.
-
-    Transformers reads it for the tokenizer, too, so it may be why loading failed.
-    """
+    """Raise `CheckpointError` if `config.json` is invalid, since Transformers reads it, too."""
     from transformers import CONFIG_MAPPING
 
     if has_file(folder / "config.json"):
@@ -149,7 +119,7 @@ def _blame_config(folder: Path) -> None:
 
 
 def _blame_unreadable(folder: Path) -> None:
-    """Raise `CheckpointError` for a file that is not JSON or text, although its name says so."""
+    """Raise `CheckpointError` for a tokenizer file that is not JSON or text, as it must be."""
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
@@ -158,20 +128,20 @@ def _blame_unreadable(folder: Path) -> None:
 
 
 def _explain(folder: Path, reason: str) -> str:
-    """An error text: why these files make no tokenizer, although all of them can be read."""
+    """An error text: why a folder's files make no tokenizer, although all of them can be read."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and read_json(settings).get("auto_map"):
         return (
             f"`{settings}` names a tokenizer of the checkpoint's own code (`auto_map`), which is "
-            "never run."
+            "never run. Give another `tokenizer`."
         )
     if (folder / "tokenizer.json").is_file():
         return f"`{folder / 'tokenizer.json'}` cannot be loaded: {reason}"
     foreign = _find(folder, TOKENIZER_FOREIGN)
     if foreign:
         return (
-            f"`{folder / foreign[0]}` alone makes no tokenizer: that takes a package beyond "
-            "`tokenizers`. Convert it once, where that is installed: `AutoTokenizer."
+            f"`{folder / foreign[0]}` alone makes no tokenizer here: Transformers needs a further "
+            "package to read it. Where that package is installed, `AutoTokenizer."
             "from_pretrained(folder).save_pretrained(folder)` writes `tokenizer.json`."
         )
     names = ", ".join(f"`{name}`" for name in _find(folder, (*TOKENIZER_JSON, *TOKENIZER_TEXT)))

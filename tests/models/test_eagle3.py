@@ -183,7 +183,7 @@ def test_other_kinds_of_rotary_angles_are_refused(tmp_path: Path) -> None:
     for kind in others:
         told = {"rope_type": kind, **factors, "original_max_position_embeddings": 64}
         folder = save_head(tmp_path, **SIZES, rope_scaling=told)
-        with pytest.raises(UnsupportedModelError, match=f"RoPE of type `{kind}`; heads have"):
+        with pytest.raises(UnsupportedModelError, match=f"RoPE of type `{kind}`: must be one of"):
             read_eagle3_config(folder)
 
 
@@ -339,7 +339,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
-        "RoPE by type of layer .`full_attention`.; a head has one layer",
+        "RoPE parameters by type of layer .`full_attention`., but an EAGLE-3 head has one",
     ),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
     (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
@@ -388,11 +388,11 @@ def test_other_configurations_are_refused_by_name(
         ({"fc": lambda _: None}, "1 missing tensors, for example `fc.weight`"),
         ({"midlayer.q_norm.weight": lambda _: torch.ones(16)}, "1 unexpected .*`layers.0.q_norm"),
         ({"o_proj": lambda w: w[:, 1:]}, r"1 mismatched .*o_proj.weight \[32, 63\] in place of"),
-        ({"d2t": lambda _: None}, "lack `d2t`, which says what the 23 ids"),
+        ({"d2t": lambda _: None}, "lack `d2t`, which maps the 23 ids"),
         ({"d2t": lambda d: d[1:]}, r"`d2t` in .* is torch.int64 \[22\]: must be one integer for"),
         ({"d2t": lambda d: d.float()}, "`d2t` in .* is torch.float32"),
         ({"d2t": lambda d: d + 60}, r"maps 23 ids to 23 in \d+\.\.\d+: .* in 0\.\.59"),
-        ({"d2t": lambda d: -torch.arange(23)}, "maps 23 ids to 1 in 0..0: must be as many"),
+        ({"d2t": lambda d: -torch.arange(23)}, "maps 23 ids to 1 different ids in 0..0: must be 23"),
     ],
 )
 def test_weights_that_do_not_fit(

@@ -1,15 +1,12 @@
-"""An EAGLE-3 head: its weights, in three layouts, as a stack with a feature rule.
+"""Load an EAGLE-3 head: weights in one of three layouts become a stack with a feature rule.
 
-Belongs here: the layouts of tensors, which ids a head drafts, and whether a backend's kernels may
-run it. For that, kernels are compared with stock operators on random rows. (Wrong drafts would only
-cost speed, since the target verifies them.) Does not: `config.json` (`eagle3_config.py`), when a
-head runs and what is kept between passes (`drafting/stacks.py`).
+Row i reads the *feature* of position i, which `fc` makes from several hidden states of the target,
+and the token at position i + 1. The output predicts the token at i + 2. Where the target has not
+computed hidden states yet, the head's output for the row before replaces the feature (Li et al.
+2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
 
-Row i reads two things: the *feature* of position i, which `fc` makes from several hidden states of
-the target, and the token at position i + 1. Its output predicts the token at i + 2. Where the
-target has not computed hidden states yet, the head's output for the row before replaces the feature
-(Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test").
+A backend's kernels are compared with stock operators on random rows before they run a head. (Wrong
+drafts would only cost speed, since the target verifies drafts.)
 """
 
 from __future__ import annotations
@@ -41,29 +38,27 @@ from foretoken.ops.stack import (  # isort: skip
 
 _log = logging.getLogger(__name__)
 
-_BLOCK = 4  # tokens per cache block of the check
+_BLOCK = 4  # tokens per cache block when kernels are compared with stock operators
+# The passes of this comparison, each with the number of new rows per request: prompts of three
+# requests, a draft for each, rows to verify, a draft for only the first request.
 _PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
-"""The check's passes, each with its number of new rows per request: prompts of three requests, a
-draft for each, rows to verify, a draft for only the first request."""
-_LONGEST = sum(map(max, _PASSES))
+_MAX_POSITIONS = sum(map(max, _PASSES))
 
-# Prefixes of tensor names in other layouts, with the prefixes of `speculators`' layout. The names
-# of that layout are used here.
+# All layouts are read under the *canonical* tensor names, those of `speculators`. These are the
+# prefixes of tensor names in other layouts, with the canonical prefixes.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0."}
 _LAYER = "layers.0."
 OUTPUT_LAYER, _EMBEDDING, _ID_OFFSETS = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
-# For rows that are rounded to eight bits, where a last bit may decide between two codes.
+# The bound for rows that are rounded to eight bits, where the last bit of a number can decide
+# between two codes.
 _ROUNDED_TOLERANCE = 0.1
 
 
 def lacks_head(folder: Path, config: Eagle3Config) -> bool:
-    """Whether the head has no output layer and uses the target's. It reads only the files' headers.
-
-    Raises:
-        CheckpointError: the weights cannot be read.
-    """
+    """Whether an EAGLE-3 head has no output layer and uses that of the target, by the headers of
+    the weight files; `CheckpointError` if these cannot be read."""
     names = {_canonical_name(name) for name in CompressedTensors(_headers(folder)).parameters()}
     return OUTPUT_LAYER not in names and config.draft_vocab_size == config.vocab_size
 
@@ -79,8 +74,8 @@ def load_head(
     head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
-    """Load a head into the backend's kernels, or into stock operators if the kernels lack something
-    or give other results.
+    """Load an EAGLE-3 head into the backend's kernels, or into stock operators if the kernels lack
+    something or give other results.
 
     Args:
         positions: longest context, in tokens.
@@ -88,14 +83,14 @@ def load_head(
         config, embedding, head, dummy_seed: see `read_head`.
 
     Raises:
-        UnsupportedModelError: it gives NaN or infinity.
+        UnsupportedModelError: the outputs are NaN or infinite.
         CheckpointError, EngineMemoryError: see `read_head`.
     """
     stack = read_head(folder, config, embedding, head=head, dummy_seed=dummy_seed)
     stock = backend.stock_stack(stack)
     kernels: LoadedStack | None = None
     try:
-        kernels = backend.load_stack(stack, max(positions, _LONGEST), most_rows)
+        kernels = backend.load_stack(stack, max(positions, _MAX_POSITIONS), most_rows)
     except UnfitError as reason:
         _log.info("The EAGLE-3 head runs in stock operators: %s", reason)
     if type(kernels) is type(stock):  # the backend's own stack is in stock operators, too
@@ -115,13 +110,11 @@ def load_head(
     error = _difference(expected, outputs)
     tolerance = _ROUNDED_TOLERANCE if rounds_rows(stack) else TOLERANCE[stack.dtype]
     if not error <= tolerance:  # NaN too
-        _log.warning(
-            "The EAGLE-3 head runs in stock operators, slower: that of backend `%s` differs by "
-            "%.1e of the largest number (bound %.0e).",
-            backend.name,
-            error,
-            tolerance,
+        message = (
+            "The EAGLE-3 head runs in stock operators, slower: the kernels of backend `%s` differ "
+            "from these by %.1e of the largest number (bound %.0e)."
         )
+        _log.warning(message, backend.name, error, tolerance)
         return stock
     return kernels
 
@@ -134,16 +127,16 @@ def read_head(
     head: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> Stack:
-    """Read the weights of a head, in any of the layouts, as a stack.
+    """Read the weights of an EAGLE-3 head, in any layout, as a stack.
 
     Args:
         config: what `read_eagle3_config` returns for this folder.
-        embedding: the target's, [V, hidden]. The head takes its device and dtype (float32 for
-            blocks). If the head has an embedding of its own, that is used; it must have one if the
-            target's vectors have another size.
-        head: the target's output layer, if the head has none; see `lacks_head`.
-        dummy_seed: if not None, weights are random numbers of this seed, the ids that the head
-            drafts are spread evenly over the target's, and the folder needs only a `config.json`.
+        embedding: the target's embedding, [V, hidden], which also gives the stack's device and
+            dtype (float32 for blocks). The stack uses the embedding in the folder if there is one.
+            There must be one if the target's vectors have another size.
+        head: the target's output layer, if the EAGLE-3 head has none; see `lacks_head`.
+        dummy_seed: if not None, weights are random numbers of this seed, the ids that are drafted
+            are spread evenly over the target's ids, and the folder needs only a `config.json`.
 
     Raises:
         CheckpointError: the weights cannot be read, do not fit `config.json`, or are not finite.
@@ -173,20 +166,21 @@ def read_head(
     tensors = {name: _to_device(weight, dtype, device) for name, weight in stored.items()}
     plain_tensors = {name: w for name, w in tensors.items() if isinstance(w, Tensor)}
     check_finite(folder, plain_tensors.items())
-    vectors, own = embedding, tensors.pop(_EMBEDDING, None)
-    if own is not None:
-        own_vectors = numbers_of(own) if isinstance(own, Grouped) else own
-        is_copy = isinstance(embedding, Dense) and torch.equal(own_vectors, embedding.values)
-        vectors = embedding if is_copy else Dense(own_vectors)
+    if (stored_embedding := tensors.pop(_EMBEDDING, None)) is not None:
+        vectors = stored_embedding
+        if isinstance(vectors, Grouped):
+            vectors = numbers_of(vectors)
+        if not (isinstance(embedding, Dense) and torch.equal(vectors, embedding.values)):
+            embedding = Dense(vectors)
     all_ids = torch.arange(num_target_ids)
     is_identity = num_ids == num_target_ids and bool((target_ids == all_ids).all())
     id_map = None if is_identity else target_ids.to(device)
-    return stack_of(tensors, config, vectors, id_map, output)
+    return stack_of(tensors, config, embedding, id_map, output)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors that a head must have, by the names used here; without the map of
-    ids."""
+    """The shapes of all tensors that an EAGLE-3 head must have, by canonical names; without the map
+    of ids."""
     layer, hidden_size = config.layer, config.hidden_size
     q_size = layer.num_attention_heads * layer.head_dim
     kv_size, feed_size = layer.num_key_value_heads * layer.head_dim, layer.intermediate_size
@@ -220,11 +214,10 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """The shapes of tensors that a head may have in addition to `tensor_shapes`."""
-    bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
-    return {
-        _EMBEDDING: (config.vocab_size, config.hidden_size),
-        **(bias if config.attention_bias else {}),
-    }
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, config.hidden_size)}
+    if config.attention_bias:
+        shapes[_LAYER + "self_attn.o_proj.bias"] = (config.hidden_size,)
+    return shapes
 
 
 def _fc_norms(config: Eagle3Config) -> list[str]:
@@ -241,12 +234,11 @@ def stack_of(
     target_ids: Tensor | None,
     output: Weight | None = None,
 ) -> Stack:
-    """The stack of a head.
+    """The stack of an EAGLE-3 head.
 
     Args:
-        tensors: by the names used here; see `tensor_shapes`.
-        target_ids: the target's id for each id of the head; None: columns of the logits are the
-            head's ids.
+        tensors: by canonical names; see `tensor_shapes`.
+        target_ids: the target's id for each id that the head drafts; None: both ids are equal.
         output: the output layer, if `tensors` has none.
     """
     sizes, device = config.layer, device_of(embedding)
@@ -262,30 +254,19 @@ def stack_of(
 
     norms = [f"self_attn.{name}_norm.weight" for name in "qk" if config.qk_norm]
     mixer = Attention(
-        linear(*(f"self_attn.{name}_proj" for name in "qkv")),
-        linear("self_attn.o_proj"),
-        sizes.num_attention_heads,
-        sizes.num_key_value_heads,
-        sizes.head_dim,
+        linear(*(f"self_attn.{name}_proj" for name in "qkv")), linear("self_attn.o_proj"),
+        sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim,
         Rope(config.frequency_R.to(device), config.rotary_scale),
-        AttentionOptions(sizes.head_dim**-0.5, config.sliding_window),
-        *map(vector, norms),
-    )
+        AttentionOptions(sizes.head_dim**-0.5, config.sliding_window), *map(vector, norms),
+    )  # fmt: skip
     feed = Gated(linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj"))
-    layer = Layer(
-        vector("input_layernorm.weight"),
-        mixer,
-        vector("post_attention_layernorm.weight"),
-        feed,
-    )
+    feed_norm = vector("post_attention_layernorm.weight")
+    layer = Layer(vector("input_layernorm.weight"), mixer, feed_norm, feed)
     fc_norms = [vector(name, "") for name in _fc_norms(config)]
     rule = FeatureRule(
-        Linear(_join([tensors["fc.weight"]])),
-        torch.stack(fc_norms) if fc_norms else None,
-        vector("hidden_norm.weight"),
-        config.norm_before_residual,
-        config.norm_output,
-    )
+        Linear(_join([tensors["fc.weight"]])), torch.stack(fc_norms) if fc_norms else None,
+        vector("hidden_norm.weight"), config.norm_before_residual, config.norm_output,
+    )  # fmt: skip
     head = Linear(_join([tensors[OUTPUT_LAYER]]) if output is None else output)
     num_logits = config.draft_vocab_size if target_ids is None else config.vocab_size
     return Stack(
@@ -295,7 +276,7 @@ def stack_of(
 
 
 def _join(weights: Sequence[Tensor | Grouped]) -> Weight:
-    """Join weights of layers that read the same input to one weight."""
+    """One weight for layers that read the same input."""
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(tensors) == len(weights):
         return Dense(torch.cat(tensors) if len(tensors) > 1 else tensors[0])
@@ -304,7 +285,6 @@ def _join(weights: Sequence[Tensor | Grouped]) -> Weight:
 
 
 def _canonical_name(name: str) -> str:
-    """The name of a tensor in the layout of `speculators`, which is used here for all layouts."""
     for prefix, canonical_prefix in _PREFIXES.items():
         if name.startswith(prefix):
             name = canonical_prefix + name.removeprefix(prefix)
@@ -312,10 +292,8 @@ def _canonical_name(name: str) -> str:
 
 
 def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grouped]:
-    """All weights of a head's folder by the names used here.
-
-    Matrices of compressed-tensors keep their stored format.
-    """
+    """All weights of a head's folder by canonical names. Matrices of compressed-tensors keep their
+    stored format."""
     headers = _headers(folder)
     stored = CompressedTensors(headers)
     check_sizes(folder, config.layer.to_dict(), stored_sizes(headers.values()))
@@ -328,12 +306,8 @@ def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor | Grou
 
 
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The headers of the weight files, by path.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: see `check_weights`. Weights that are not plain
-            numbers are allowed only as compressed-tensors.
-    """
+    """The headers of the weight files by path, checked: weights that are not plain numbers must be
+    compressed-tensors."""
     quantization = read_json(folder / "config.json").get("quantization_config")
     return check_weights(folder, plain=not is_compressed(quantization))
 
@@ -341,8 +315,7 @@ def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
 def _to_device(
     weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device
 ) -> Tensor | Grouped:
-    """A weight on its device. On a GPU it is decoded, because kernels there read only plain
-    numbers."""
+    """A weight on the device. Kernels on a GPU read only plain numbers."""
     if isinstance(weight, Grouped) and device.type == "cpu":
         return weight
     return (numbers_of(weight) if isinstance(weight, Grouped) else weight).to(device, dtype)
@@ -358,40 +331,34 @@ def _check_tensors(
     """Raise `CheckpointError` for missing or unknown tensors and for wrong shapes.
 
     Args:
-        shapes, optional: the tensors that must and that may be there.
-        output: the output layer of the target, if it is used.
+        shapes, optional: the tensors that must exist, and further tensors that are allowed.
+        output: the output layer of the target, if the head uses it.
     """
     allowed = {**optional, **shapes}
     stored_shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if output is not None:
         stored_shapes[OUTPUT_LAYER] = output.shape
+    common = [(name, shape) for name, shape in stored_shapes.items() if name in allowed]
     problems = {
         "missing": [name for name in shapes if name not in stored_shapes],
         "unexpected": [name for name in stored_shapes if name not in allowed],
         "mismatched": [
             f"{name} {[*shape]} in place of {[*allowed[name]]}"
-            for name, shape in stored_shapes.items()
-            if name in allowed and shape != allowed[name]
+            for name, shape in common if shape != allowed[name]
         ],
-    }
+    }  # fmt: skip
     check_fit(folder, problems)
 
 
 def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Tensor:
-    """The target's id for each id of the head, int64.
-
-    Args:
-        offset: the stored differences: the target's id minus the head's; None: no such tensor.
-
-    Raises:
-        CheckpointError: `offset` is missing or not valid.
-    """
+    """The target's id for each id of the head, int64. `CheckpointError` if `offset`, the stored
+    tensor of differences (the target's id minus the head's id), is not valid."""
     num_ids, num_target_ids = config.draft_vocab_size, config.vocab_size
     if offset is None:
         if num_ids != num_target_ids:
             raise CheckpointError(
-                f"The weights in `{folder}` lack `{_ID_OFFSETS}`, which says what the {num_ids} "
-                f"ids of the head are among the {num_target_ids} of the target."
+                f"The weights in `{folder}` lack `{_ID_OFFSETS}`, which maps the {num_ids} ids of "
+                f"the head to ids of the target, of which there are {num_target_ids}."
             )
         return torch.arange(num_target_ids)
     if offset.shape != (num_ids,) or offset.is_floating_point():
@@ -403,8 +370,8 @@ def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Te
     low, high, different = int(target_ids.min()), int(target_ids.max()), {*target_ids.tolist()}
     if low < 0 or high >= num_target_ids or len(different) < num_ids:
         raise CheckpointError(
-            f"`{_ID_OFFSETS}` in `{folder}` maps {num_ids} ids to {len(different)} in "
-            f"{low}..{high}: must be as many, in 0..{num_target_ids - 1}."
+            f"`{_ID_OFFSETS}` in `{folder}` maps {num_ids} ids to {len(different)} different ids "
+            f"in {low}..{high}: must be {num_ids} different ids in 0..{num_target_ids - 1}."
         )
     return target_ids
 
@@ -412,8 +379,8 @@ def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Te
 def _random_weights(
     shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Random weights by name. Norms have gains of 1. Matrix products keep the size of their input,
-    and logits are spread so far that near-ties are rare."""
+    """Random weights by name. Norms have gains of 1. Products have numbers about as large as those
+    of their inputs; only logits are larger, so that near-ties are rare."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -426,13 +393,11 @@ def _random_weights(
 
 @torch.no_grad()
 def _run_passes(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
-    """Run the check's passes on random tokens and random hidden states of a target.
-
-    Returns two tensors per pass: the hidden states and the logits of each request's last row.
-    """
+    """Run `_PASSES` on random tokens and random hidden states of a target. Returns two tensors per
+    pass: the hidden states and the logits of each request's last row."""
     stack, device = head.stack, head.stack.device
     generator = torch.Generator().manual_seed(0)
-    columns = -(-_LONGEST // _BLOCK)
+    columns = -(-_MAX_POSITIONS // _BLOCK)
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
     kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=head.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
@@ -453,7 +418,7 @@ def _run_passes(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
         states = aux.to(device, head.dtype).unbind()
-        # Prompt rows read the target's states, rows of drafts the head's output of the row before.
+        # Rows of drafts read the head's output for the row before; other rows the target's states.
         features = hidden_NC[: len(rows)] if is_draft else states
         output = head.run(batch, kv, features=features, logits=is_draft)
         hidden_NC = output.hidden_NC
@@ -463,10 +428,8 @@ def _run_passes(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
 
 
 def _difference(expected: list[Tensor], outputs: list[Tensor]) -> float:
-    """The largest difference, relative to each expected tensor's largest finite number.
-
-    NaN if the tensors are not finite in the same places.
-    """
+    """The largest difference, relative to each expected tensor's largest finite number; NaN if the
+    tensors are not finite in the same places."""
     largest = 0.0
     for expected_tensor, tensor in zip(expected, outputs, strict=True):
         is_finite = expected_tensor.isfinite()

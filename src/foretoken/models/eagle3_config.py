@@ -1,8 +1,4 @@
-"""The `config.json` of an EAGLE-3 head.
-
-Belongs here: the two formats of this file, its switches, and which switches are refused. Does not:
-weights (`eagle3.py`).
-"""
+"""The `config.json` of an EAGLE-3 head, in either of two formats."""
 
 from __future__ import annotations
 
@@ -19,39 +15,26 @@ from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 
 # EAGLE's own format, as written by EAGLE, SpecForge, vLLM and NeMo; then `speculators`.
 _ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3Qwen3ForCausalLM",
-    "LlamaEagle3DraftModel",
-    "Eagle3DraftModel",
-    "Eagle3Speculator",
-)
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM",
+    "LlamaEagle3DraftModel", "Eagle3DraftModel", "Eagle3Speculator",
+)  # fmt: skip
 _LAYER_TYPES = ("llama", "qwen3")
 _PARTS = ("eagle_config", "transformer_layer_config", "speculators_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# Switches that change what a head computes. Each has the values that this implementation allows.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bias": (None, False),
-    "hidden_act": (None, "silu"),
-    "kv_lora_rank": (None,),  # of MLA
-    "logit_scale": (None, 1),
-    "mlp_bias": (None, False),
-    "num_hidden_layers": (None, 1),
-    "parallel_draft_step": (None, 1),
-    "qkv_bias": (None, False),
-    "use_aux_hidden_state": (None, True),
-    "use_input_layernorm_in_first_layer": (None, True),
-    "use_last_layernorm": (None, True),
-    "use_mtp_layernorm": (None, False),
-}
-# Settings of `speculators` that can make its verification lossy. Each has its lossless values.
-_LOSSLESS: dict[str, tuple[Any, ...]] = {
-    "verifier_accept_k": (None, 1),
-    "accept_tolerance": (None, 0),
-}
-# RoPE frequencies are computed before the weights show whether `head_dim` is right, so it needs a
-# bound.
-_MAX_HEAD_DIM = 2**16
+# Switches that change what a head computes, with the values that are implemented here.
+# (`kv_lora_rank` belongs to MLA.)
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "bias": (None, False), "hidden_act": (None, "silu"), "kv_lora_rank": (None,),
+    "logit_scale": (None, 1), "mlp_bias": (None, False), "num_hidden_layers": (None, 1),
+    "parallel_draft_step": (None, 1), "qkv_bias": (None, False),
+    "use_aux_hidden_state": (None, True), "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True), "use_mtp_layernorm": (None, False),
+}  # fmt: skip
+# Settings of `speculators` that can make verification lossy, with their lossless values.
+_LOSSLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "verifier_accept_k": (None, 1), "accept_tolerance": (None, 0),
+}  # fmt: skip
+_MAX_HEAD_DIM = 2**16  # RoPE frequencies are computed before weights show whether it is right
 # RoPE types with constant frequencies. Other types depend on a batch's longest request.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -59,55 +42,44 @@ _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The content of a head's `config.json`.
+    """The content of the `config.json` of an EAGLE-3 head.
 
-    hidden_size: of the head
-    target_hidden_size, vocab_size: of the target
-    draft_vocab_size: number of ids that the head can draft
     aux_layers: the target's hidden states that the head reads, numbered as in `ForwardOutput.aux`;
         None: `default_aux_layers`
-    layer: Transformers' configuration of the head's only layer
     frequency_R: float32, radians per position; RoPE rotates the first 2R numbers of each attention
         head
-    rotary_scale: factor of RoPE's cosines and sines
-    sliding_window: as in `AttentionOptions`
     norm_before_residual: the residual stream starts with the normed feature, instead of the feature
     norm_output: the output of a row is normed also for the next row, not only for the logits
-    fc_norm: each hidden state of the target is normed separately before `fc`
-    norm_before_fc: all hidden states of the target are normed before `fc` as one vector
-    attention_bias: the projections of queries, keys and values have biases
-    qk_norm: each query and key is normed before RoPE, as in Qwen3
     """
 
-    hidden_size: int
+    hidden_size: int  # of the EAGLE-3 head
     target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int  # number of ids that the EAGLE-3 head can draft
     aux_layers: tuple[int, ...] | None
-    layer: Any
+    layer: Any  # Transformers' configuration of the only layer
     frequency_R: Tensor
-    rotary_scale: float
-    sliding_window: int | None
+    rotary_scale: float  # factor of RoPE's cosines and sines
+    sliding_window: int | None  # as in `AttentionOptions`
     norm_before_residual: bool
     norm_output: bool
-    fc_norm: bool
-    norm_before_fc: bool
-    attention_bias: bool
-    qk_norm: bool
+    fc_norm: bool  # each hidden state of the target is normed separately before `fc`
+    norm_before_fc: bool  # all hidden states of the target are normed before `fc` as one vector
+    attention_bias: bool  # the projections of queries, keys and values have biases
+    qk_norm: bool  # each query and key is normed before RoPE, as in Qwen3
 
     @property
     def num_aux(self) -> int:
-        """Number of the target's hidden states in a feature."""
+        """Number of the target's hidden states from which a feature is made."""
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
 
 def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """Read `config.json` of a head, in EAGLE's own format or in the format of `speculators`.
+    """Read `config.json` of an EAGLE-3 head, in EAGLE's own format or in that of `speculators`.
 
     Raises:
         CheckpointError: the file does not describe a head, or a size is missing or not valid.
-        UnsupportedModelError: the architecture is not supported, or a switch has a value that this
-            implementation does not allow.
+        UnsupportedModelError: the architecture or the value of a switch is not supported.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -158,10 +130,7 @@ def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) ->
 
     Args:
         raw: the content of `config.json`.
-        merged: `raw` together with its nested parts.
-
-    Raises:
-        UnsupportedModelError, CheckpointError: see `read_eagle3_config`.
+        merged: `raw` together with the values of nested objects.
     """
     is_speculators, names = "speculators_model_type" in raw, raw.get("architectures")
     [name] = names if isinstance(names, list) and len(names) == 1 else [names]
@@ -174,12 +143,13 @@ def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) ->
             f"`{path}` is of architecture {name}, type `{layer_type}`, kind `{head_kind}`: method "
             f"`eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"
         )
-    _check_switches(path, merged, _NEUTRAL, "heads do not have here: its drafts would be wrong")
-    rules = raw.get("speculators_config") or {}
-    for rule in rules.get("proposal_methods") or ():
-        if isinstance(rule, dict):
-            why = "is lossy: here drafts are accepted by lossless rules alone"
-            _check_switches(path, rule, _LOSSLESS, why)
+    why = "is not implemented: the drafts would be wrong. Use another head"
+    _check_switches(path, merged, _SUPPORTED_VALUES, why)
+    settings = raw.get("speculators_config") or {}
+    for method in settings.get("proposal_methods") or ():
+        if isinstance(method, dict):
+            why = "is lossy: only lossless rules of acceptance are supported. Remove this setting"
+            _check_switches(path, method, _LOSSLESS_VALUES, why)
     quantization = raw.get("quantization_config") or merged.get("quantization_config")
     reason: str | None = "it is of another kind"
     if is_compressed(quantization):
@@ -187,7 +157,7 @@ def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) ->
     if quantization and reason is not None:
         raise UnsupportedModelError(
             f"`{path}` sets `quantization_config` to {quantization!r}: must be compressed-tensors "
-            f"of int4 or int8, and {reason}."
+            f"of int4 or int8, but {reason}."
         )
     if merged.get("fc_norm") and merged.get("norm_before_fc"):
         raise UnsupportedModelError(f"`{path}` sets both `fc_norm` and `norm_before_fc`.")
@@ -201,7 +171,6 @@ def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) ->
 def _check_switches(
     path: Path, values: dict[str, Any], allowed: dict[str, tuple[Any, ...]], why: str
 ) -> None:
-    """Raise `UnsupportedModelError` for a switch that has none of its allowed values."""
     for switch, allowed_values in allowed.items():
         if values.get(switch) not in allowed_values:
             raise UnsupportedModelError(
@@ -212,11 +181,8 @@ def _check_switches(
 def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
     """`frequency_R` and `rotary_scale` of `Eagle3Config`, as Transformers' Llama computes them.
 
-    RoPE of type `mrope` rotates parts of a head by time, height and width. In a text all three are
-    the token's position, so the type equals `default`, however the parts are arranged.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: the parameters are not valid, or not supported.
+    RoPE of type `mrope` rotates parts of an attention head by time, height and width. In a text all
+    three are the token's position, so `mrope` equals `default`.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -224,17 +190,19 @@ def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
     types = [name for name, value in rope.items() if isinstance(value, dict)]
     if types:
         raise UnsupportedModelError(
-            f"`{path}` gives RoPE by type of layer (`{types[0]}`); a head has one layer: give its "
-            "parameters alone."
+            f"`{path}` gives RoPE parameters by type of layer (`{types[0]}`), but an EAGLE-3 head "
+            "has one layer: give the parameters of this layer without a type."
         )
     kind = rope["rope_type"]
     if kind == "mrope":
         rope["rope_type"] = kind = "default"
     if kind not in ROPE_TYPES:
         known = ", ".join(f"`{name}`" for name in (*ROPE_TYPES, "mrope"))
-        raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
+        raise UnsupportedModelError(
+            f"`{path}` asks for RoPE of type `{kind}`: must be one of {known}."
+        )
     # Transformers' class ignores `partial_rotary_factor` for some types of RoPE. So it gets the
-    # rotated part as `head_dim`.
+    # size of the rotated part as `head_dim`.
     rotary_config, part = copy(layer), rope.pop("partial_rotary_factor", None)
     rotary_config.rope_parameters = rope
     try:
@@ -246,8 +214,8 @@ def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
         raise CheckpointError(f"`{path}`: no RoPE of {rope}: {first_line(error)}") from error
     if rotary is None or count % 2 or count > layer.head_dim:
         raise CheckpointError(
-            f"`{path}` has RoPE turn {count} numbers of each head: `head_dim` {layer.head_dim} "
-            f"times `partial_rotary_factor` {part} must be an even number in 2..{layer.head_dim}."
+            f"`{path}` rotates {count} numbers of each head: `head_dim` {layer.head_dim} times "
+            f"`partial_rotary_factor` {part} must be an even number in 2..{layer.head_dim}."
         )
     frequency_R, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
     if not bool((frequency_R * scale).isfinite().all()):
@@ -263,7 +231,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 def _size(
     path: Path, data: dict[str, Any], name: str, default: int | None = None, high: int | None = None
 ) -> int:
-    """The value of `name`, or the default; `CheckpointError` unless it is an integer in 1..high."""
+    """The value of `name`, or `default`; `CheckpointError` unless it is an integer in 1..high."""
     value = default if data.get(name) is None else data[name]
     if type(value) is not int or value < 1 or (high is not None and value > high):
         bound = ">= 1" if high is None else f"in 1..{high}"
@@ -272,33 +240,33 @@ def _size(
 
 
 def _flag(path: Path, data: dict[str, Any], name: str) -> bool:
-    """The value of `name`; False if it is missing. `CheckpointError` if it is not a bool."""
+    """The value of `name`, a bool; False if it is missing."""
     if data.get(name) not in (None, False, True):
         raise CheckpointError(f"`{path}` gives `{name}` as {data[name]!r}: must be true or false.")
     return bool(data.get(name))
 
 
 def _sliding_window(path: Path, merged: dict[str, Any], layer: Any) -> int | None:
-    """The sliding window of the head's only layer; None: it has none.
-
-    `layer_types` takes precedence over `use_sliding_window`.
-    """
+    """The sliding window of the only layer; None: no window. `layer_types` takes precedence over
+    `use_sliding_window`."""
     window, is_used = merged.get("sliding_window"), merged.get("use_sliding_window") is not False
     default = "sliding_attention" if window is not None and is_used else "full_attention"
     kind = (merged.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
     if kind == "full_attention":
         return None
     if kind != "sliding_attention":
-        raise UnsupportedModelError(f"`{path}` has a layer of type `{kind}`, unknown here.")
+        raise UnsupportedModelError(
+            f"`{path}` has a layer of type `{kind}`: must be full_attention or sliding_attention."
+        )
     return _size(path, merged, "sliding_window")
 
 
 def _aux_layers(path: Path, raw: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
-    """The hidden states that `config.json` names, numbered as in `ForwardOutput.aux`; None if it
-    names none.
+    """The hidden states that `config.json` lists, numbered as in `ForwardOutput.aux`; None if there
+    is no list.
 
-    Some lists number states by the layer that outputs them (see docs/drafters.md). A list in
-    `eagle_config` that begins with 1 is such a list: its i stands for state i + 1.
+    Some lists number a state by the layer that outputs it (see docs/drafters.md): i means state
+    i + 1. A list in `eagle_config` that begins with 1 is such a list.
     """
     ids = raw.get(_AUX_LAYERS) or eagle.get(_AUX_LAYERS)
     if not ids:

@@ -1,8 +1,7 @@
 """Whether a backend's kernels agree with stock operators, on pieces of a model's own weights.
 
-Belongs here: the check of stacks that are read without Transformers' module, because the module's
-weights would take several times the memory of the stack's. Does not: the self-check against a
-module (`guards.py`).
+This replaces the self-check of `guards.py` for quantised stacks: a module's plain weights would
+take several times the memory of the stack's weights.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from foretoken.ops.stack import (  # isort: skip
 )  # fmt: skip
 
 # A bound on the root mean squared difference of a row's logits, relative to their standard
-# deviation, in the 85th percentile of the worst pass. Both sides round rows to eight bits. If a
-# number lies between two codes, the last bit of the sum before it decides, and that causes
+# deviation, in the 85th percentile of the worst pass. Kernels and stock operators round rows to
+# eight bits. If a number lies halfway between two codes, its last bit decides, which causes
 # differences of 0.01 to 0.05. Misplaced codes or scales cause 0.3 and more.
 ROUNDED_TOLERANCE = 0.1
-_TOKENS = 512  # of the small stack's vocabulary
+_VOCAB_SIZE = 512  # of the small stack
 
 
 def check_kernels(stack: Stack, backend: Backend) -> float:
@@ -38,8 +37,7 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
 
     Both run a small stack that is cut from `stack`: the first rows and columns of the embedding, of
     the output layer, and of one layer for each combination of formats. So the check takes some
-    milliseconds whatever the model's size. It does not check how the configuration was read; a
-    miniature does that (`loader.py`).
+    milliseconds for a model of any size.
 
     Returns:
         The difference of the logits that was compared with the bound.
@@ -64,16 +62,14 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
         raise UnsupportedModelError(
             f"With weights stored as {', '.join(formats)}, the kernels of backend `{backend.name}` "
             f"give logits that differ from those of stock operators by {error:.1e} of their spread "
-            f'(bound {tolerance:.1e}). `backend="torch"` runs it in stock operators.'
+            f'(bound {tolerance:.1e}). `backend="torch"` runs the model in stock operators.'
         )
     return error
 
 
 def _difference(kernel_NV: Tensor, stock_NV: Tensor, quantile: float) -> float:
-    """The difference of logits in one pass: a quantile over its rows; infinite for NaN.
-
-    A row's difference is its root mean square, relative to the row's standard deviation.
-    """
+    """The difference of logits in one pass: a quantile of the rows' root mean square differences,
+    each relative to the row's standard deviation; infinite for NaN."""
     error_N = (kernel_NV - stock_NV).square().mean(-1).sqrt() / stock_NV.std(-1)
     return error_N.nan_to_num(torch.inf).quantile(quantile).item()
 
@@ -82,29 +78,24 @@ def _small_stack(stack: Stack) -> Stack:
     """A stack cut from a large one, with one layer for each combination of formats."""
     layers = {_formats(layer): layer for layer in stack.layers}
     size = _num_kept_inputs(stack.hidden_size, layers)
-    count = min(_TOKENS, stack.vocab_size)
-    head = _cut(stack.head, count, size)
+    vocab_size = min(_VOCAB_SIZE, stack.vocab_size)
     return replace(
         stack,
-        embedding=first_columns(first_rows(stack.embedding, count), size),
+        embedding=first_columns(first_rows(stack.embedding, vocab_size), size),
         layers=tuple(_cut_layer(layer, size) for layer in layers.values()),
-        norm_C=stack.norm_C[:size].contiguous(),
-        head=head,
-        vocab_size=count,
-    )
+        norm_C=stack.norm_C[:size].contiguous(), head=_cut(stack.head, vocab_size, size),
+        vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def _cut_layer(layer: Layer, hidden_size: int) -> Layer:
-    """A layer with fewer heads and a smaller feed-forward part, for a smaller hidden size.
-
-    It keeps as few K/V heads as fill whole blocks of weights.
-    """
+    """A layer with fewer heads and a smaller feed-forward part, for a smaller hidden size. The
+    number of K/V heads is the smallest for which the queries fill whole blocks of weights."""
     mixer, feed = layer.mixer, layer.feed
     heads_per_kv = mixer.heads // mixer.kv_heads
-    kv_heads = next(
-        (n for n in range(1, mixer.kv_heads) if n * heads_per_kv * mixer.head_size % SUPER == 0),
-        mixer.kv_heads,
-    )
+    counts = range(1, mixer.kv_heads)
+    fitting = (n for n in counts if n * heads_per_kv * mixer.head_size % SUPER == 0)
+    kv_heads = next(fitting, mixer.kv_heads)
     heads = kv_heads * heads_per_kv
     feed_size = _num_kept_inputs(feed.down.weight.shape[1], [_formats(layer)])
     q_size, kv_size = heads * mixer.head_size, kv_heads * mixer.head_size
@@ -153,9 +144,7 @@ def _group_size(weight: Weight) -> int:
 
 
 def _num_kept_inputs(inputs: int, formats: Iterable[tuple[tuple[str, int], ...]]) -> int:
-    """How many of a layer's inputs are kept: the size of the largest block.
-
-    All inputs are kept if there are fewer, or if some group of a matrix does not end there.
-    """
+    """How many of a layer's inputs are kept: as many as the largest block holds, or all if there
+    are fewer or if a matrix has groups of a size that does not divide this number."""
     fits = all(SUPER % group == 0 for names in formats for _, group in names if group)
     return SUPER if fits and inputs >= SUPER else inputs

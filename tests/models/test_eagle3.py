@@ -392,7 +392,10 @@ def test_other_configurations_are_refused_by_name(
         ({"d2t": lambda d: d[1:]}, r"`d2t` in .* is torch.int64 \[22\]: must be one integer for"),
         ({"d2t": lambda d: d.float()}, "`d2t` in .* is torch.float32"),
         ({"d2t": lambda d: d + 60}, r"maps 23 ids to 23 in \d+\.\.\d+: .* in 0\.\.59"),
-        ({"d2t": lambda d: -torch.arange(23)}, "maps 23 ids to 1 different ids in 0..0: must be 23"),
+        (
+            {"d2t": lambda d: -torch.arange(23)},
+            "maps 23 ids to 1 different ids in 0..0: must be 23",
+        ),
     ],
 )
 def test_weights_that_do_not_fit(

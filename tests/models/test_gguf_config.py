@@ -152,12 +152,12 @@ def test_other_factors(tmp_path: Path, factors: list[float]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"expert_count": 8}, "`llama.expert_count` as 8, which is not served"),
+    "experts": ({"expert_count": 8}, "`llama.expert_count` as 8, which is not supported"),
     "soft cap": ({"final_logit_softcapping": 30.0}, "softcapping` as 30.0"),
     "heads that differ": ({"attention__head_count_kv": [1, 2]}, r"as \[1, 2\], which is not"),
     "values": ({"attention__value_length": 16}, "`llama.attention.value_length` as 16"),
     "partial": ({"rope__dimension_count": 4}, "`llama.rope.dimension_count` as 4"),
-    "long": ({"rope__scaling__type": "longrope"}, "as 'longrope', which is not served"),
+    "long": ({"rope__scaling__type": "longrope"}, "as 'longrope', which is not supported"),
     "multiplier": ({"rope__scaling__yarn_log_multiplier": 1.0}, "yarn_log_multiplier` as 1.0"),
     "sections": ({"rope__dimension_sections": [1, 1, 2, 0]}, "dimension_sections"),
     "bidirectional": ({"attention__causal": False}, "`llama.attention.causal` as False"),
@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served(tmp_path: Path, case: str) -> None:
+def test_what_is_not_supported(tmp_path: Path, case: str) -> None:
     changes, message = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=message):
         read_config(save(tmp_path, **changes))
@@ -206,7 +206,7 @@ def test_values_that_are_wrong(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("architecture", ["gemma3", "phi3", "qwen2moe"])
 def test_other_architectures(tmp_path: Path, architecture: str) -> None:
     path = save(tmp_path, architecture)
-    message = f"`{architecture}`, which is not served as GGUF; served are llama, mistral3, qwen2"
+    message = f"`{architecture}`, which is not supported as GGUF; supported are llama, mistral3"
     with pytest.raises(UnsupportedModelError, match=message):
         read_config(path)
 
@@ -214,7 +214,7 @@ def test_other_architectures(tmp_path: Path, architecture: str) -> None:
 def test_files_that_hold_no_model(tmp_path: Path) -> None:
     metadata, tensors = model_metadata("llama"), model_tensors("llama")
     path = write(tmp_path / "m.gguf", metadata | {"general.type": "adapter"}, tensors)
-    with pytest.raises(UnsupportedModelError, match=r"something of type 'adapter'"):
+    with pytest.raises(UnsupportedModelError, match=r"has .adapter. as `general.type`"):
         read_config(path)
     path = write(tmp_path / "m.gguf", metadata, {})
     with pytest.raises(CheckpointError, match=r"has no tensor `token_embd.weight`"):

@@ -161,11 +161,11 @@ def test_a_file_that_is_wrong(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "name"), [(10, "Q2_K"), (23, "IQ4_XS"), (39, "MXFP4")])
-def test_kinds_that_are_not_served(tmp_path: Path, number: int, name: str) -> None:
+def test_kinds_that_are_not_supported(tmp_path: Path, number: int, name: str) -> None:
     data = bytearray(file_bytes({}, {"a": Stored((2, 32))}))
     at = data.index(text_bytes("a")) + 9 + 4 + 16
     data[at : at + 4] = struct.pack("<I", number)
-    message = f"`a` stored as {name}, which is not served; served are F32, F16, Q4_0"
+    message = f"`a` stored as {name}, which is not supported: must be one of F32, F16, Q4_0"
     with pytest.raises(UnsupportedModelError, match=message):
         read_bytes(tmp_path, bytes(data))
 

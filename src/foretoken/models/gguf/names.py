@@ -1,8 +1,4 @@
-"""Tensors of a GGUF file by the names of Transformers' parameters.
-
-Belongs here: the table of names, and the order of rows if llama.cpp's converter changed it. Does
-not: which parameters a model has (its Transformers module says so), reading numbers.
-"""
+"""Tensors of a GGUF file by the names of Transformers' parameters, and the order of their rows."""
 
 from __future__ import annotations
 
@@ -17,23 +13,15 @@ from foretoken.models.gguf.reader import GgufFile, GgufTensor
 
 # GGUF's names with Transformers' names: outside of layers, then within a layer.
 _OUTSIDE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
 _IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
+}  # fmt: skip
 _GGUF_IN_LAYER = {name: gguf for gguf, name in _IN_LAYER.items()}
 _GGUF_OUTSIDE = {name: gguf for gguf, name in _OUTSIDE.items()}
 
@@ -44,11 +32,8 @@ _PERMUTED = ("llama", "mistral3")  # architectures in which RoPE rotates neighbo
 
 
 def parameter_name(name: str) -> str | None:
-    """The parameter for a tensor's name: `model.layers.3.mlp.up_proj.weight` for
-    `blk.3.ffn_up.weight`.
-
-    None for a tensor that the families of `config.py` do not have.
-    """
+    """The parameter for a tensor's name (`model.layers.3.mlp.up_proj.weight` for
+    `blk.3.ffn_up.weight`); None for a tensor that the families of `config.py` do not have."""
     match = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,5})\.)?(\w+)\.(weight|bias)", name, re.ASCII)
     if match is None:
         return None
@@ -72,11 +57,8 @@ def tensor_name(name: str) -> str | None:
 
 
 def parameters(file: GgufFile) -> dict[str, GgufTensor]:
-    """The tensors of a model by the names of Transformers' parameters.
-
-    Raises:
-        UnsupportedModelError: a tensor is not a known parameter, so the model is of another family.
-    """
+    """The tensors of a model by the names of Transformers' parameters; `UnsupportedModelError` for
+    a tensor that is not a known parameter."""
     by_name: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
         parameter = parameter_name(name)
@@ -84,19 +66,19 @@ def parameters(file: GgufFile) -> dict[str, GgufTensor]:
             by_name[parameter] = tensor
         elif name != ROPE_FACTORS:
             raise UnsupportedModelError(
-                f"`{tensor.path}` has the tensor `{name}`, which the families that are served as "
-                "GGUF have no place for."
+                f"`{tensor.path}` has the tensor `{name}`, which no family that is supported as "
+                "GGUF has. Use a checkpoint of this model in safetensors."
             )
     return by_name
 
 
 def row_order(architecture: str, name: str, values: Mapping[str, int]) -> NDArray[np.int64] | None:
-    """For each row of a parameter its index in the file; None if the order is the same.
+    """For each row of a parameter the row's index in the file; None if the order is the same.
 
     `file_rows[row_order(...)]` are Transformers' rows. RoPE in llama.cpp rotates pairs of
-    neighbouring rows of a head. RoPE in Transformers rotates pairs of a row in the head's first
-    half and a row in its second half. So llama.cpp's converter interleaves the two halves of each
-    query and key head, in weights and biases.
+    neighbouring rows of a head. RoPE in Transformers rotates pairs of a row in the first half of
+    the head and a row in the second half. So llama.cpp's converter interleaves the two halves of
+    each query and key head, in weights and biases.
 
     Args:
         architecture: `general.architecture` of the file.

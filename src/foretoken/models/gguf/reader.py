@@ -1,11 +1,9 @@
 """The header of a GGUF model, in one file or in a split set: metadata, and where each tensor is.
 
-Belongs here: the format, read strictly. Every count, length and offset is compared with the size of
-the file before anything is allocated or looped over, and every failure is a `CheckpointError` that
-names the file. The files of a split set (`name-00001-of-00003.gguf` and so on) are read as one
-model. Does not: what the keys mean (`config.py`, `tokenizer.py`), packed numbers. No torch. The
-package `gguf` is not used: its reader takes 1.7 s for a header of 98 000 strings, this reader 0.05
-s.
+Every count, length and offset is compared with the size of the file before anything is allocated or
+looped over, and every failure is a `CheckpointError` that names the file. The files of a split set
+(`name-00001-of-00003.gguf` and so on) are read as one model. The package `gguf` is not used: its
+reader takes 1.7 s for a header of 98 000 strings, this reader 0.05 s.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ KINDS = {
     14: Kind("Q6_K", 256, 210),
     30: Kind("BF16", 1, 2),
 }
-"""The kinds that are served, by ggml's numbers."""
+"""The supported kinds, by ggml's numbers."""
 
 _OTHER_KINDS = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS",
@@ -64,7 +62,7 @@ _SCALARS = {
 _BOOL, _STRING, _ARRAY, _UINT32 = 7, 8, 9, 4
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_START = 24  # bytes of magic, version and two counts
+_START_BYTES = 24  # of the magic bytes, the version and two counts
 _MIN_PAIR = 14  # bytes of the shortest key with its value
 _MIN_TENSOR = 33  # bytes of the shortest description of a tensor
 # Bytes of a header. The largest known have 2**24: a vocabulary of 262 144 tokens with its merges.
@@ -75,38 +73,27 @@ _MAX_PAIRS, _MAX_TENSORS = 2**12, 2**17  # the largest known files have 60 and 5
 _MAX_NAME, _MAX_DIMS = 64, 4  # of a tensor: bounds of the format itself
 _MAX_KEY = 256  # bytes of a key; the format allows 65535, files have up to 60
 _MAX_NUMBERS = 2**63 - 1
-_AGAIN = "Download it again."
+_REMEDY = "Download it again."
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)", re.I)
 
 
 class GgufTensor(NamedTuple):
-    """One tensor of a file.
-
-    kind:   how its numbers are stored: a name in `KINDS`
-    shape:  rows first, as in NumPy and PyTorch: a matrix is [out, in]
-    offset: of its first byte in the file `path`
-    nbytes: its size in the file
-    data:   its bytes as stored: a view of the file's read-only memory map
-    """
+    """One tensor of the file `path`."""
 
     name: str
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    kind: str  # how the numbers are stored: a name in `KINDS`
+    shape: tuple[int, ...]  # rows first, as in NumPy and PyTorch: a matrix is [out, in]
+    offset: int  # of the first byte in the file
+    nbytes: int  # size in the file
     path: Path
-    data: NDArray[np.uint8]
+    data: NDArray[np.uint8]  # the bytes as stored: a view of the file's read-only memory map
 
     def rows(self) -> NDArray[np.uint8]:
         """The bytes of each row: uint8 [rows, bytes per row], a view."""
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
 
     def values(self) -> NDArray[Any]:
-        """The numbers of a tensor of kind F32 or F16, in the tensor's shape: a view of the file.
-
-        Raises:
-            CheckpointError: the tensor is of another kind.
-        """
+        """The numbers of a tensor of kind F32 or F16, in the tensor's shape: a view of the file."""
         if self.kind not in _PLAIN:
             raise CheckpointError(
                 f"`{self.path}` stores `{self.name}` as {self.kind}: must be F32 or F16."
@@ -115,33 +102,22 @@ class GgufTensor(NamedTuple):
 
 
 class GgufPart(NamedTuple):
-    """One file: a whole model, or a part of a split set.
-
-    alignment: offsets of tensors are multiples of this many bytes
-    metadata:  Python values by key; arrays are lists
-    tensors:   by name
-    """
+    """One file: a whole model, or a part of a split set."""
 
     path: Path
     version: int
-    alignment: int
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    alignment: int  # offsets of tensors are multiples of this many bytes
+    metadata: dict[str, Any]  # Python values by key; arrays are lists
+    tensors: dict[str, GgufTensor]  # by name
 
 
 class GgufFile(NamedTuple):
-    """A GGUF model: its only file, or all parts of its split set.
+    """A GGUF model: one file, or all parts of a split set."""
 
-    path:     the file, or the first part
-    parts:    the paths of all parts, in order
-    metadata: of the first part; callers must not change it, because it is cached
-    tensors:  of all parts, by their names in the files
-    """
-
-    path: Path
-    parts: tuple[Path, ...]
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    path: Path  # the file, or the first part
+    parts: tuple[Path, ...]  # the paths of all parts, in order
+    metadata: dict[str, Any]  # of the first part; callers must not change it: it is cached
+    tensors: dict[str, GgufTensor]  # of all parts, by the names in the files
 
     @property
     def nbytes(self) -> int:
@@ -150,21 +126,19 @@ class GgufFile(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the path of a checkpoint is that of a GGUF file, not of a folder."""
+    """Whether the path of a checkpoint names a GGUF file, not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
-def shown(value: Any) -> str:
-    """The `repr` of a value of the metadata, cut to 60 characters for a message."""
+def short_repr(value: Any) -> str:
+    """The `repr` of a value of the metadata, cut to 60 characters for messages."""
     text = repr(value[:60] if isinstance(value, (str, list)) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def split_names(name: str) -> list[str]:
-    """The file names of the split set that `name` belongs to, in order.
-
-    Only `name` itself if it is not the name of a split set's file.
-    """
+    """The file names of the split set that `name` belongs to, in order; only `name` itself if it
+    does not belong to a split set."""
     match = _SPLIT_NAME.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return [name]
@@ -179,7 +153,7 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises:
         CheckpointError: a file is missing or truncated, or contradicts itself or the other files.
-        UnsupportedModelError: a tensor is stored in a kind that is not served.
+        UnsupportedModelError: a tensor is stored in a kind that is not supported.
     """
     try:
         paths = [path.with_name(name) for name in split_names(path.name)]
@@ -195,15 +169,12 @@ def read_gguf(path: Path) -> GgufFile:
     return _read(tuple(paths), tuple(versions))
 
 
-# Two entries: a target and a draft model. Each is read for its configuration, its tokenizer and its
-# weights.
+# The cache holds a target and a draft model. The same file is read for the configuration, the
+# tokenizer and the weights.
 @lru_cache(maxsize=2)
 def _read(paths: tuple[Path, ...], versions: tuple[tuple[int, int], ...]) -> GgufFile:
-    """Read all parts of a model and check that they belong together.
-
-    Args:
-        versions: modification time and size of each part; only a part of the cache's key.
-    """
+    """Read all parts of a model and check that they belong together. `versions`, the modification
+    time and size of each part, is only a part of the cache's key."""
     first = read_part(paths[0])
     count = _whole(first, "split.count", 1)
     if count > 1 or len(paths) > 1:
@@ -230,43 +201,34 @@ def _read(paths: tuple[Path, ...], versions: tuple[tuple[int, int], ...]) -> Ggu
 
 
 def _whole(part: GgufPart, key: str, default: int) -> int:
-    """A key of the metadata that must be an integer >= 0, or the default."""
+    """The value of a key that must be an integer >= 0, or the default."""
     value = part.metadata.get(key, default)
     if type(value) is not int or value < 0:
-        raise CheckpointError(f"`{part.path}` gives `{key}` as {shown(value)}: must be 0 or more.")
+        raise CheckpointError(f"`{part.path}` gives `{key}` as {short_repr(value)}: must be >= 0.")
     return value
 
 
 def _check_name(first: GgufPart, count: int, count_in_name: int) -> None:
-    """Raise `CheckpointError` unless the first part's name agrees with its metadata.
-
-    Args:
-        count: how many parts the split set has by the metadata.
-        count_in_name: how many parts it has by the file's name.
-    """
+    """Raise `CheckpointError` unless the first part's name and metadata agree on the number of
+    parts, `count_in_name` and `count`."""
     if count_in_name == 1:
         raise CheckpointError(
             f"`{first.path}` is one of {count} parts, and its name does not say which: must end in "
-            f"`-00001-of-{count:05d}.gguf`, as the others have it."
+            f"`-00001-of-{count:05d}.gguf`, `-00002-of-{count:05d}.gguf` and so on."
         )
     number = _whole(first, "split.no", 0)
     if count != count_in_name or number:
         raise CheckpointError(
             f"`{first.path}` says that it is part {number + 1} of {count}: must be 1 of "
-            f"{count_in_name}, as its name has it."
+            f"{count_in_name}, as in its name."
         )
 
 
 def read_part(path: Path) -> GgufPart:
-    """Read the header of one file.
-
-    Raises:
-        CheckpointError: the file is missing, is not a GGUF file, or contradicts itself.
-        UnsupportedModelError: a tensor is stored in a kind that is not served.
-    """
+    """Read the header of one file; errors as in `read_gguf`."""
     try:
         with path.open("rb") as file:
-            start = file.read(_START)
+            start = file.read(_START_BYTES)
             _check_start(path, start)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
@@ -275,18 +237,17 @@ def read_part(path: Path) -> GgufPart:
 
 
 def _check_start(path: Path, start: bytes) -> None:
-    """Raise `CheckpointError` unless a file begins like a GGUF file of a known version."""
     if start.startswith(b"version https"):
         raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
     if not start.startswith(b"GGUF"):
-        found = f"it begins with {start[:8]!r}" if start else "it is empty"
+        problem = f"it begins with {start[:8]!r}" if start else "it is empty"
         raise CheckpointError(
-            f"`{path}` is not a GGUF file: {found} and does not begin with `GGUF`. {_AGAIN}"
+            f"`{path}` is not a GGUF file: {problem} and does not begin with `GGUF`. {_REMEDY}"
         )
-    if len(start) < _START:
+    if len(start) < _START_BYTES:
         raise CheckpointError(
-            f"`{path}` is truncated: its header has {_START} bytes or more, found {len(start)}. "
-            f"{_AGAIN}"
+            f"`{path}` is truncated: its header has {_START_BYTES} bytes or more, found "
+            f"{len(start)}. {_REMEDY}"
         )
     (version,) = _U32.unpack_from(start, 4)
     if version in (2, 3):
@@ -301,6 +262,9 @@ def _check_start(path: Path, start: bytes) -> None:
     )
 
 
+_TensorDescription = tuple[str, Kind, tuple[int, ...], int]  # name, kind, shape, offset
+
+
 class _Header:
     """A reader of one file's header, from its first byte to its last.
 
@@ -312,8 +276,8 @@ class _Header:
         self._size = len(mapped)
         self._end = min(self._size, _MAX_HEADER)
         self._bytes = memoryview(mapped)[: self._end]
-        self._at = 4  # offset of the next byte to read, after the magic bytes
-        self._items_left = _MAX_ITEMS
+        self._position = 4  # offset of the next byte to read, after the magic bytes
+        self._items_left = _MAX_ITEMS  # of all arrays that are not read yet
 
     def read(self) -> GgufPart:
         """Read the whole header."""
@@ -325,16 +289,15 @@ class _Header:
             if key in metadata:
                 raise self._wrong(f"has the key `{key}` twice")
             metadata[key] = self._value(key)
-        alignment = self._alignment(metadata.get("general.alignment", 32))
+        alignment = self._checked_alignment(metadata.get("general.alignment", 32))
         self._check_count(num_tensors, "tensors", _MIN_TENSOR, _MAX_TENSORS)
         descriptions = [self._tensor() for _ in range(num_tensors)]
-        first_byte = -(-self._at // alignment) * alignment
+        first_byte = -(-self._position // alignment) * alignment
         tensors = self._locate(descriptions, first_byte, alignment)
         return GgufPart(self._path, version, alignment, metadata, tensors)
 
     def _wrong(self, problem: str) -> CheckpointError:
-        """The error for a problem of this file."""
-        return CheckpointError(f"`{self._path}` {problem}. {_AGAIN}")
+        return CheckpointError(f"`{self._path}` {problem}. {_REMEDY}")
 
     def _raise_too_long(self, item: str) -> NoReturn:
         """Raise the error for an item that does not end before the last byte."""
@@ -343,11 +306,12 @@ class _Header:
         raise self._wrong(f"is truncated or corrupt: {item} goes beyond its {self._size} bytes")
 
     def _take(self, size: int, item: str) -> int:
-        """Move past the next `size` bytes, which hold `item`. Returns the offset of the first."""
-        start = self._at
+        """Move past the next `size` bytes and return their offset. `item` says in messages what
+        they are."""
+        start = self._position
         if size > self._end - start:
             self._raise_too_long(item)
-        self._at = start + size
+        self._position = start + size
         return start
 
     def _u32(self) -> int:
@@ -360,7 +324,7 @@ class _Header:
 
     def _check_count(self, count: int, items: str, min_bytes: int, max_count: int) -> None:
         """Check that the rest of the header can hold `count` items of `min_bytes` or more."""
-        if count > (self._end - self._at) // min_bytes:
+        if count > (self._end - self._position) // min_bytes:
             self._raise_too_long(f"the list of {count} {items}")
         if count > max_count:
             raise self._wrong(f"has {count} {items}: at most {max_count} are read")
@@ -380,11 +344,11 @@ class _Header:
         """Read a string that must be printable, so that messages can show it."""
         name = self._text(item, max_bytes)
         if not name.isprintable():
-            raise self._wrong(f"has {item} that is no name: {shown(name)}")
+            raise self._wrong(f"has {item} that is no name: {short_repr(name)}")
         return name
 
     def _value(self, key: str) -> Any:
-        """Read the value of a key, with its type before it."""
+        """Read the type of a value, and the value."""
         kind = self._u32()
         if kind == _STRING:
             return self._text(f"the value of `{key}`")
@@ -412,36 +376,34 @@ class _Header:
         return list(numbers.astype(bool).tolist())
 
     def _texts(self, key: str, count: int) -> list[str]:
-        """Read `count` strings. Written for speed: no other loop over the header takes long."""
-        data, at, end, unpack = self._bytes, self._at, self._end, _U64.unpack_from
+        """Read `count` strings. Local names make this loop faster, the slowest one of a header."""
+        data, start, end, unpack = self._bytes, self._position, self._end, _U64.unpack_from
         texts: list[str] = []
         append = texts.append
         try:
             for _ in range(count):
-                (size,) = unpack(data, at)
-                at += 8
-                stop = at + size
+                (size,) = unpack(data, start)
+                start += 8
+                stop = start + size
                 if stop > end:
                     self._raise_too_long(f"item {len(texts)} of `{key}`")
-                append(str(data[at:stop], "utf-8"))
-                at = stop
+                append(str(data[start:stop], "utf-8"))
+                start = stop
         except struct.error:
             self._raise_too_long(f"item {len(texts)} of `{key}`")
         except UnicodeDecodeError as error:
-            raise self._wrong(f"has text that is not UTF-8 at `{key}`, byte {at}") from error
-        self._at = at
+            raise self._wrong(f"has text that is not UTF-8 at `{key}`, byte {start}") from error
+        self._position = start
         return texts
 
-    def _alignment(self, stated: Any) -> int:
-        """The alignment that the metadata state, checked."""
+    def _checked_alignment(self, stated: Any) -> int:
         if type(stated) is not int or stated < 8 or stated & (stated - 1):
-            raise self._wrong(
-                f"gives `general.alignment` as {shown(stated)}: must be a power of two, 8 or more"
-            )
+            bound = "a power of two, 8 or more"
+            raise self._wrong(f"gives `general.alignment` as {short_repr(stated)}: must be {bound}")
         return stated
 
-    def _tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
-        """Read a tensor's name, kind, shape and offset. `_locate` checks the offset."""
+    def _tensor(self) -> _TensorDescription:
+        """Read the description of a tensor. `_locate` checks the offset."""
         name = self._name("a tensor's name", _MAX_NAME)
         dims = self._u32()
         if not 1 <= dims <= _MAX_DIMS:
@@ -456,7 +418,8 @@ class _Header:
         if kind is None and number in _OTHER_KINDS:
             raise UnsupportedModelError(
                 f"`{self._path}` has `{name}` stored as {_OTHER_KINDS[number]}, which is not "
-                f"served; served are {', '.join(known.name for known in KINDS.values())}."
+                f"supported: must be one of {', '.join(known.name for known in KINDS.values())}. "
+                "Use a file of another quantisation of this model, for example Q4_K_M or Q8_0."
             )
         if kind is None:
             raise self._wrong(f"has `{name}` stored in a type of unknown number {number}")
@@ -468,37 +431,26 @@ class _Header:
         return name, kind, shape, offset
 
     def _locate(
-        self,
-        descriptions: list[tuple[str, Kind, tuple[int, ...], int]],
-        first_byte: int,
-        alignment: int,
+        self, descriptions: list[_TensorDescription], first_byte: int, alignment: int
     ) -> dict[str, GgufTensor]:
-        """The tensors by name, with views of their bytes.
-
-        Each must lie within the file, and no two may overlap.
-
-        Args:
-            descriptions: name, kind, shape and offset of each tensor.
-            first_byte: the byte of the file at offset 0.
-        """
+        """The tensors by name, with views of their bytes. Each must be within the file, and no two
+        may overlap. Offsets count from `first_byte`."""
         tensors: dict[str, GgufTensor] = {}
         data = np.frombuffer(self._mapped, np.uint8)
         for name, kind, shape, offset in descriptions:
             if name in tensors:
                 raise self._wrong(f"has the tensor `{name}` twice")
             if offset % alignment:
-                raise self._wrong(
-                    f"has `{name}` at offset {offset}: must be a multiple of {alignment}"
-                )
+                bound = f"a multiple of {alignment}"
+                raise self._wrong(f"has `{name}` at offset {offset}: must be {bound}")
             size = math.prod(shape) // kind.block * kind.size
             start = first_byte + offset
-            if start + size > self._size:
-                raise self._wrong(
-                    f"is truncated: expected {start + size} bytes or more for `{name}`, found "
-                    f"{self._size}"
-                )
+            end = start + size
+            if end > self._size:
+                expected = f"expected {end} bytes or more for `{name}`"
+                raise self._wrong(f"is truncated: {expected}, found {self._size}")
             tensors[name] = GgufTensor(
-                name, kind.name, shape, start, size, self._path, data[start : start + size]
+                name, kind.name, shape, start, size, self._path, data[start:end]
             )
         by_offset = sorted(tensors.values(), key=lambda tensor: tensor.offset)
         for tensor, following in pairwise(by_offset):

@@ -1,19 +1,16 @@
-"""The tokenizer that the metadata of a GGUF file describes.
+"""The tokenizer that the metadata of a GGUF file describes: byte-level BPE (`gpt2`) or
+SentencePiece's BPE (`llama`).
 
-Belongs here: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`), as a `tokenizers` object in
-Transformers' wrapper. Also the rules by which text is split into words before byte-level BPE; a
-file names its rule in `tokenizer.ggml.pre`. Does not: the use of chat templates (`../chat.py`).
-
-Only rules that a well-known `tokenizer.json` states exactly are supported. Two kinds of rules are
+`tokenizer.ggml.pre` names the rule by which text is split into words before byte-level BPE. Only
+rules that a well-known `tokenizer.json` states exactly are supported. Two kinds of rules are
 refused, because a guess would silently give other tokens: rules that are known only from
-llama.cpp's approximations, and `default`, which old files state whatever rule their model was
-trained with.
+llama.cpp's approximations, and `default`, which old files state for any rule.
 
-The tokenizer encodes as the checkpoint's own `tokenizer.json` does. Transformers' conversion of
-GGUF files (5.23) differs in four ways. It leaves out Qwen's NFC. It leaves out Llama 3's rule that
-a word which is a token is not split further. It splits by GPT-2's pattern if it does not know the
-rule; SmolLM's rule of single digits is one of those. It drops one of SentencePiece's spaces after a
-special token and before a text that begins with a space.
+The tokenizer encodes as the model's `tokenizer.json` does. Transformers' conversion of GGUF files
+(5.23) differs in four ways. It does not apply Qwen's NFC. It splits words that are tokens, against
+Llama 3's rule. It splits by GPT-2's pattern if it does not know the rule, such as SmolLM's rule of
+single digits. It drops one of SentencePiece's spaces after a special token and before a text that
+begins with a space.
 """
 
 from __future__ import annotations
@@ -25,17 +22,15 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.gguf.reader import GgufFile, shown
+from foretoken.models.gguf.reader import GgufFile, short_repr
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # types of tokens; 6 is a byte
 _KEY = "tokenizer.ggml."
-# Transformers' names of special tokens, with the keys of their ids.
+# Transformers' names of special tokens, with the keys of the tokens' ids in GGUF.
 _SPECIAL_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
-}
+}  # fmt: skip
 _OTHER_MODELS = {
     "bert": "WordPiece", "t5": "a unigram model", "rwkv": "RWKV's trie", "gemma4": "Gemma 4's BPE",
     "plamo2": "PLaMo's", "none": "none at all",
@@ -54,27 +49,17 @@ _TEKKEN = (
 
 
 class WordRule(NamedTuple):
-    """How text is split into words before byte-level BPE.
+    """How text is split into words before byte-level BPE."""
 
-    pattern:     a regular expression that matches words; None: GPT-2's pattern
-    digits:      whether each digit is a word
-    normaliser:  applied to the text before it is split
-    takes_words: whether a word that is a token becomes that token without merges
-    adds_bos:    whether a text begins with the token `bos`, if the file does not state it
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    normaliser: Any = None
-    takes_words: bool = False
-    adds_bos: bool = False
+    pattern: str | None = None  # a regular expression that matches words; None: GPT-2's pattern
+    digits: bool = False  # whether each digit is a word
+    normaliser: Any = None  # applied to the text before it is split
+    takes_words: bool = False  # whether a word that is a token becomes that token without merges
+    adds_bos: bool = False  # whether texts begin with `bos` if the file does not state it
 
     def pre_tokenizer(self, adds_space: bool) -> Any:
-        """The pre-tokenizer of `tokenizers` for this rule.
-
-        Args:
-            adds_space: whether to add a space before a text that does not begin with one.
-        """
+        """The pre-tokenizer of `tokenizers` for this rule. `adds_space`: it adds a space before a
+        text that does not begin with a space."""
         to_bytes = pre_tokenizers.ByteLevel(
             add_prefix_space=adds_space, use_regex=self.pattern is None
         )
@@ -107,13 +92,13 @@ def build_tokenizer(file: GgufFile) -> Any | None:
     """The tokenizer of a model (`PreTrainedTokenizerFast`); None if the file has no tokenizer.
 
     Raises:
-        CheckpointError: the metadata about it are not valid.
-        UnsupportedModelError: its kind, or its rule for words, is not known exactly.
+        CheckpointError: the tokenizer's metadata are not valid.
+        UnsupportedModelError: the kind of tokenizer, or its rule for words, is not known exactly.
     """
     if f"{_KEY}model" not in file.metadata:
         return None
     vocabulary = _Vocabulary(file)
-    kind = vocabulary.stated("model", str, "")
+    kind = vocabulary.value("model", str, "")
     if kind == "gpt2":
         backend, adds_bos = _byte_level(vocabulary)
     elif kind == "llama":
@@ -121,8 +106,9 @@ def build_tokenizer(file: GgufFile) -> Any | None:
     else:
         known = f" ({_OTHER_MODELS[kind]})" if kind in _OTHER_MODELS else ""
         raise UnsupportedModelError(
-            f"`{file.path}` has a tokenizer of kind `{kind[:60]}`{known}, which is not built from "
-            "GGUF; `gpt2` and `llama` are. Give the checkpoint's own tokenizer as `tokenizer`."
+            f"`{file.path}` has a tokenizer of kind `{kind[:60]}`{known}, which is not supported: "
+            "must be `gpt2` or `llama`. Give the folder or hub id of the model's original "
+            "tokenizer as `tokenizer`."
         )
     for is_special, types in ((True, (_CONTROL, _UNKNOWN)), (False, (_USER,))):
         added = [
@@ -135,22 +121,19 @@ def build_tokenizer(file: GgufFile) -> Any | None:
 
 
 def _wrap(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
-    """The tokenizer in Transformers' wrapper, with special tokens and chat template.
-
-    Args:
-        adds_bos: whether texts begin with the token `bos`, if the file does not state it.
-    """
+    """The tokenizer in Transformers' wrapper, with special tokens and chat template. `adds_bos`:
+    whether texts begin with the token `bos` if the file does not state it."""
     from transformers import PreTrainedTokenizerFast
 
     special = {name: vocabulary.special_token(key) for name, key in _SPECIAL_TOKENS.items()}
     adds_bos = adds_bos and special["bos_token"] is not None
-    adds_bos = vocabulary.stated("add_bos_token", bool, adds_bos)
-    adds_eos = vocabulary.stated("add_eos_token", bool, False)
+    adds_bos = vocabulary.value("add_bos_token", bool, adds_bos)
+    adds_eos = vocabulary.value("add_eos_token", bool, False)
     for name, is_added in (("bos_token", adds_bos), ("eos_token", adds_eos)):
         if is_added and special[name] is None:
             raise CheckpointError(
-                f"`{vocabulary.path}` gives `{_KEY}add_{name}` as true: must be false where no "
-                f"`{_KEY}{name}_id` is given."
+                f"`{vocabulary.path}` gives `{_KEY}add_{name}` as true: must be false in a file "
+                f"without `{_KEY}{name}_id`."
             )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -165,75 +148,68 @@ def _wrap(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
 
 
 class _Vocabulary:
-    """The metadata about tokens. Methods raise `CheckpointError` for values that are not valid.
-
-    tokens: the texts of all tokens, by id
-    types:  the type of each token
-    """
+    """The metadata about tokens. Methods raise `CheckpointError` for values that are not valid."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.path
         self.metadata = file.metadata
-        self.tokens: list[str] = self.listed("tokens", str)
+        self.tokens: list[str] = self.array("tokens", str)  # the texts of all tokens, by id
         if not self.tokens:
             raise CheckpointError(f"`{self.path}` has no tokens in `{_KEY}tokens`.")
         count = len(self.tokens)
-        self.types: list[int] = self.listed("token_type", int) or [_NORMAL] * count
+        self.types: list[int] = self.array("token_type", int) or [_NORMAL] * count
         if len(self.types) != count:
             raise CheckpointError(
                 f"`{self.path}` has {len(self.types)} types of {count} tokens: must be as many."
             )
 
-    def stated(self, name: str, kind: type, default: Any) -> Any:
-        """The value of a key, which must be of type `kind`; the default if it is not stated."""
+    def value(self, name: str, kind: type, default: Any) -> Any:
+        """The value of a key, which must be of type `kind`; `default` if the key is missing."""
         value = self.metadata.get(_KEY + name, default)
         if type(value) is not kind:
             raise CheckpointError(
-                f"`{self.path}` gives `{_KEY}{name}` as {shown(value)}: must be of type "
+                f"`{self.path}` gives `{_KEY}{name}` as {short_repr(value)}: must be of type "
                 f"{kind.__name__}."
             )
         return value
 
-    def listed(self, name: str, kind: type) -> list[Any]:
-        """The items of an array of type `kind`; empty if there is no such array.
-
-        All items have the type of the first one, since the format stores one type per array.
-        """
+    def array(self, name: str, kind: type) -> list[Any]:
+        """The items of an array of type `kind`; empty if there is no such array."""
         items = self.metadata.get(_KEY + name, [])
+        # The format stores one type per array, so the first item shows the type of all.
         if not isinstance(items, list) or (items and type(items[0]) is not kind):
             raise CheckpointError(
-                f"`{self.path}` gives `{_KEY}{name}` as {shown(items)}: must be an array of "
+                f"`{self.path}` gives `{_KEY}{name}` as {short_repr(items)}: must be an array of "
                 f"{kind.__name__}."
             )
         return items
 
     def special_token(self, key: str) -> str | None:
-        """The token with the id at this key; None if the file does not state one."""
-        number = self.metadata.get(_KEY + key)
-        if number is None or number == 2**32 - 1:  # how llama.cpp writes that there is no token
+        """The token with the id at this key; None if the file does not state an id."""
+        token_id = self.metadata.get(_KEY + key)
+        if token_id is None or token_id == 2**32 - 1:  # how llama.cpp writes that there is no token
             return None
-        if type(number) is not int or not 0 <= number < len(self.tokens):
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
-                f"`{self.path}` gives `{_KEY}{key}` as {shown(number)}: must be a token id in "
-                f"0..{len(self.tokens) - 1}."
+                f"`{self.path}` gives `{_KEY}{key}` as {short_repr(token_id)}: must be a token id "
+                f"in 0..{len(self.tokens) - 1}."
             )
-        if not self.tokens[number]:
+        if not self.tokens[token_id]:
             raise CheckpointError(
-                f"`{self.path}` gives `{_KEY}{key}` as {number}: must be a token that is not empty."
+                f"`{self.path}` gives `{_KEY}{key}` as {token_id}: must be the id of a token that "
+                "is not empty."
             )
-        return self.tokens[number]
+        return self.tokens[token_id]
 
     def ids(self) -> dict[str, int]:
         """The id of each token, without tokens of type `unused`."""
-        ids = {
-            token: i
-            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind != _UNUSED
-        }
-        if len(ids) + self.types.count(_UNUSED) != len(self.tokens):
-            used = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind != _UNUSED]
-            twice = next(token for token, count in Counter(used).items() if count > 1)
-            raise CheckpointError(f"`{self.path}` has the token {shown(twice)} twice.")
+        kinds = zip(self.tokens, self.types, strict=True)
+        used = [(token, i) for i, (token, kind) in enumerate(kinds) if kind != _UNUSED]
+        ids = dict(used)
+        if len(ids) != len(used):
+            counts = Counter(token for token, _ in used)
+            repeated = next(token for token, count in counts.items() if count > 1)
+            raise CheckpointError(f"`{self.path}` has the token {short_repr(repeated)} twice.")
         for key in _SPECIAL_TOKENS.values():  # special tokens count, even if of type `unused`
             if (token := self.special_token(key)) is not None and token not in ids:
                 ids[token] = self.tokens.index(token)
@@ -241,7 +217,6 @@ class _Vocabulary:
 
 
 def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: Any) -> models.BPE:
-    """The BPE model of `tokenizers`; `CheckpointError` if the merges do not fit the tokens."""
     try:
         return models.BPE(vocab=ids, merges=merges, **options)
     except Exception as error:  # `tokenizers` raises no class of its own for an unknown token
@@ -251,25 +226,21 @@ def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: A
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE tokenizer, and whether it adds the token `bos` if the file does not say.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: see `build_tokenizer`.
-    """
-    name = vocabulary.stated("pre", str, "default")
+    """A byte-level BPE tokenizer, and whether it adds `bos` if the file does not state it."""
+    name = vocabulary.value("pre", str, "default")
     rule = _WORD_RULES.get(name)
     if rule is None:
         raise UnsupportedModelError(
-            f"`{vocabulary.path}` cuts text by the rule `{name[:60]}` (`{_KEY}pre`), which is not "
-            "known exactly: its tokens might be others than the model was trained with. Give the "
-            "checkpoint's own tokenizer as `tokenizer`."
+            f"`{vocabulary.path}` splits text by the rule `{name[:60]}` (`{_KEY}pre`), which is "
+            "not known exactly: the model might get other tokens than in training. Give the folder "
+            "or hub id of the model's original tokenizer as `tokenizer`."
         )
     merges = []
-    for merge in vocabulary.listed("merges", str):
+    for merge in vocabulary.array("merges", str):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise CheckpointError(
-                f"`{vocabulary.path}` has the merge {shown(merge)}: must be two tokens."
+                f"`{vocabulary.path}` has the merge {short_repr(merge)}: must be two tokens."
             )
         merges.append((left, right))
     if not merges:
@@ -278,21 +249,22 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     backend = Tokenizer(model)
     if rule.normaliser is not None:
         backend.normalizer = rule.normaliser
-    adds_space = vocabulary.stated("add_space_prefix", bool, False)
+    adds_space = vocabulary.value("add_space_prefix", bool, False)
     backend.pre_tokenizer = rule.pre_tokenizer(adds_space)
     backend.decoder = decoders.ByteLevel()
     return backend, rule.adds_bos
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """A tokenizer with SentencePiece's BPE, and whether it adds `bos` if the file does not say.
+    """A tokenizer with SentencePiece's BPE, and whether it adds `bos` if the file does not state
+    it.
 
     Of all neighbouring pairs, the pair with the best score is merged first. Unknown characters are
-    encoded as bytes. A space is added before a text, and before each part of it after a special
-    token, as in SentencePiece and llama.cpp.
+    encoded as bytes. A space is added before a text, and before each part of the text after a
+    special token, as in SentencePiece and llama.cpp.
     """
     ids = vocabulary.ids()
-    scores = vocabulary.listed("scores", float)
+    scores = vocabulary.array("scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise CheckpointError(
             f"`{vocabulary.path}` has {len(scores)} scores of {len(vocabulary.tokens)} tokens: "
@@ -302,24 +274,25 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     merges = merges_by_score(vocabulary.tokens, vocabulary.types, scores)
     model = _bpe(vocabulary, ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
-    normalizing: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.stated("add_space_prefix", bool, True):
-        normalizing.insert(0, normalizers.Prepend(_SPACE))
-        decoding.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = normalizers.Sequence(normalizing)
-    backend.decoder = decoders.Sequence(decoding)
+    encode_steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    decode_steps: list[Any] = [
+        decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+    ]  # fmt: skip
+    if vocabulary.value("add_space_prefix", bool, True):
+        encode_steps.insert(0, normalizers.Prepend(_SPACE))
+        decode_steps.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(encode_steps)
+    backend.decoder = decoders.Sequence(decode_steps)
     return backend, True
 
 
 def merges_by_score(
     tokens: list[str], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: all pairs of tokens that form another token,
-    the best pair first.
+    """The merges that SentencePiece's scores imply: all pairs of tokens that form another token.
 
-    The order is that of Transformers: by the score of the token that is formed, then by the lengths
-    of both parts (longest first), then by the ids of the parts.
+    The order is that of Transformers: by the score of the token that is formed (highest first),
+    then by the lengths of both parts (longest first), then by the ids of the parts.
     """
     mergeable_types = (_NORMAL, _USER)
     ids = {token: i for i, token in enumerate(tokens) if types[i] in mergeable_types}
@@ -341,19 +314,18 @@ def merges_by_score(
 def _chat_template(vocabulary: _Vocabulary) -> Any:
     """The text of the chat template; a dict of texts by name if there are several; None if the file
     has none."""
-    own = vocabulary.metadata.get("tokenizer.chat_template")
+    default = vocabulary.metadata.get("tokenizer.chat_template")
     prefix = "tokenizer.chat_template."
     named = {
         key.removeprefix(prefix): text
-        for key, text in vocabulary.metadata.items()
-        if key.startswith(prefix)
-    }
-    for text in (own, *named.values()):
+        for key, text in vocabulary.metadata.items() if key.startswith(prefix)
+    }  # fmt: skip
+    for text in (default, *named.values()):
         if text is not None and not isinstance(text, str):
             raise CheckpointError(
-                f"`{vocabulary.path}` gives `tokenizer.chat_template` as {shown(text)}: must be "
-                "the text of a Jinja template."
+                f"`{vocabulary.path}` gives `tokenizer.chat_template` as {short_repr(text)}: must "
+                "be the text of a Jinja template."
             )
     if not named:
-        return own
-    return {"default": own, **named} if own else named
+        return default
+    return {"default": default, **named} if default else named

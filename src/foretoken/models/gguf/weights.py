@@ -1,9 +1,4 @@
-"""The weights of a GGUF file, for a stack.
-
-Belongs here: reading each weight's tensor, in the file's own format or as plain numbers, and
-freeing the file's memory once a backend has a copy of its own. Does not: where a stack puts the
-weights (`families.py`), matrix products (`ops/`).
-"""
+"""The weights of a GGUF file for a stack, in the file's own format."""
 
 from __future__ import annotations
 
@@ -29,11 +24,8 @@ class GgufWeights(StoredWeights):
     """The weights of a GGUF file; see `StoredWeights`.
 
     Args:
-        module: Transformers' module of the model; the file must have exactly its parameters.
-
-    Raises:
-        CheckpointError: tensors are missing, left over, or of other shapes than the module's.
-        UnsupportedModelError: a tensor is not a known parameter.
+        module: Transformers' module of the model. `CheckpointError` or `UnsupportedModelError` if
+            its parameters are not those of the file.
     """
 
     def __init__(self, file: GgufFile, module: Any) -> None:
@@ -45,7 +37,6 @@ class GgufWeights(StoredWeights):
         self.check_shapes(module, {name: tensor.shape for name, tensor in self._tensors.items()})
 
     def weight(self, name: str) -> Dense | Blocks:
-        """See `StoredWeights`."""
         tensor = self._tensors[name]
         rows, order = _byte_rows(tensor), self._order(name)
         if tensor.kind in BLOCKS:
@@ -54,7 +45,6 @@ class GgufWeights(StoredWeights):
         return Dense(values if order is None else values[order])
 
     def vector(self, name: str) -> Tensor:
-        """See `StoredWeights`."""
         tensor, order = self._tensors[name], self._order(name)
         if tensor.kind in BLOCKS:
             values = decode_blocks(tensor.kind, _byte_rows(tensor))[0]
@@ -63,20 +53,18 @@ class GgufWeights(StoredWeights):
         return values if order is None else values[order]
 
     def release(self) -> None:
-        """See `StoredWeights`."""
         maps = (_memory_map(tensor) for tensor in self._tensors.values())
         for memory_map in {id(each): each for each in maps if each is not None}.values():
             memory_map.madvise(mmap.MADV_DONTNEED)
 
     def _order(self, name: str) -> Tensor | None:
-        """See `row_order`."""
         architecture = str(self.file.metadata["general.architecture"])
         order = row_order(architecture, name, self._head_sizes)
         return None if order is None else torch.from_numpy(order)
 
 
 def _memory_map(tensor: GgufTensor) -> mmap.mmap | None:
-    """The memory map that holds a tensor's bytes; None if they are not in a memory map."""
+    """The memory map that holds a tensor's bytes; None if there is no memory map."""
     base: Any = tensor.data
     while isinstance(base, np.ndarray):
         base = base.base

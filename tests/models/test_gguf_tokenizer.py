@@ -217,7 +217,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
 
 
 UNKNOWN = {
-    "bert": ({"model": "bert"}, r"of kind `bert` \(WordPiece\), which is not built"),
+    "bert": ({"model": "bert"}, r"of kind `bert` \(WordPiece\), which is not supported"),
     "t5": ({"model": "t5"}, r"of kind `t5` \(a unigram model\)"),
     "rwkv": ({"model": "rwkv"}, "of kind `rwkv`"),
     "rule": ({"pre": "viking"}, "splits text by the rule `viking`"),

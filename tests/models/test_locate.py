@@ -327,7 +327,7 @@ def test_files_that_the_hub_does_not_have(gguf_hub: Hub) -> None:
         resolve_checkpoint("some/model-GGUF:Q2_K")
     with pytest.raises(CheckpointError, match=r"has no file `none.gguf`"):
         resolve_checkpoint("some/model-GGUF/none.gguf")
-    with pytest.raises(CheckpointError, match=r"No model `other/model`.*has no such repository"):
+    with pytest.raises(CheckpointError, match=r"No model `other/model`.*has no such public"):
         resolve_checkpoint("other/model:Q8_0")
     with pytest.raises(CheckpointError, match=r"has no revision `v2`"):
         resolve_checkpoint("some/model-GGUF:Q4_K_M", revision="v2")

@@ -270,8 +270,9 @@ def find_template(tokenizer: Any, option: Any, tools: Any) -> str:
     Raises:
         RequestError: there is no template, or `option` is not a template.
     """
-    stored = getattr(tokenizer, "chat_template", None)
-    templates = stored if isinstance(stored, dict) else {"default": stored} if stored else {}
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
     names = ", ".join(sorted(templates))
     if option is None:
         if tools is not None and "tool_use" in templates:
@@ -286,6 +287,6 @@ def find_template(tokenizer: Any, option: Any, tools: Any) -> str:
         return str(templates[option])
     # A text without Jinja's marks would itself be the prompt, whatever the messages are.
     if not isinstance(option, str) or not ("{{" in option or "{%" in option):
-        bound = f"the text of a Jinja template{f', or one of {names}' if names else ''}"
-        raise RequestError("chat_template", option, bound)
+        choices = f", or one of {names}" if names else ""
+        raise RequestError("chat_template", option, f"the text of a Jinja template{choices}")
     return option

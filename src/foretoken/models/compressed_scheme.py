@@ -74,7 +74,8 @@ def group_sizes(config: Any) -> set[tuple[int, int]]:
     Args:
         config: a `quantization_config` for which `unsupported_reason` returns None.
     """
-    values, sizes = config if isinstance(config, Mapping) else config.to_dict(), set()
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    sizes = set[tuple[int, int]]()
     for scheme in (group["weights"] for group in values["config_groups"].values()):
         group_size = int(scheme.get("group_size") or 0) if scheme["strategy"] == "group" else 0
         sizes.add((int(scheme["num_bits"]), group_size))

@@ -81,7 +81,7 @@ def load_model(
     backend = get_backend(backend) if isinstance(backend, str) else backend
     folder, is_dummy = resolve_checkpoint(path_or_name), dummy_seed is not None
     with quiet_transformers():
-        checkpoint = _read_description(folder, is_dummy=is_dummy)
+        checkpoint = _read_checkpoint(folder, is_dummy=is_dummy)
         config, model_class = checkpoint.config, checkpoint.model_class
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
@@ -107,7 +107,7 @@ def has_own_format(folder: Path, config: Any) -> bool:
     return is_gguf(folder) or stays_compressed(config)
 
 
-def _open_stored_weights(checkpoint: _Description, folder: Path, twin: Any) -> StoredWeights:
+def _open_stored_weights(checkpoint: _Checkpoint, folder: Path, twin: Any) -> StoredWeights:
     """The weights in their file's format. The twin also gets the checkpoint's generation config."""
     if not is_gguf(folder):
         set_generation_config(twin, folder)
@@ -120,7 +120,7 @@ def _open_stored_weights(checkpoint: _Description, folder: Path, twin: Any) -> S
 
 
 def _load_in_own_format(
-    checkpoint: _Description, folder: Path, backend: Backend, max_model_len: int, view: TargetView
+    checkpoint: _Checkpoint, folder: Path, backend: Backend, max_model_len: int, view: TargetView
 ) -> CausalLM:
     """Load a model on a CPU with weights in their file's format.
 
@@ -194,7 +194,7 @@ def load_plain(path_or_name: str | Path) -> Any:
     """
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
-        checkpoint = _read_description(folder, is_dummy=False)
+        checkpoint = _read_checkpoint(folder, is_dummy=False)
         if has_own_format(folder, checkpoint.config):
             module, _ = _load_dequantised(checkpoint, folder, torch.float32, device)
         else:
@@ -260,8 +260,8 @@ def _check_windows(stack: Stack, calls: list[AttentionCall]) -> None:
     twin_windows = [call.sliding_window for call in calls]
     if stack_windows != twin_windows:
         raise UnsupportedModelError(
-            f"Its layers attend with sliding windows of {twin_windows}, and were read with "
-            f"{stack_windows}."
+            f"The layers of the module have sliding windows of {twin_windows}, but those of the "
+            f"stack were read with {stack_windows}."
         )
 
 
@@ -318,7 +318,7 @@ def _drop_towers(module: Any, used_linear_ids: set[int]) -> None:
             _log.info("`%s`: `%s` is freed: prompts are text.", module.config.model_type, name)
 
 
-class _Description(NamedTuple):
+class _Checkpoint(NamedTuple):
     """A checkpoint as far as it is known before its weights are read.
 
     config, model_class: Transformers' configuration and class
@@ -332,7 +332,7 @@ class _Description(NamedTuple):
     shapes: dict[str, tuple[int, ...]] | None
 
 
-def _read_description(folder: Path, *, is_dummy: bool) -> _Description:
+def _read_checkpoint(folder: Path, *, is_dummy: bool) -> _Checkpoint:
     """Read everything except the weights, and compare the configuration with the weights' headers.
     Weights that will be random (`is_dummy`) have no headers."""
     check_generation_config(folder)
@@ -341,7 +341,7 @@ def _read_description(folder: Path, *, is_dummy: bool) -> _Description:
     shapes = parameter_shapes(model_class, config)
     if not is_dummy and not is_gguf(folder):
         check_numbers(folder, config.get_text_config(), shapes, stored_sizes(headers.values()))
-    return _Description(config, model_class, headers, shapes)
+    return _Checkpoint(config, model_class, headers, shapes)
 
 
 def _config_and_class(
@@ -349,7 +349,7 @@ def _config_and_class(
 ) -> tuple[Any, Any, dict[Path, dict[str, Any]]]:
     """Run the checks that do not run the model; `raw` is the content of `config.json`.
 
-    Returns the first three fields of `_Description`.
+    Returns the first three fields of `_Checkpoint`.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -380,7 +380,7 @@ def _config_and_class(
 
 
 def _load_weights(
-    checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
+    checkpoint: _Checkpoint, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack | None]:
     """A module with the checkpoint's weights, and a stack of these weights (None if no stack can
     run the model).
@@ -404,7 +404,7 @@ def _load_weights(
 
 
 def _load_dequantised(
-    checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
+    checkpoint: _Checkpoint, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Stack]:
     """A module and its stack, with weights of GGUF or compressed-tensors decoded to plain numbers,
     for modules and kernels that need plain numbers."""
@@ -428,7 +428,7 @@ def _stack_if_fit(module: Any, read: ReadTensor | None = None) -> Stack | None:
 
 
 def _load_module(
-    checkpoint: _Description, folder: Path, dtype: torch.dtype, device: torch.device
+    checkpoint: _Checkpoint, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """A module with the checkpoint's weights, loaded by Transformers."""
     config, model_class = checkpoint.config, checkpoint.model_class

@@ -287,7 +287,7 @@ class _Header:
         for _ in range(num_pairs):
             key = self._name("a key", _MAX_KEY)
             if key in metadata:
-                raise self._wrong(f"has the key `{key}` twice")
+                raise self._error(f"has the key `{key}` twice")
             metadata[key] = self._value(key)
         alignment = self._checked_alignment(metadata.get("general.alignment", 32))
         self._check_count(num_tensors, "tensors", _MIN_TENSOR, _MAX_TENSORS)
@@ -296,14 +296,14 @@ class _Header:
         tensors = self._locate(descriptions, first_byte, alignment)
         return GgufPart(self._path, version, alignment, metadata, tensors)
 
-    def _wrong(self, problem: str) -> CheckpointError:
+    def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"`{self._path}` {problem}. {_REMEDY}")
 
     def _raise_too_long(self, item: str) -> NoReturn:
         """Raise the error for an item that does not end before the last byte."""
         if self._size > self._end:
-            raise self._wrong(f"has a header of more than {self._end} bytes, the most that is read")
-        raise self._wrong(f"is truncated or corrupt: {item} goes beyond its {self._size} bytes")
+            raise self._error(f"has a header of more than {self._end} bytes, the most that is read")
+        raise self._error(f"is truncated or corrupt: {item} goes beyond its {self._size} bytes")
 
     def _take(self, size: int, item: str) -> int:
         """Move past the next `size` bytes and return their offset. `item` says in messages what
@@ -327,24 +327,24 @@ class _Header:
         if count > (self._end - self._position) // min_bytes:
             self._raise_too_long(f"the list of {count} {items}")
         if count > max_count:
-            raise self._wrong(f"has {count} {items}: at most {max_count} are read")
+            raise self._error(f"has {count} {items}: at most {max_count} are read")
 
     def _text(self, item: str, max_bytes: int = _MAX_TEXT) -> str:
         """Read a string. `item` says in messages what it is."""
         size = self._u64()
         start = self._take(size, f"{item} of {size} bytes")
         if size > max_bytes:
-            raise self._wrong(f"has {item} of {size} bytes: at most {max_bytes}")
+            raise self._error(f"has {item} of {size} bytes: at most {max_bytes}")
         try:
             return str(self._bytes[start : start + size], "utf-8")
         except UnicodeDecodeError as error:
-            raise self._wrong(f"has {item} that is not UTF-8, at byte {start}") from error
+            raise self._error(f"has {item} that is not UTF-8, at byte {start}") from error
 
     def _name(self, item: str, max_bytes: int) -> str:
         """Read a string that must be printable, so that messages can show it."""
         name = self._text(item, max_bytes)
         if not name.isprintable():
-            raise self._wrong(f"has {item} that is no name: {short_repr(name)}")
+            raise self._error(f"has {item} that is no name: {short_repr(name)}")
         return name
 
     def _value(self, key: str) -> Any:
@@ -356,7 +356,7 @@ class _Header:
             return self._numbers(key, kind, 1)[0]
         kind, count = self._u32(), self._u64()
         if kind == _ARRAY:
-            raise self._wrong(f"has an array of arrays at `{key}`, which no model has")
+            raise self._error(f"has an array of arrays at `{key}`, which no model has")
         min_bytes = 8 if kind == _STRING else 1
         self._check_count(count, f"items up to those of `{key}`", min_bytes, self._items_left)
         self._items_left -= count
@@ -365,14 +365,14 @@ class _Header:
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
         """Read `count` numbers or truth values of type `kind`."""
         if kind not in _SCALARS:
-            raise self._wrong(f"has a value of unknown type {kind} at `{key}`")
+            raise self._error(f"has a value of unknown type {kind} at `{key}`")
         dtype = np.dtype(_SCALARS[kind])
         start = self._take(count * dtype.itemsize, f"the value of `{key}`")
         numbers = np.frombuffer(self._bytes, dtype, count, start)
         if kind != _BOOL:
             return list(numbers.tolist())
         if count and numbers.max() > 1:
-            raise self._wrong(f"has a truth value of {numbers.max()} at `{key}`: must be 0 or 1")
+            raise self._error(f"has a truth value of {numbers.max()} at `{key}`: must be 0 or 1")
         return list(numbers.astype(bool).tolist())
 
     def _texts(self, key: str, count: int) -> list[str]:
@@ -392,14 +392,14 @@ class _Header:
         except struct.error:
             self._raise_too_long(f"item {len(texts)} of `{key}`")
         except UnicodeDecodeError as error:
-            raise self._wrong(f"has text that is not UTF-8 at `{key}`, byte {start}") from error
+            raise self._error(f"has text that is not UTF-8 at `{key}`, byte {start}") from error
         self._position = start
         return texts
 
     def _checked_alignment(self, stated: Any) -> int:
         if type(stated) is not int or stated < 8 or stated & (stated - 1):
             bound = "a power of two, 8 or more"
-            raise self._wrong(f"gives `general.alignment` as {short_repr(stated)}: must be {bound}")
+            raise self._error(f"gives `general.alignment` as {short_repr(stated)}: must be {bound}")
         return stated
 
     def _tensor(self) -> _TensorDescription:
@@ -407,11 +407,11 @@ class _Header:
         name = self._name("a tensor's name", _MAX_NAME)
         dims = self._u32()
         if not 1 <= dims <= _MAX_DIMS:
-            raise self._wrong(f"gives `{name}` {dims} dimensions: must be in 1..{_MAX_DIMS}")
+            raise self._error(f"gives `{name}` {dims} dimensions: must be in 1..{_MAX_DIMS}")
         shape = tuple(self._u64() for _ in range(dims))[::-1]
         number, offset = self._u32(), self._u64()
         if not 0 < math.prod(shape) <= _MAX_NUMBERS:
-            raise self._wrong(
+            raise self._error(
                 f"gives `{name}` the shape {[*shape]}: must hold 1 to {_MAX_NUMBERS} numbers"
             )
         kind = KINDS.get(number)
@@ -422,9 +422,9 @@ class _Header:
                 "Use a file of another quantisation of this model, for example Q4_K_M or Q8_0."
             )
         if kind is None:
-            raise self._wrong(f"has `{name}` stored in a type of unknown number {number}")
+            raise self._error(f"has `{name}` stored in a type of unknown number {number}")
         if shape[-1] % kind.block:
-            raise self._wrong(
+            raise self._error(
                 f"has `{name}` stored as {kind.name} in rows of {shape[-1]} numbers: must be a "
                 f"multiple of {kind.block}"
             )
@@ -439,21 +439,21 @@ class _Header:
         data = np.frombuffer(self._mapped, np.uint8)
         for name, kind, shape, offset in descriptions:
             if name in tensors:
-                raise self._wrong(f"has the tensor `{name}` twice")
+                raise self._error(f"has the tensor `{name}` twice")
             if offset % alignment:
                 bound = f"a multiple of {alignment}"
-                raise self._wrong(f"has `{name}` at offset {offset}: must be {bound}")
+                raise self._error(f"has `{name}` at offset {offset}: must be {bound}")
             size = math.prod(shape) // kind.block * kind.size
             start = first_byte + offset
             end = start + size
             if end > self._size:
                 expected = f"expected {end} bytes or more for `{name}`"
-                raise self._wrong(f"is truncated: {expected}, found {self._size}")
+                raise self._error(f"is truncated: {expected}, found {self._size}")
             tensors[name] = GgufTensor(
                 name, kind.name, shape, start, size, self._path, data[start:end]
             )
         by_offset = sorted(tensors.values(), key=lambda tensor: tensor.offset)
         for tensor, following in pairwise(by_offset):
             if tensor.offset + tensor.nbytes > following.offset:
-                raise self._wrong(f"has `{tensor.name}` and `{following.name}` in the same place")
+                raise self._error(f"has `{tensor.name}` and `{following.name}` in the same place")
         return tensors

@@ -194,7 +194,7 @@ def test_a_role_that_only_the_template_knows(llm: LLM) -> None:
         ({"chat_template": "{% if %}"}, "must be a Jinja template; line 1: Expected an expression"),
         ({"chat_template": "chatml"}, "must be the text of a Jinja template"),
         ({"chat_template": {}}, "must be the text of a Jinja template"),
-        ({"chat_template": "{{ messages[0].content.nothing() }}"}, "takes; it says: 'str object'"),
+        ({"chat_template": "{{ messages[0].content.nothing() }}"}, "it says: 'str object'"),
         ({"chat_template": "{{ messages[0].none }}"}, "at least one token"),
         ({"add_generation_prompt": 1}, "must be true or false"),
         ({"continue_final_message": 1}, "must be true or false"),

@@ -369,11 +369,11 @@ REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
     ((*WEIGHTS, "strategy"), "block", "scales are by `block`"),
     ((*WEIGHTS, "strategy"), None, "scales are by `None`"),
     ((*WEIGHTS, "actorder"), "group", "in another order"),
-    (INPUTS, {**EIGHT, "num_bits": 4}, "not rounded to eight bits"),
-    (INPUTS, {**EIGHT, "type": "float"}, "not rounded to eight bits"),
-    (INPUTS, {**EIGHT, "dynamic": False}, "not rounded to eight bits"),
-    (INPUTS, {**EIGHT, "symmetric": False}, "not rounded to eight bits"),
-    (INPUTS, "W8A8", "not rounded to eight bits"),
+    (INPUTS, {**EIGHT, "num_bits": 4}, "not symmetric, dynamic int8"),
+    (INPUTS, {**EIGHT, "type": "float"}, "not symmetric, dynamic int8"),
+    (INPUTS, {**EIGHT, "dynamic": False}, "not symmetric, dynamic int8"),
+    (INPUTS, {**EIGHT, "symmetric": False}, "not symmetric, dynamic int8"),
+    (INPUTS, "W8A8", "not symmetric, dynamic int8"),
 ]
 
 

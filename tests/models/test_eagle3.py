@@ -361,8 +361,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
-    ({"partial_rotary_factor": 2}, r"turn 32 numbers .* an even number in 2\.\.16"),
-    ({"partial_rotary_factor": 0}, "turn 0 numbers of each head"),
+    ({"partial_rotary_factor": 2}, r"rotates 32 numbers .* an even number in 2\.\.16"),
+    ({"partial_rotary_factor": 0}, "rotates 0 numbers of each head"),
 ]
 
 
@@ -391,7 +391,10 @@ def test_other_configurations_are_refused_by_name(
         ({"d2t": lambda _: None}, "lack `d2t`, which maps the 23 ids"),
         ({"d2t": lambda d: d[1:]}, r"`d2t` in .* is torch.int64 \[22\]: must be one integer for"),
         ({"d2t": lambda d: d.float()}, "`d2t` in .* is torch.float32"),
-        ({"d2t": lambda d: d + 60}, r"maps 23 ids to 23 in \d+\.\.\d+: .* in 0\.\.59"),
+        (
+            {"d2t": lambda d: d + 60},
+            r"maps 23 ids to 23 different ids in \d+\.\.\d+: .* in 0\.\.59",
+        ),
         (
             {"d2t": lambda d: -torch.arange(23)},
             "maps 23 ids to 1 different ids in 0..0: must be 23",

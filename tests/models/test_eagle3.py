@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.eagle3 import lacks_head, load_head, read_head
+from foretoken.models.eagle3 import lacks_output_layer, load_head, read_head
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.ops import LoadedStack, RoundStack, Stack, get_backend
 from foretoken.ops.backends.torch.stack import cos_sin, output, rotate
@@ -242,21 +242,21 @@ def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
 def test_a_head_uses_the_target_s_weights_where_it_has_none_or_the_same(tmp_path: Path) -> None:
     folder = save_head(tmp_path, **SIZES, layout="model", target_hidden_size=HIDDEN)
     config, target = read_eagle3_config(folder), embedding()
-    assert not lacks_head(folder, config)
+    assert not lacks_output_layer(folder, config)
     assert not torch.equal(read(folder).embedding.values, target)
     change_weights(folder, embed_tokens=lambda _: target, lm_head=lambda _: None)
-    assert lacks_head(folder, config)
+    assert lacks_output_layer(folder, config)
     weight = torch.randn(VOCABULARY, HIDDEN)
-    head = read_head(folder, config, Dense(target), head=Dense(weight))
+    head = read_head(folder, config, Dense(target), output_layer=Dense(weight))
     assert head.embedding.values is target
     assert head.head.weight.values is weight
     with pytest.raises(CheckpointError, match=r"mismatched .*lm_head.weight \[60, 31\] in place"):
-        read_head(folder, config, Dense(target), head=Dense(weight[:, 1:]))
+        read_head(folder, config, Dense(target), output_layer=Dense(weight[:, 1:]))
     with pytest.raises(CheckpointError, match=r"missing tensors, for example `lm_head.weight`"):
         read(folder)
     few = save_head(tmp_path / "few", **SIZES, drafted=9)
     change_weights(few, lm_head=lambda _: None)
-    assert not lacks_head(few, read_eagle3_config(few))  # the target's has other ids
+    assert not lacks_output_layer(few, read_eagle3_config(few))  # the target's has other ids
 
 
 def test_random_weights_need_only_the_configuration(tmp_path: Path) -> None:

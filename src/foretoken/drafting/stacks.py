@@ -51,7 +51,7 @@ from foretoken.errors import ConfigError, IntegrityError, RequestError
 from foretoken.models import CausalLM, TargetView, folder_of
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
-from foretoken.models.eagle3 import lacks_head, load_head
+from foretoken.models.eagle3 import lacks_output_layer, load_head
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.ops.stack import Features, Outcome
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, StepTokens
@@ -497,7 +497,7 @@ class Eagle3(Autoregressive):
             remedy = f"It reads {list(layers)}; the target has {depth} layers."
             name = config.speculative_config and config.speculative_config.model
             raise ConfigError("speculative_config.model", name, bound, remedy)
-        return TargetView(layers, head=not is_dummy and lacks_head(folder, head))
+        return TargetView(layers, head=not is_dummy and lacks_output_layer(folder, head))
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.head = _load_head(setup)
@@ -573,7 +573,7 @@ def _load_head(setup: DrafterSetup) -> LoadedStack:
             remedy = f"It takes {head_size} {unit}; the target has {target_size}."
             raise ConfigError("speculative_config.model", setup.speculation.model, bound, remedy)
     return load_head(
-        folder, config, embedding=embedding, backend=setup.backend, head=setup.head,
+        folder, config, embedding=embedding, backend=setup.backend, output_layer=setup.head,
         # Blocks may reach past the end of the longest request.
         positions=setup.max_model_len + setup.block_size, most_rows=setup.config.max_num_seqs,
         dummy_seed=setup.config.seed if is_dummy else None,

@@ -56,7 +56,7 @@ _DUMMY_LOGIT_STD = 2.0
 _ROUNDED_TOLERANCE = 0.1
 
 
-def lacks_head(folder: Path, config: Eagle3Config) -> bool:
+def lacks_output_layer(folder: Path, config: Eagle3Config) -> bool:
     """Whether an EAGLE-3 head has no output layer and uses that of the target, by the headers of
     the weight files; `CheckpointError` if these cannot be read."""
     names = {_canonical_name(name) for name in CompressedTensors(_headers(folder)).parameters()}
@@ -71,7 +71,7 @@ def load_head(
     backend: Backend,
     positions: int,
     most_rows: int,
-    head: Weight | None = None,
+    output_layer: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> LoadedStack:
     """Load an EAGLE-3 head into the backend's kernels, or into stock operators if the kernels lack
@@ -80,13 +80,13 @@ def load_head(
     Args:
         positions: longest context, in tokens.
         most_rows: the most requests that draft in one pass.
-        config, embedding, head, dummy_seed: see `read_head`.
+        config, embedding, output_layer, dummy_seed: see `read_head`.
 
     Raises:
         UnsupportedModelError: the outputs are NaN or infinite.
         CheckpointError, EngineMemoryError: see `read_head`.
     """
-    stack = read_head(folder, config, embedding, head=head, dummy_seed=dummy_seed)
+    stack = read_head(folder, config, embedding, output_layer=output_layer, dummy_seed=dummy_seed)
     stock = backend.stock_stack(stack)
     kernels: LoadedStack | None = None
     try:
@@ -95,8 +95,8 @@ def load_head(
         _log.info("The EAGLE-3 head runs in stock operators: %s", reason)
     if type(kernels) is type(stock):  # the backend's own stack is in stock operators, too
         kernels = None
-    heads = [stock] if kernels is None else [stock, kernels]
-    backend.compile_ahead(lambda: [_run_passes(head, config) for head in heads])
+    networks = [stock] if kernels is None else [stock, kernels]
+    backend.compile_ahead(lambda: [_run_passes(network, config) for network in networks])
     expected = _run_passes(stock, config)
     outputs = None if kernels is None else _run_passes(kernels, config)
     # Logits are -inf for ids that the head never drafts.
@@ -124,7 +124,7 @@ def read_head(
     config: Eagle3Config,
     embedding: Weight,
     *,
-    head: Weight | None = None,
+    output_layer: Weight | None = None,
     dummy_seed: int | None = None,
 ) -> Stack:
     """Read the weights of an EAGLE-3 head, in any layout, as a stack.
@@ -134,7 +134,7 @@ def read_head(
         embedding: the target's embedding, [V, hidden], which also gives the stack's device and
             dtype (float32 for blocks). The stack uses the embedding in the folder if there is one.
             There must be one if the target's vectors have another size.
-        head: the target's output layer, if the EAGLE-3 head has none; see `lacks_head`.
+        output_layer: that of the target, if the EAGLE-3 head has none; see `lacks_output_layer`.
         dummy_seed: if not None, weights are random numbers of this seed, the ids that are drafted
             are spread evenly over the target's ids, and the folder needs only a `config.json`.
 
@@ -143,7 +143,7 @@ def read_head(
         EngineMemoryError: random weights are larger than the device's memory.
     """
     shapes, optional = tensor_shapes(config), _optional_shapes(config)
-    dtype, device, output = dtype_of(embedding), device_of(embedding), None
+    dtype, device = dtype_of(embedding), device_of(embedding)
     if embedding.shape[1] != config.hidden_size:
         shapes[_EMBEDDING] = optional[_EMBEDDING]
     num_ids, num_target_ids = config.draft_vocab_size, config.vocab_size
@@ -156,12 +156,12 @@ def read_head(
                 f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
                 f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
             )
-        if head is not None and OUTPUT_LAYER not in stored:
-            output = head
-        _check_tensors(folder, stored, shapes, optional, output)
+        if OUTPUT_LAYER in stored:
+            output_layer = None
+        _check_tensors(folder, stored, shapes, optional, output_layer)
     else:
         check_room(folder, config.layer, shapes, dtype, device)
-        stored = {**_random_weights(shapes, dummy_seed, dtype, device)}
+        stored, output_layer = {**_random_weights(shapes, dummy_seed, dtype, device)}, None
         target_ids = torch.arange(num_ids) * num_target_ids // num_ids
     tensors = {name: _to_device(weight, dtype, device) for name, weight in stored.items()}
     plain_tensors = {name: w for name, w in tensors.items() if isinstance(w, Tensor)}
@@ -175,7 +175,7 @@ def read_head(
     all_ids = torch.arange(num_target_ids)
     is_identity = num_ids == num_target_ids and bool((target_ids == all_ids).all())
     id_map = None if is_identity else target_ids.to(device)
-    return stack_of(tensors, config, embedding, id_map, output)
+    return stack_of(tensors, config, embedding, id_map, output_layer)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -232,14 +232,15 @@ def stack_of(
     config: Eagle3Config,
     embedding: Weight,
     target_ids: Tensor | None,
-    output: Weight | None = None,
+    output_layer: Weight | None = None,
 ) -> Stack:
     """The stack of an EAGLE-3 head.
 
     Args:
         tensors: by canonical names; see `tensor_shapes`.
-        target_ids: the target's id for each id that the head drafts; None: both ids are equal.
-        output: the output layer, if `tensors` has none.
+        target_ids: the target's id for each id that the EAGLE-3 head drafts; None: the logits get
+            one column for each id that it drafts.
+        output_layer: that of the target, if `tensors` has none.
     """
     sizes, device = config.layer, device_of(embedding)
 
@@ -267,11 +268,12 @@ def stack_of(
         Linear(_join([tensors["fc.weight"]])), torch.stack(fc_norms) if fc_norms else None,
         vector("hidden_norm.weight"), config.norm_before_residual, config.norm_output,
     )  # fmt: skip
-    head = Linear(_join([tensors[OUTPUT_LAYER]]) if output is None else output)
+    if output_layer is None:
+        output_layer = _join([tensors[OUTPUT_LAYER]])
     num_logits = config.draft_vocab_size if target_ids is None else config.vocab_size
     return Stack(
-        embedding, (layer,), vector("norm.weight", ""), head, sizes.rms_norm_eps, num_logits,
-        target_ids, rule,
+        embedding, (layer,), vector("norm.weight", ""), Linear(output_layer), sizes.rms_norm_eps,
+        num_logits, target_ids, rule,
     )  # fmt: skip
 
 
@@ -326,18 +328,18 @@ def _check_tensors(
     stored: Mapping[str, Tensor | Grouped],
     shapes: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
-    output: Weight | None,
+    output_layer: Weight | None,
 ) -> None:
     """Raise `CheckpointError` for missing or unknown tensors and for wrong shapes.
 
     Args:
         shapes, optional: the tensors that must exist, and further tensors that are allowed.
-        output: the output layer of the target, if the head uses it.
+        output_layer: that of the target, if the EAGLE-3 head uses it.
     """
     allowed = {**optional, **shapes}
     stored_shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    if output is not None:
-        stored_shapes[OUTPUT_LAYER] = output.shape
+    if output_layer is not None:
+        stored_shapes[OUTPUT_LAYER] = output_layer.shape
     common = [(name, shape) for name, shape in stored_shapes.items() if name in allowed]
     problems = {
         "missing": [name for name in shapes if name not in stored_shapes],
@@ -392,14 +394,14 @@ def _random_weights(
 
 
 @torch.no_grad()
-def _run_passes(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
+def _run_passes(network: LoadedStack, config: Eagle3Config) -> list[Tensor]:
     """Run `_PASSES` on random tokens and random hidden states of a target. Returns two tensors per
     pass: the hidden states and the logits of each request's last row."""
-    stack, device = head.stack, head.stack.device
+    stack, device = network.stack, network.stack.device
     generator = torch.Generator().manual_seed(0)
     columns = -(-_MAX_POSITIONS // _BLOCK)
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
-    kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=head.dtype, device=device)
+    kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=network.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
     hidden_NC: Any = None
     for rows in _PASSES:
@@ -417,12 +419,12 @@ def _run_passes(head: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         last_B, is_draft = (start_B1[1:] - 1).to(device), max(rows) == 1
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
-        states = aux.to(device, head.dtype).unbind()
+        states = aux.to(device, network.dtype).unbind()
         # Rows of drafts read the head's output for the row before; other rows the target's states.
         features = hidden_NC[: len(rows)] if is_draft else states
-        output = head.run(batch, kv, features=features, logits=is_draft)
+        output = network.run(batch, kv, features=features, logits=is_draft)
         hidden_NC = output.hidden_NC
-        logits_NV = output.logits_NV if is_draft else head.logits(hidden_NC)
+        logits_NV = output.logits_NV if is_draft else network.logits(hidden_NC)
         outputs += [hidden_NC, logits_NV.clone()]
     return outputs
 

@@ -138,7 +138,7 @@ def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) ->
     head_kind = raw.get("speculators_model_type", "eagle3")
     if name not in _ARCHITECTURES or layer_type not in _LAYER_TYPES or head_kind != "eagle3":
         known = ", ".join(f"`{known}`" for known in _ARCHITECTURES)
-        hint = " Heads with MLA are not among them." if "Deepseek" in str(name) else ""
+        hint = " Heads with MLA are not supported." if "Deepseek" in str(name) else ""
         raise UnsupportedModelError(
             f"`{path}` is of architecture {name}, type `{layer_type}`, kind `{head_kind}`: method "
             f"`eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"

@@ -432,7 +432,7 @@ def _load_module(
 ) -> Any:
     """A module with the checkpoint's weights, loaded by Transformers."""
     config, model_class = checkpoint.config, checkpoint.model_class
-    # Quantised layers must be loaded on their device, because they choose their kernels by it.
+    # Quantised layers choose their kernels by the device on which they are loaded.
     quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
     loads_on_device = device.type != "cpu" and not quantisation.get("dequantize")
     try:

@@ -75,8 +75,8 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:
-        _blame_config(folder)
-        _blame_unreadable(folder)
+        _check_config(folder)
+        _check_readable(folder)
         raise CheckpointError(_explain(folder, first_line(error))) from error
     return _without_warning(tokenizer)
 
@@ -108,8 +108,8 @@ def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
     return [name for name in matches if has_file(folder / name)]
 
 
-def _blame_config(folder: Path) -> None:
-    """Raise `CheckpointError` if `config.json` is invalid, since Transformers reads it, too."""
+def _check_config(folder: Path) -> None:
+    """Raise `CheckpointError` for an invalid `config.json`, which Transformers reads, too."""
     from transformers import CONFIG_MAPPING
 
     if has_file(folder / "config.json"):
@@ -118,7 +118,7 @@ def _blame_config(folder: Path) -> None:
             parse_config(folder, model_type)
 
 
-def _blame_unreadable(folder: Path) -> None:
+def _check_readable(folder: Path) -> None:
     """Raise `CheckpointError` for a tokenizer file that is not JSON or text, as it must be."""
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)

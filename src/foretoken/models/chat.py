@@ -204,7 +204,7 @@ class ChatPrompt:
 def chat_prompts(template: ChatTemplate, messages: Any) -> tuple[bool, list[ChatPrompt]]:
     """Whether `messages` is a single conversation, and a prompt for each conversation."""
     if not _is_list(messages):
-        bound = "a list of dicts with `role` and `content`, or a list of such"
+        bound = "a list of dicts with `role` and `content`, or a list of such lists"
         raise RequestError("messages", messages, bound)
     is_single = not (messages and _is_list(messages[0]))
     conversations = [messages] if is_single else messages

@@ -276,7 +276,7 @@ def _read_header(path: Path, plain: bool) -> dict[str, Any]:
         first_bytes = file.read(8)
         length = int.from_bytes(first_bytes, "little") if len(first_bytes) == 8 else -1
         if first_bytes.startswith(b"version"):
-            raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
+            raise CheckpointError(f"`{path}` is a Git LFS pointer: run `git lfs pull`.")
         if not 0 < length <= _MAX_HEADER_BYTES:
             raise CheckpointError(f"`{path}` is not a safetensors file ({size} bytes).")
         text = file.read(length)

@@ -87,8 +87,9 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     for name, part in parts.items():
         if not isinstance(part, dict):
             raise CheckpointError(f"`{path}` gives `{name}` as {part!r}: must be an object.")
-    eagle, inner, _ = parts.values()
-    layer_values = {"model_type": "llama", **inner} if inner else raw
+    eagle, nested, _ = parts.values()
+    # `speculators` nests the layer's values in an object; EAGLE's own format does not.
+    layer_values = {"model_type": "llama", **nested} if nested else raw
     merged = {**eagle, **raw, **layer_values}
     _check_supported(path, raw, merged)
     for name in _REQUIRED:

@@ -429,8 +429,8 @@ def check_causal(module: Any, expected: Tensor) -> None:
     error = float((logits.float() - expected[:, :half]).abs().max() / expected.abs().max())
     if not error <= TOLERANCE[logits.dtype]:
         raise UnsupportedModelError(
-            f"`{module.config.model_type}` is not causal: later tokens move the logits of earlier "
-            f"ones by {error:.1e} of the largest."
+            f"`{module.config.model_type}` is not causal: later tokens change the logits of "
+            f"earlier tokens by {error:.1e} of the largest logit."
         )
 
 

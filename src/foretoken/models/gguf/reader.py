@@ -238,7 +238,7 @@ def read_part(path: Path) -> GgufPart:
 
 def _check_start(path: Path, start: bytes) -> None:
     if start.startswith(b"version https"):
-        raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
+        raise CheckpointError(f"`{path}` is a Git LFS pointer: run `git lfs pull`.")
     if not start.startswith(b"GGUF"):
         problem = f"it begins with {start[:8]!r}" if start else "it is empty"
         raise CheckpointError(

@@ -78,14 +78,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: bool = False,
-        **others: Any,
-    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
+        self, prompt: Prompt, sampling_params: Params | None = None, request_id: str | None = None,
+        *, deltas: bool = False, **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:  # fmt: skip
         """Complete one prompt; yields outputs in order, the last one finished.
 
         Every output contains all earlier ones, so a slow reader gets only the newest. A
@@ -129,14 +124,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: bool = False,
-        **template: Unpack[ChatOptions],
-    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None,
+        request_id: str | None = None, *, deltas: bool = False, **template: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:  # fmt: skip
         """Complete one conversation, as `generate` completes a prompt.
 
         Args:
@@ -181,11 +171,8 @@ class AsyncEngine:
         return replace(self._params.defaults)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, as `generate` encodes it.
-
-        Raises:
-            RequestError: `prompt` is no prompt, or it is a text and there is no tokenizer.
-        """
+        """Token ids of a prompt, as `generate` encodes it; `RequestError` for what is no prompt, or
+        for a text if there is no tokenizer."""
         encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
         return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
 
@@ -197,11 +184,8 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.call(lambda _: prompt.encode()[1], prompt))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special tokens.
-
-        Raises:
-            RequestError: the model does not have an id, or there is no tokenizer.
-        """
+        """The text of tokens, without special tokens; `RequestError` for an id that the model does
+        not have, or if there is no tokenizer."""
 
         def checked_decode(engine: Engine) -> str:
             check_token_ids("tokens", token_ids, engine.limits.vocab_size)
@@ -210,11 +194,8 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.call(checked_decode, token_ids))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its iterator ends with the output so far, with finish_reason `abort`.
-
-        Returns:
-            Whether a request of this name was open. Another reason may end the request first.
-        """
+        """End a request; its iterator ends with the output so far and the finish_reason `abort`.
+        Returns whether a request of this name was open."""
         return self._worker.abort(request_id)
 
     async def reset_prefix_cache(self, **others: Any) -> bool:

@@ -29,13 +29,10 @@ class Interrupt:
 
     Args:
         on_interrupt: `raise` catches only Ctrl-C; SIGTERM then ends the process at once, since no
-            caller would see the results. `return` catches both.
+            caller would see the results. `return` catches both. Others: `RequestError`.
 
     Attributes:
         name: name of the signal that came, SIGINT or SIGTERM; None before.
-
-    Raises:
-        RequestError: `on_interrupt` is neither `raise` nor `return`.
     """
 
     def __init__(self, on_interrupt: str) -> None:
@@ -48,10 +45,8 @@ class Interrupt:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Inside, the first signal only sets `name`; a second signal takes effect at once.
-
-        Does nothing outside the main thread, where Python allows no signal handlers.
-        """
+        """Inside, the first signal only sets `name`; a second signal takes effect at once."""
+        # Python allows signal handlers only in the main thread.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

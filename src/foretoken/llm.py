@@ -159,9 +159,8 @@ class LLM:
                 incomplete ones have the finish_reason `interrupted` and the tokens so far.
         """
         boundary.check_call(on_error, use_tqdm)
-        boundary.check_options(
-            others, known=("sampling_params", "use_tqdm", "on_error", "on_interrupt")
-        )
+        known = ("sampling_params", "use_tqdm", "on_error", "on_interrupt")
+        boundary.check_options(others, known)
         single, items = boundary.split_prompts(prompts)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
@@ -202,7 +201,6 @@ class LLM:
         encoded: deque[_Encoded] = deque()
         queued: list[_Queued] = []
         outputs = None
-
         # Grammars without references are dropped, and would be compiled again in each turn.
         _grammars = engine.grammars.wait(p.structured_outputs for p in params)
 
@@ -238,11 +236,8 @@ class LLM:
     def _turn(
         self, encoded: deque[_Encoded], queued: list[_Queued], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
-        """Move prompts from `encoded` to `queued` while the engine has room, and run one step.
-
-        Returns:
-            The outputs, once all requests have ended; None before.
-        """
+        """Move prompts from `encoded` to `queued` while the engine has room, and run one step;
+        returns the outputs once all requests have ended."""
         with self._turns:
             engine = self.engine
             while encoded and (engine.has_room or interrupt.name):
@@ -259,18 +254,13 @@ class LLM:
             if encoded or not all(result.finished for result in queued):
                 engine.step()
                 return None
-            return [
-                boundary.build_output(engine, r) if isinstance(r, RequestGroup) else r
-                for r in queued
-            ]
+            build = partial(boundary.build_output, engine)
+            return [build(item) if isinstance(item, RequestGroup) else item for item in queued]
 
     def stream(
-        self,
-        prompt: Prompt | ChatPrompt,
-        sampling_params: Params | None = None,
-        *,
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None = None, *,
         on_interrupt: OnInterrupt = "raise",
-    ) -> Iterator[RequestOutput]:
+    ) -> Iterator[RequestOutput]:  # fmt: skip
         """Complete one prompt; yields the output so far after every step, the last one finished.
 
         If the request fails while it runs, nothing is raised: its last output has the `error`.

@@ -15,9 +15,8 @@ from foretoken.foreign import absent_attribute
 class Logprob:
     """A token's log-probability under the model's raw distribution, and its rank (1 = likeliest).
 
-    Attributes:
-        decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None
-            if the checkpoint has no tokenizer.
+    decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None if
+        the checkpoint has no tokenizer
     """
 
     logprob: float
@@ -33,17 +32,15 @@ class TokenTrace:
     temperature 0 p is 1 or 0.
 
     Attributes:
-        token_id: the id of the token or draft.
-        decoded_token: the text of `token_id`, as in `Logprob`.
+        decoded_token: as in `Logprob`.
         position: its index in prompt and output together, from 0.
         round: number of the pass of the target that decided the token, from 0 in each sample.
-        rule: the verification rule of the sample.
         origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
             `unread` (after a rejected one), or `accepted` (after the token that ended the sample).
         p: the target's probability of the token.
         q: the drafter's probability of the token at this position; None if there was no draft, or
             if q is one-hot (1 for the draft and 0 for all other tokens), as under `coupled`.
-        drafter: the name of the drafter of this round; None if nothing was drafted.
+        drafter: name of the drafter of this round; None if nothing was drafted.
         draft_index: the index of a draft in its round, from 0; None if the token was no draft.
         u: the uniform random number of a draft's acceptance test. None if no number decides (under
             `coupled`, at temperature 0), or if the draft counts as no draft.
@@ -297,8 +294,7 @@ class CompletionOutput:
 class RequestOutput:
     """The result of one prompt.
 
-    Attributes:
-        error: why the request was refused or ended, or None; with an error, outputs are incomplete.
+    error: why the request was refused or ended, or None; with an error, outputs are incomplete
     """
 
     request_id: str

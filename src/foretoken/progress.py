@@ -13,12 +13,9 @@ _PATIENCE_S = 2.0  # in a call that ends sooner, a bar would only flash up
 
 @contextmanager
 def progress_bar(
-    count: Callable[[], int],
-    total: int,
-    enabled: bool,
-    stream: TextIO | None = None,
+    count: Callable[[], int], total: int, enabled: bool, stream: TextIO | None = None,
     patience: float = _PATIENCE_S,
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:  # fmt: skip
     """A progress bar; yields a function to call after every step.
 
     Args:

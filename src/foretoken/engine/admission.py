@@ -65,9 +65,8 @@ class Limits:
 def check_request(
     prompt_ids: Sequence[int], params: SamplingParams, limits: Limits, prompt: str | None = None
 ) -> SamplingParams:
-    """Check a request; returns its parameters, with a number for max_tokens=None.
-
-    `prediction` must be token ids already, and `structured_outputs` compiled.
+    """Check a request; returns its parameters, with a number for max_tokens=None. `prediction` must
+    be token ids already, and `structured_outputs` compiled.
 
     Raises:
         RequestError, CapacityError: the engine cannot serve exactly this request.

@@ -47,10 +47,8 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 
 
 class ParamsReader:
-    """Reads sampling parameters in any form; None means the engine's defaults.
-
-    The first read of None logs a warning with the defaults that come from the checkpoint.
-    """
+    """Reads sampling parameters in any form; None means the engine's defaults. The first None logs
+    a warning with the defaults that come from the checkpoint."""
 
     def __init__(self, defaults: SamplingParams) -> None:
         self.defaults = defaults
@@ -89,11 +87,8 @@ class ParamsReader:
 
 
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """A call's further options, without options of vLLM's that change nothing.
-
-    Raises:
-        RequestError: an unknown option, or one of vLLM's with a value that would change something.
-    """
+    """A call's further options, without options of vLLM's that change nothing; `RequestError` for
+    others that are not in `known`."""
     options = without_foreign(options, CALL_OPTIONS, RequestError)
     check_known_keys("option", options, known, RequestError)
     return options

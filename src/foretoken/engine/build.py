@@ -254,11 +254,8 @@ class Assembly:
         self._rates = _synthetic_rates(config)
 
     def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
-        """Plan the blocks of the cache, and everything else that takes memory.
-
-        Args:
-            gauge: the GPU's gauge; None: nothing is measured.
-            weights: bytes of the target's weights.
+        """Plan the blocks of the cache, and everything else that takes memory. On a GPU, `gauge`
+        measures steps, and the target's `weights` take so many bytes.
 
         Raises:
             EngineMemoryError: memory does not suffice.
@@ -293,12 +290,8 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A new runner with slots and a cache of `num_blocks`.
-
-        Args:
-            measuring: the runner is only for measuring: contexts may exceed the cache, and no step
-                is captured.
-        """
+        """A new runner with slots and a cache of `num_blocks`. `measuring`: it serves no requests, so
+        contexts may exceed the cache, and no step is captured."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, max_tokens = model.device, self.block_size, model.max_model_len
         if not measuring:
@@ -376,10 +369,8 @@ class Assembly:
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
-    """Conditional acceptance rates of the rule `synthetic`, one per draft; () under other rules.
-
-    Logs a warning if there are rates.
-    """
+    """Conditional acceptance rates of the rule `synthetic`, one per draft, with a warning; () under
+    other rules."""
     rates = rates_of(config.speculative_config) if config.speculative_config else ()
     if rates:
         _log.warning(

@@ -120,7 +120,7 @@ class DraftControl:
 
     def release(self, slot: int) -> None:
         """Forget the request in a slot, which ended or was preempted."""
-        self._learn()  # the estimates over all requests keep the outcomes of its drafts
+        self._learn()  # the estimates over all requests keep the outcomes of the drafts
         self.acceptance.release(slot)
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):

@@ -26,8 +26,7 @@ class Detokenizer:
         self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str], *,
         include_stop: bool = False, skip_special_tokens: bool = True,
     ) -> None:  # fmt: skip
-        self._tokenizer = tokenizer
-        self._skips_special = skip_special_tokens
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         # A tokenizer that drops spaces before punctuation decodes several tokens together to
         # another text than one by one; but late text must equal text that was streamed.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
@@ -35,8 +34,7 @@ class Detokenizer:
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._start = 0  # tokens from here on are decoded together with the next token
         self._num_shown = len(self._ids)  # tokens with their text in `_text`; the others wait
-        self._stop = tuple(stop)
-        self._includes_stop = include_stop
+        self._stop, self._includes_stop = tuple(stop), include_stop
         self._unread: list[int] = []  # tokens that follow `_ids` and were not decoded yet
         self._text = ""
         self._num_before = 0  # characters before the text of the last token

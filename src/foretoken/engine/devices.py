@@ -79,12 +79,9 @@ def _check_kernels(name: str, device: torch.device) -> None:
 
 
 def choose_backend(
-    name: str,
-    device: torch.device,
-    *,
-    deterministic: bool = False,
+    name: str, device: torch.device, *, deterministic: bool = False,
     why_not: Callable[[str], str | None] = unavailable,
-) -> Backend:
+) -> Backend:  # fmt: skip
     """The backend of this name; `auto` is the fastest that this machine can run.
 
     Args:

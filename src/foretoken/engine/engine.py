@@ -73,14 +73,10 @@ class Engine:
         self, config: EngineConfig, runner: Runner, scheduler: Scheduler, tokenizer: Any | None,
         eos_ids: frozenset[int], default_params: SamplingParams, threads: StepThreads,
     ) -> None:  # fmt: skip
-        self.config = config
-        self.runner = runner
-        self.scheduler = scheduler
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
+        self.config, self.runner, self.scheduler = config, runner, scheduler
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.grammars = Grammars(tokenizer, runner.model.vocab_size, eos_ids)
-        self.default_params = default_params
-        self.threads = threads
+        self.default_params, self.threads = default_params, threads
         self._control = scheduler.control
         self.metrics = self._control.metrics if self._control else EngineMetrics()
         self.on_step: OnStep | None = None
@@ -120,7 +116,7 @@ class Engine:
         """Advance every running request; returns their groups, in order of arrival.
 
         Raises:
-            IntegrityError: no work is left, but a block or slot is still held: a bug of ours.
+            IntegrityError: no work is left, but a block or slot is not free: a bug in Foretoken.
         """
         times = [time.perf_counter()]
         schedule = self.scheduler.schedule()
@@ -217,13 +213,9 @@ class Engine:
         return launched.groups
 
     def add(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        prompt: str | None = None,
-        bad_words: BadWords | None = None,
-    ) -> RequestGroup:
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams,
+        prompt: str | None = None, bad_words: BadWords | None = None,
+    ) -> RequestGroup:  # fmt: skip
         """Queue a prompt that `boundary.prepare` has checked.
 
         Args:

@@ -42,10 +42,9 @@ _MESSAGES = ("alloc_failed", "can't allocate memory", "not enough memory", "out 
 class Sizes:
     """Options that memory depends on.
 
-    num_drafts: K; 0 without speculation.
-    num_blocks: blocks of the cache; None: as many as fit, at least for one request of
-        `max_model_len`.
-    adapts: whether K is `auto`; then `num_drafts` is the largest K.
+    num_drafts: K, under K = `auto` the largest; 0 without speculation
+    num_blocks: blocks of the cache; None: as many as fit, at least for one longest request
+    adapts: whether K is `auto`
     """
 
     max_num_seqs: int
@@ -201,11 +200,8 @@ class Budget:
 class MemoryPlan:
     """What an engine allocates.
 
-    Attributes:
-        parts: bytes by name of part; no part is 0.
-        num_blocks: blocks of the cache.
-        max_model_len: tokens of the longest request.
-        usable: bytes that the engine may take; None on a CPU, where nothing is measured.
+    parts: bytes by name of part; no part is 0
+    usable: bytes that the engine may take; None on a CPU, where nothing is measured
     """
 
     parts: dict[str, int]
@@ -277,11 +273,8 @@ def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | N
 
 
 def blocks_within(gib: float, costs: MemoryCosts, sizes: Sizes) -> int:
-    """How many blocks fit into `gib` GiB together with the slots and their drafts.
-
-    Raises:
-        ConfigError: not even one block fits.
-    """
+    """How many blocks fit into `gib` GiB together with the slots and the slots' drafts;
+    `ConfigError` if not even one block fits."""
 
     def cache_gib(num_blocks: int) -> float:
         return sum(costs.cache(sizes, num_blocks).values()) / 2**30

@@ -68,11 +68,8 @@ class Runner:
         return StepResult() if step is None else self.finish(step)
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
-        """Apply a plan, and launch drafting and the target's pass.
-
-        Returns:
-            The step for `finish`; None if the plan has no requests, or all have surely ended.
-        """
+        """Apply a plan, and launch drafting and the target's pass; returns the step for `finish`,
+        None if the plan has no requests, or all have surely ended."""
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)

@@ -64,12 +64,9 @@ class Scheduler:
         enable_prefix_caching: bool = True, num_behind: int = 0,
         control: DraftControl | None = None, pace: Pace | None = None,
     ) -> None:  # fmt: skip
-        self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.pool, self.control, self.pace, self.num_behind = pool, control, pace, num_behind
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_behind = num_behind
-        self.control, self.pace = control, pace
         self.waiting: list[Request] = []  # in order of arrival; preempted requests wait, too
         self.running: list[Request] = []  # in order of arrival
         self._num_arrived = 0

@@ -299,9 +299,6 @@ class _TimedSteps:
     def table(self, batch: int, drafts: Sequence[int], limit: float) -> tuple[Array, float]:
         """Time steps of `batch` requests with each of the N numbers of drafts in `drafts`.
 
-        If a step with fewer drafts took longer than a step with more, it was disturbed, and the
-        shorter time counts for both.
-
         Returns:
             Seconds [2, N], row 0 without drafting and row 1 of drafting only; and the seconds that
             the drafter takes to compute one token that it has missed.
@@ -317,6 +314,7 @@ class _TimedSteps:
                 break
         # Seconds are 0 if there was no room for any step.
         seconds_2N = np.maximum(np.array(repeats).min(axis=0).T, 1e-7)
+        # A step with fewer drafts that took longer than a step with more was disturbed.
         seconds_2N = np.minimum.accumulate(seconds_2N[:, ::-1], axis=1)[:, ::-1]
         one_draft = float(np.interp(1, drafts, seconds_2N[1]))
         tokens = batch * max(min(_SHORT, self._limit // 2), 1)

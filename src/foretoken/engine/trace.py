@@ -90,10 +90,8 @@ OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase; costs nothing in steps that are not timed.
-
-    On a GPU it also records events between the stages of a step, for `device_phases`.
-    """
+    """Adds up the seconds between marks, by phase; costs nothing in steps that are not timed. On a
+    GPU it also records events between the stages of a step, for `device_phases`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._seconds: dict[str, float] | None = None

@@ -157,8 +157,7 @@ class EngineStatus:
 
     Attributes:
         num_open: requests with an iterator that has not ended.
-        num_running: samples that have a slot.
-        num_waiting: samples that wait for a slot.
+        num_running, num_waiting: samples that have a slot, and that wait for one.
         kv_cache_usage: share of the cache's blocks that running samples hold, 0..1.
         failure: why nothing is served any more, or None.
     """
@@ -179,8 +178,7 @@ class Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
-        self.loop = loop
-        self.deltas = deltas
+        self.loop, self.deltas = loop, deltas
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
@@ -307,12 +305,8 @@ class Worker:
         return name
 
     def call(self, work: Callable[[Engine], _Answer], text: Any = None) -> Future[_Answer]:
-        """Do `work` between two steps; the future gets the answer or the exception.
-
-        Args:
-            text: the input of `work`, if `work` uses only the tokenizer. If the input is long, the
-                encoder's thread does the work.
-        """
+        """Do `work` between two steps, or in the encoder's thread if it uses only the tokenizer and
+        the input `text` is long; the future gets the answer or the exception."""
         future: Future[_Answer] = Future()
         with self._condition_if_serving():
             self._calls.add(future)

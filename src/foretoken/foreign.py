@@ -212,7 +212,6 @@ OUTPUTS = {
 
 _SPECULATION = Foreign((), "Put it into `speculative_config`.")
 _NO_GRAPHS = Foreign((8192,), "Leave it out: decode steps are captured at any length.")
-_GRAMMAR_BACKENDS = {}, {"backend": "auto"}, {"backend": "guidance"}
 _ONE_GRAMMAR = "Leave it out: llguidance reads all schemas, expressions and grammars here."
 _PREEMPTED = "Preempted requests compute their tokens again."
 _METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."
@@ -295,7 +294,9 @@ ENGINE_OPTIONS = {
     "logits_processors": SAMPLING_FIELDS["logits_processors"],
     "logits_processor_pattern": Foreign((), SAMPLING_FIELDS["logits_processors"].instead),
     "guided_decoding_backend": Foreign(("auto", "guidance"), _ONE_GRAMMAR),
-    "structured_outputs_config": Foreign(_GRAMMAR_BACKENDS, _ONE_GRAMMAR),
+    "structured_outputs_config": Foreign(
+        ({}, {"backend": "auto"}, {"backend": "guidance"}), _ONE_GRAMMAR
+    ),
     **same_for(
         "kv_sharing_fast_prefill enable_cumem_allocator enable_nccl_comm_suspend "
         "enable_return_routed_experts return_sampling_mask enable_trace_replay "

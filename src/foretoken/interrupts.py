@@ -62,9 +62,9 @@ class Interrupt:
         """Raise a caught signal again, for its usual handler, unless the outputs report it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the attribute `outputs` holds the outputs. It is no subclass:
-                with an uncaught subclass the process would exit with 1, and a shell's loop over
-                programs would continue.
+            KeyboardInterrupt: Ctrl-C; the attribute `outputs` holds the outputs. A subclass, if not
+                caught, would end the process with exit status 1, and a shell's loop over programs
+                would continue.
         """
         if self.name is None:
             return

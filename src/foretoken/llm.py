@@ -75,7 +75,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for one thread; `UsageError` after `close()` and in a forked child."""
+        """The engine, for one thread at a time; `UsageError` if closed, or in a forked child."""
         self._turns.owner_process.check()
         if self._engine is None:
             raise UsageError("this LLM was closed: make a new one")

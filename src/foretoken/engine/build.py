@@ -290,8 +290,8 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A new runner with slots and a cache of `num_blocks`. If it is only for `measuring`, contexts
-        may exceed the cache, and no step is captured."""
+        """A new runner with slots and a cache of `num_blocks`. If it only serves to measure,
+        contexts may exceed the cache, and no step is captured."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, max_tokens = model.device, self.block_size, model.max_model_len
         if not measuring:

@@ -93,7 +93,8 @@ def choose_backend(
     if name != "auto":
         if name == "triton" and _too_old_for_triton(device):
             remedy = "Choose the backend `torch`, which is slower, or the device `cpu`."
-            bound = f"one that can run: Triton takes 7.5 or more, not {described_gpu(device)}"
+            needed = "Triton needs compute capability 7.5 or more"
+            bound = f"one that can run: {needed}, not {described_gpu(device)}"
             raise ConfigError("backend", name, bound, remedy)
         return get_backend(name, deterministic=deterministic)
     name = "native" if device.type == "cpu" else "triton"

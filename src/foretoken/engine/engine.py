@@ -178,7 +178,7 @@ class Engine:
     def _edits(
         self, shares: Sequence[Share], step: OpenStep
     ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-        """The host's edits of a step's logits, None without any; and `Launched.edit_faults`."""
+        """The host's edits of a step's logits, None if there are none; and `edit_faults`."""
         deciding = [share for share in shares if share.decides]
         requests = enumerate(share.request for share in deciding)
         histories = {d: request.history for d, request in requests if request.history is not None}
@@ -277,10 +277,8 @@ class Engine:
             raise faults.overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
 
     def update_text(self, request: Request) -> None:
-        """Add the text that no later token can change to `request.pieces`.
-
-        If the tokenizer raises, the request ends with that error.
-        """
+        """Append to `request.pieces` the new text that no later token can change. If the tokenizer
+        raises, the request ends with that error."""
         try:
             if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)

@@ -36,9 +36,7 @@ def broken_engine(cause: BaseException) -> errors.EngineBrokenError:
 
 def processing_error(request: Request, cause: Exception) -> errors.ForetokenError:
     """The error of a request if `cause` was raised by the work for this request only."""
-    if isinstance(
-        cause, errors.RequestError
-    ):  # such as a grammar that turned out to be too complex
+    if isinstance(cause, errors.RequestError):  # for example, a grammar is too complex
         return cause
     return errors.ProcessingError(
         f"request {request.group.request_id}, sample {request.index}: "

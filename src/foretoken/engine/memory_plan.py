@@ -383,7 +383,7 @@ def _halved(demand: Demand, times: int) -> Remedy:
 
 
 def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
-    """The remedy that sets these sizes; sizes that do not change are not named in it."""
+    """The remedy that sets these sizes; it names only the sizes that change."""
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:

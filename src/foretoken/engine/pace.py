@@ -129,7 +129,7 @@ class DecodeCosts:
         self._index_K = np.arange(table.rest_JK1.shape[1] - 1)
 
     def seconds(self, drafts: Sequence[int], context: int) -> float:
-        """Seconds of a step; `drafts`: by request; `context`: tokens of all requests together."""
+        """Seconds of a step; `drafts`: of each request; `context`: tokens of all requests."""
         batch, most = len(drafts), max(drafts, default=0)
         if not batch:
             return 0.0

@@ -154,7 +154,7 @@ class Runner:
         return self.graphs.shape_of(step, slots.params, slots.drafters, samples=samples)
 
     def _captured_shape(self, step: StepInput) -> StepShape | None:
-        """As `_shape_of`, captured if it is new; None also if memory does not suffice for this."""
+        """As `_shape_of`, and a new shape is captured; None also if no memory is left for this."""
         shape = self._shape_of(step)
         if shape is not None and shape not in self.graphs:
             try:

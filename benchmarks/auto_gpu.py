@@ -29,7 +29,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cache.block_pool import ROOT
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
-from foretoken.engine.step_costs import _Steps
+from foretoken.engine.step_costs import _TimedSteps
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import EngineMemoryError
 from foretoken.lab.bench.figures import device_seconds
@@ -76,7 +76,7 @@ def build(options: argparse.Namespace) -> LLM:
     )  # fmt: skip
     runner = llm.engine.runner
     runner.graphs.widths = tuple(range(MOST + 1))  # a K of 3 is not padded to 4
-    steps = _Steps(runner, MOST, Rule.SYNTHETIC)
+    steps = _TimedSteps(runner, MOST, Rule.SYNTHETIC)
     steps.compile_ahead([batch for batch, _ in cases], runner.graphs.widths)
     steps.clear()
     drafter: Any = runner.drafter

@@ -1,7 +1,4 @@
-"""`AsyncEngine`: one async iterator per request, all of them batched by one engine in a thread.
-
-Charter: the calls for users of asyncio. The thread and its mailboxes are in `engine/worker.py`.
-"""
+"""`AsyncEngine`: an async iterator per request. `engine/worker.py` has the engine's thread."""
 
 from __future__ import annotations
 
@@ -26,15 +23,12 @@ from foretoken.sampling.params import SamplingParams
 
 
 class AsyncEngine:
-    """An engine with a model in it, for asyncio.
+    """A loaded model and its engine, for asyncio. Arguments and errors are those of `LLM`.
 
-    Requests of any number of tasks run in one batch. Requests may come from several event loops;
-    each iterator belongs to the loop that began it. Making an `AsyncEngine` loads the model, which
-    blocks: do this before the event loop serves anything, or by `asyncio.to_thread`. Signals are
-    left to the program: `asyncio.run` turns Ctrl-C into a cancellation, which aborts requests (see
-    `generate`).
-
-    Arguments and errors are those of `LLM`.
+    Requests of all tasks run in one batch. Several event loops may send requests; each iterator is
+    read on the loop on which it was started. `AsyncEngine(...)` loads the model, which blocks: call
+    it before the event loop serves anything, or by `asyncio.to_thread`. The program handles
+    signals: `asyncio.run` turns Ctrl-C into a cancellation, which aborts requests (see `generate`).
     """
 
     def __init__(
@@ -49,31 +43,26 @@ class AsyncEngine:
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
         """As `LLM.from_engine`."""
-        served = cls.__new__(cls)
-        served._serve(engine.config, engine)
-        return served
+        async_engine = cls.__new__(cls)
+        async_engine._serve(engine.config, engine)
+        return async_engine
 
     def _serve(self, config: EngineConfig, engine: Engine) -> None:
         self.config = config
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
         self._grammars = engine.grammars
         self._worker = Worker(engine)
-        # An engine without references ends its thread when it is collected or the program exits.
-        weakref.finalize(self, self._worker.stop)
+        weakref.finalize(self, self._worker.stop)  # also when the program exits
 
     @property
     def engine(self) -> Engine:
-        """The engine; while it has work, only its own thread may use it.
-
-        Raises:
-            UsageError: after `close()`.
-        """
+        """The engine; while it has work, only its own thread may use it. `UsageError` if closed."""
         return self._worker.engine
 
     @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
-        self._worker.home.check()
+        self._worker.owner_process.check()
         return self._worker.metrics
 
     @overload
@@ -89,37 +78,31 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: bool = False,
-        **others: Any,
-    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
+        self, prompt: Prompt, sampling_params: Params | None = None, request_id: str | None = None,
+        *, deltas: bool = False, **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:  # fmt: skip
         """Complete one prompt; yields outputs in order, the last one finished.
 
-        Every output contains all earlier ones, so a slow reader gets only the newest. With `deltas`
-        every `RequestDelta` holds only what is new: a slow reader gets several deltas merged into
-        one, and each token, piece of text and log-probability exactly once. Leaving the iterator
-        early (`break`, `aclose`, cancellation) aborts the request; use `contextlib.aclosing` to
-        abort it at once rather than at garbage collection. The request is queued at the first step
-        of the iterator.
+        Every output contains all earlier ones, so a slow reader gets only the newest. A
+        `RequestDelta` holds only what is new: a slow reader gets several deltas merged into one,
+        and each token, piece of text and log-probability exactly once. Leaving the iterator early
+        (`break`, `aclose`, cancellation) aborts the request; with `contextlib.aclosing` it is
+        aborted immediately rather than at garbage collection.
 
         Args:
             prompt, sampling_params, others: as in `LLM.generate`, for one prompt.
             request_id: a name for `abort` that no other open request has; None: a number.
             deltas: yield `RequestDelta`s. Their cost does not grow with the output.
 
-        Raises, at once:
+        Raises, when called:
             RequestError: an unknown option.
 
-        Raises, at the first step of the iterator:
+        Raises, at the first `anext`, which queues the request:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
             ProcessingError: the tokenizer raised when it encoded the prompt.
-            UsageError: after `close()`, or in a forked child, which has no thread to serve it.
+            UsageError: after `close()`, or in a forked child, which lacks the engine's thread.
 
-        Raises, at any step:
+        Raises, at any `anext`:
             StepError: the engine's thread failed, which is a bug in Foretoken. A fault that ends
                 this request is not raised: the last output has the `error` and the tokens so far.
         """
@@ -141,23 +124,16 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestDelta, None]: ...  # fmt: skip
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
-        *,
-        deltas: bool = False,
-        **template: Unpack[ChatOptions],
-    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: Params | None = None,
+        request_id: str | None = None, *, deltas: bool = False, **template: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput, None] | AsyncGenerator[RequestDelta, None]:  # fmt: skip
         """Complete one conversation, as `generate` completes a prompt.
 
         Args:
-            messages, template: as in `LLM.chat`, one conversation.
-            sampling_params, request_id, deltas: as in `generate`.
+            messages, template: as in `LLM.chat`, for one conversation.
 
-        Raises, at once:
-            RequestError: a bad template, or one that does not use an input. All other errors are
-                raised as in `generate`.
+        Raises, when called:
+            RequestError: a bad template, or one that does not use an input.
         """
         prompt = self._chat_prompt(messages, template)
         return self._complete(prompt, sampling_params, request_id, deltas)
@@ -167,12 +143,9 @@ class AsyncEngine:
         return ChatPrompt(ChatTemplate(self._tokenizer, **options), messages)
 
     async def _complete(
-        self,
-        prompt: Prompt | ChatPrompt,
-        sampling_params: Params | None,
-        request_id: str | None,
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None, request_id: str | None,
         deltas: bool,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[Any, None]:  # fmt: skip
         """Wait until the grammar is compiled, queue the request, and yield its outputs."""
         params = self._params.read(sampling_params)
         # A grammar without references is dropped: `compiling` keeps it until the request ends.
@@ -180,64 +153,49 @@ class AsyncEngine:
         while compiling and (left := self._grammars.seconds_left(compiling)) > 0:
             await asyncio.wait([asyncio.wrap_future(compiling.future)], timeout=left)
         worker, mailbox = self._worker, Mailbox(asyncio.get_running_loop(), deltas=deltas)
-        name = worker.enter(request_id, mailbox, prompt, params)
+        name = worker.open_request(request_id, mailbox, prompt, params)
         output = None
         try:
             while output is None or not output.finished:
                 output = await mailbox.read()
                 yield output
         finally:
-            worker.leave(name, mailbox)
+            worker.close_request(name, mailbox)
 
     @property
     def status(self) -> EngineStatus:
-        """How busy the engine is, and whether it serves at all."""
         return self._worker.status()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that `sampling_params=None` stands for (a copy): `SamplingParams()` with
-        the checkpoint's defaults."""
+        """The parameters of requests without `sampling_params` (a copy)."""
         return replace(self._params.defaults)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, as `generate` encodes it.
-
-        Raises:
-            RequestError: `prompt` is no prompt, or it is a text and there is no tokenizer.
-        """
+        """Token ids of a prompt, as `generate` encodes it; `RequestError` for what is no prompt, or
+        for a text if there is no tokenizer."""
         encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
         return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
     ) -> list[int]:
-        """Token ids of a conversation, as `chat` encodes it.
-
-        Raises:
-            RequestError: a bad template or conversation, as in `chat`.
-        """
+        """Token ids of a conversation, as `chat` encodes it; errors as in `chat`."""
         prompt = self._chat_prompt(messages, template)
         return await asyncio.wrap_future(self._worker.call(lambda _: prompt.encode()[1], prompt))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special tokens.
+        """The text of tokens, without special tokens; `RequestError` for an id that the model does
+        not have, or if there is no tokenizer."""
 
-        Raises:
-            RequestError: the model does not have an id, or there is no tokenizer.
-        """
-
-        def work(engine: Engine) -> str:
+        def checked_decode(engine: Engine) -> str:
             check_token_ids("tokens", token_ids, engine.limits.vocab_size)
             return decode(engine.tokenizer, token_ids)
 
-        return await asyncio.wrap_future(self._worker.call(work, token_ids))
+        return await asyncio.wrap_future(self._worker.call(checked_decode, token_ids))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now; its iterator ends with the output so far, marked `abort`.
-
-        Returns:
-            Whether a request of this name is open. It may still end for another reason before.
-        """
+        """End a request; its iterator ends with the output so far and the finish_reason `abort`.
+        Returns whether a request of this name was open."""
         return self._worker.abort(request_id)
 
     async def reset_prefix_cache(self, **others: Any) -> bool:
@@ -252,8 +210,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End all requests, release models and caches, and wait until the thread has ended.
 
-        Open iterators end with the output so far, marked `abort`; later calls raise `UsageError`.
-        Does nothing in a forked child.
+        Open iterators end with the output so far and the finish_reason `abort`; later calls raise
+        `UsageError`. Does nothing in a forked child.
         """
         self._worker.ask_to_stop()
         await asyncio.to_thread(self._worker.stop)

@@ -1,7 +1,4 @@
-"""All errors that users can meet: every error raised on purpose is a `ForetokenError`.
-
-Ctrl-C during `LLM.generate`, `chat` and `stream` is Python's own KeyboardInterrupt; its attribute
-`outputs` holds what was generated.
+"""All errors that users can meet; every error raised on purpose is a `ForetokenError`.
 
 Messages follow one form: the field in backticks, the value, the bound, the remedy.
 """
@@ -10,21 +7,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 
 class ForetokenError(Exception):
     """Base class of all errors that Foretoken raises on purpose."""
 
+    def caused_by(self, cause: BaseException) -> Self:
+        """This error with `cause` as `__cause__`, as `raise ... from` sets it."""
+        self.__cause__ = cause
+        return self
+
 
 class _FieldError(ForetokenError, ValueError):
-    """An error about one named value.
+    """An error about one value.
 
     Args:
-        field: The name that the user typed, for example `top_p`.
-        value: The bad value.
-        bound: What the value must be; completes the sentence "must be ...".
-        remedy: What to do about it, one sentence.
+        field: the name of the option, as the user typed it.
+        bound: what the value must be; completes the sentence "must be ...".
+        remedy: what to do about it, one sentence.
     """
 
     def __init__(self, field: str, value: Any, bound: str, remedy: str = "") -> None:
@@ -101,9 +102,7 @@ def check_known_keys(
     known: Iterable[str],
     error: type[ConfigError] | type[RequestError] = ConfigError,
 ) -> None:
-    """Raise `error` for the first key that is not in `known`.
-
-    Its message names the nearest known key, and lists all known keys.
+    """Raise `error`, with the nearest known key, for the first key that is not in `known`.
 
     Args:
         where: prefix of the key in the message.

@@ -1,8 +1,7 @@
-"""vLLM's names that this version does not have.
+"""vLLM's options, classes and methods that Foretoken lacks, and what to write instead.
 
-An option of vLLM is accepted at values that change nothing here. Any other value is refused, and
-the error says what to write instead. So code and command lines can move over, and no option is
-ignored in silence. Absent classes and methods raise such an error when they are used.
+An option is accepted at values that change nothing here; any other value raises an error, so that
+no option is silently ignored. Absent classes and methods raise an error when they are used.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class Foreign(NamedTuple):
-    """An option of vLLM's that we do not have.
+    """An option of vLLM's that Foretoken lacks.
 
     Attributes:
-        harmless: values at which the option changes nothing; None is always harmless, and `...`
-            stands for any value.
-        instead: for the error about any other value: what to write instead.
-        note: a warning that is logged if the value is harmless and true; "": none.
+        harmless: values that are accepted, besides None; `...` stands for any value.
+        instead: the last sentence of the error about any other value: what to write instead.
+        note: a warning that is logged if an accepted value is true; "": none.
     """
 
     harmless: tuple[Any, ...]
@@ -35,39 +33,32 @@ class Foreign(NamedTuple):
 
 
 def same_for(names: str, *foreign: Any) -> dict[str, Foreign]:
-    """A dict that gives all of these names one entry.
-
-    Args:
-        names: separated by spaces.
-        foreign: the entry, or the fields of a new `Foreign`.
-    """
+    """{name: entry} for `names`, separated by spaces; `foreign`: the entry, or its fields."""
     entry = foreign[0] if isinstance(foreign[0], Foreign) else Foreign(*foreign)
     return dict.fromkeys(names.split(), entry)
 
 
 OFF = (False,)
-ONE_PROCESS = Foreign(
-    (1,), "An engine computes in one process; several are `foretoken serve --replicas N`."
-)
+ONE_PROCESS = Foreign((1,), "An engine is one process: start several by `serve --replicas N`.")
 NO_MEDIA = Foreign(({},), "This version takes text alone.")
 NO_LORA = Foreign((False,), "Merge the adapter into the checkpoint's weights.")
 WHOLE_TEXT = (
-    "Every output holds the whole text so far: print what is new in it, or have `AsyncEngine` "
-    "yield what is new by deltas=True."
+    "Outputs contain the whole text so far; `AsyncEngine` yields new text with deltas=True."
 )
 EITHER = Foreign((True, False), "Leave it out.")
 OWN_CONFIG = "Edit config.json in a copy of the checkpoint."
 NO_PLUGIN = "No plugin reads it here."
 GENERATES = "This version generates text."
+_STORED = "Weights are read as they are stored: docs/models.md."
 ANY, ANY_FLAG = (...,), (..., True)
 
 _STRUCTURED = Foreign((), "Write `SamplingParams(structured_outputs={'json': schema})`.")
-_BEAM = "Beam search is not there: draw `n` samples with logprobs=0 and rank by cumulative_logprob."
+_BEAM = "No beam search here: draw `n` samples with logprobs=0 and rank them by cumulative_logprob."
+_LIKELIEST = "Ask for `logprobs` of the likeliest tokens."
 SAMPLING_FIELDS = {
     "best_of": Foreign((1,), "Ask for `n` samples and rank them by cumulative_logprob."),
-    "use_beam_search": Foreign(OFF, _BEAM),
+    **same_for("use_beam_search early_stopping", OFF, _BEAM),
     "length_penalty": Foreign((1.0,), _BEAM),
-    "early_stopping": Foreign(OFF, _BEAM),
     "guided_decoding": _STRUCTURED,
     "logits_processors": Foreign(([],), "`logit_bias` and `bad_words` change single tokens."),
     "truncation_side": Foreign(("left",), "Cut the ids: {'prompt_token_ids': ids[:n]}."),
@@ -75,8 +66,7 @@ SAMPLING_FIELDS = {
     "output_kind": Foreign(("CUMULATIVE",), WHOLE_TEXT),
     "stream_interval": Foreign((1,), WHOLE_TEXT),
     "flat_logprobs": Foreign(OFF, "Log-probabilities are a list of dicts."),
-    "logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
-    "prompt_logprob_token_ids": Foreign((), "Ask for `logprobs` of the likeliest tokens."),
+    **same_for("logprob_token_ids prompt_logprob_token_ids", (), _LIKELIEST),
     "prompt_logprob_start": Foreign((0,), "Cut the list `prompt_logprobs`."),
     "extra_args": Foreign(({},), NO_PLUGIN),
     "thinking_token_budget": Foreign((-1,), "Bound the answer by `max_tokens`."),
@@ -84,41 +74,38 @@ SAMPLING_FIELDS = {
     "skip_clone": EITHER,
     "skip_reading_prefix_cache": Foreign(OFF, "Give the request a `cache_salt` of its own."),
     "watermarking": Foreign(OFF, "No text is watermarked here."),
-    "routed_experts_prompt_start": Foreign((0,), "The routing of experts is not told."),
+    "routed_experts_prompt_start": Foreign((0,), "The routing of experts is not reported."),
     "trace_decode_token_ids": Foreign((), "The drafter `forced` drafts given tokens."),
 }
 
 CALL_OPTIONS = {
-    "lora_request": NO_LORA,
+    **same_for("lora_request prompt_adapter_request", NO_LORA),
     "priority": Foreign((0,), "Set `SamplingParams.priority`."),
     "tokenization_kwargs": Foreign(({},), "Encode the text and pass `prompt_token_ids`."),
     "mm_processor_kwargs": NO_MEDIA,
     "guided_options_request": _STRUCTURED,
-    "prompt_adapter_request": NO_LORA,
     "prompt_token_ids": Foreign((), "Pass them as the prompt: {'prompt_token_ids': ids}."),
     "pooling_params": Foreign((), GENERATES),
     # Running requests keep their blocks, and no other request finds these.
     **same_for("reset_running_requests reset_connector", EITHER),
 }
 
+_NO_ENCODERS = "Models with an encoder are not served."
 PROMPT_KEYS = {
     **same_for("multi_modal_data multi_modal_uuids mm_processor_kwargs", NO_MEDIA),
     "prompt_embeds": Foreign((), "Pass `prompt` or `prompt_token_ids`."),
-    "token_type_ids": Foreign((), "No model that is served here reads them."),
-    **same_for("encoder_prompt decoder_prompt", Foreign((), "Decoders are served alone.")),
+    "token_type_ids": Foreign((), "No served model reads them."),
+    **same_for("encoder_prompt decoder_prompt", (), _NO_ENCODERS),
 }
 
 SPECULATIVE_FIELDS = {
     **same_for("draft_tensor_parallel_size tensor_parallel_size", ONE_PROCESS),
     "disable_by_batch_size": Foreign((), "Set `num_speculative_tokens` to `auto`."),
     "disable_padded_drafter_batch": EITHER,
-    **same_for(
-        "quantization draft_load_config load_config", (), "Weights are read as they are stored."
-    ),
+    **same_for("quantization draft_load_config load_config", (), _STORED),
     "max_model_len": Foreign((), "The draft's context is that of its checkpoint."),
     "enforce_eager": Foreign((), "Drafts are launched as the target is: `enforce_eager`."),
-    "attention_backend": Foreign((), "`backend` chooses the kernels of both models."),
-    "moe_backend": Foreign((), "`backend` chooses the kernels of both models."),
+    **same_for("attention_backend moe_backend", (), "`backend` chooses kernels of both models."),
     "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
     "code_revision": Foreign((), "Code from a checkpoint is never run: docs/models.md."),
     "hf_overrides": Foreign(({},), OWN_CONFIG),
@@ -126,26 +113,27 @@ SPECULATIVE_FIELDS = {
     "use_local_argmax_reduction": Foreign(OFF, ONE_PROCESS.instead),
     "use_heterogeneous_vocab": Foreign(OFF, "`draft_text` drafts with another tokenizer."),
     "speculative_token_tree": Foreign((), "Drafts are a chain: `num_speculative_tokens`."),
-    "disable_logprobs": Foreign(OFF, "Log-probabilities are told wherever they are asked for."),
+    "disable_logprobs": Foreign(OFF, "Requests that ask for log-probabilities always get them."),
     "acceptance_method": Foreign((), "Write `rejection_sample_method`."),
     "num_draft_tokens": Foreign((), "Write `num_speculative_tokens`."),
     **same_for(
         "fly_window_size fly_entropy_threshold fly_entropy_top_k posterior_threshold "
         "posterior_alpha typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha",
-        Foreign((), "Every rule here is lossless but `synthetic`: docs/verification.md."),
+        (),
+        "Every rule here except `synthetic` is lossless: docs/verification.md.",
     ),
 }
 
-_NO_HEADS = "{} are not served. Take `draft_model`, `eagle3`, `ngram` or `suffix`."
+_UNSERVED = "{} are not served. Take `draft_model`, `eagle3`, `ngram` or `suffix`."
 SPECULATIVE_METHODS = {
-    "eagle": _NO_HEADS.format("Heads of EAGLE and EAGLE-2 (`eagle3` takes those of EAGLE-3 alone)"),
-    "eagle2": _NO_HEADS.format("Heads of EAGLE-2"),
-    "medusa": _NO_HEADS.format("Heads of Medusa"),
-    "mlp_speculator": _NO_HEADS.format("MLP speculators"),
-    "mtp": _NO_HEADS.format("Layers of multi-token prediction"),
-    **dict.fromkeys(("dflash", "dspark"), _NO_HEADS.format("Block-diffusion drafters")),
-    "extract_hidden_states": "It drafts nothing: this version has no such side output.",
+    "eagle": _UNSERVED.format("Heads of EAGLE and EAGLE-2 (`eagle3` takes heads of EAGLE-3 only)"),
+    "eagle2": _UNSERVED.format("Heads of EAGLE-2"),
+    "medusa": _UNSERVED.format("Heads of Medusa"),
+    "mlp_speculator": _UNSERVED.format("MLP speculators"),
+    "mtp": _UNSERVED.format("Layers of multi-token prediction"),
+    **dict.fromkeys(("dflash", "dspark"), _UNSERVED.format("Block-diffusion drafters")),
+    "extract_hidden_states": "It drafts nothing, and Foretoken does not output hidden states.",
     "custom_class": "A drafter of your own is one file: ARCHITECTURE.md, Recipes.",
     "ngram_gpu": "Write `ngram`: it runs on the device where there is one.",
     "[ngram]": "Write `method`: `ngram`.",
@@ -171,13 +159,13 @@ NAMES = {
         GENERATES,
     ),
 }
-"""Classes and functions that vLLM exports and Foretoken lacks, and what to write instead."""
+"""Classes and functions that vLLM exports, and what to write instead."""
 
 _PROFILE = "`foretoken bench` shows where the time goes; any profiler of Python or CUDA works."
 _SLEEP = "`close()` releases models and caches; make a new one to go on."
 _NO_WORKERS = "There are no workers: the engine computes in this process."
 _ANY_TIME = "Use `AsyncEngine`: it takes requests at any time."
-_KEPT = "Weights are those of the checkpoint: make a new `LLM`."
+_FIXED_WEIGHTS = "Weights cannot be changed: make a new `LLM` from another checkpoint."
 METHODS = {
     **dict.fromkeys("embed encode classify score reward token_classify plugin".split(), GENERATES),
     **dict.fromkeys("start_profile stop_profile".split(), _PROFILE),
@@ -188,15 +176,14 @@ METHODS = {
     "get_metrics": "Read `metrics`, or the `metrics` of an output.",
     "set_tokenizer": "Pass `tokenizer` when it is built.",
     "from_engine_args": "Pass the options when it is built.",
-    "llm_engine": "The engine is `engine`; its methods are other ones.",
-    "model_config": "Options are in `config`, limits in `engine.limits`.",
-    "vllm_config": "Options are in `config`, limits in `engine.limits`.",
+    "llm_engine": "The engine is `engine`; it has other methods.",
+    **dict.fromkeys(("model_config", "vllm_config"), "Read `config` and `engine.limits`."),
     "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation.",
     **dict.fromkeys("enqueue enqueue_chat wait_for_completion add_request".split(), _ANY_TIME),
     "reset_mm_cache": NO_MEDIA.instead,
-    **dict.fromkeys("init_weight_transfer_engine update_weights".split(), _KEPT),
+    **dict.fromkeys("init_weight_transfer_engine update_weights".split(), _FIXED_WEIGHTS),
     "pause_generation": "`abort` ends a request.",
-    "check_health": "`status.failure` says why nothing is served, if so.",
+    "check_health": "`status.failure` is None, or says why nothing is served.",
     "do_log_stats": "Read `metrics` and `status`.",
     "shutdown": "Write `close()`.",
     "get_model_config": "Options are in `config`.",
@@ -211,17 +198,15 @@ OUTPUTS = {
         "finished_time queued_ts scheduled_ts first_token_ts last_token_ts".split(),
         _TIMES,
     ),
-    **dict.fromkeys(
-        "encoder_prompt encoder_prompt_token_ids".split(), "Decoders are served alone."
-    ),
+    **dict.fromkeys("encoder_prompt encoder_prompt_token_ids".split(), _NO_ENCODERS),
     "lora_request": NO_LORA.instead,
     "kv_transfer_params": ONE_PROCESS.instead,
-    "routed_experts": "The routing of experts is not told.",
+    "routed_experts": "The routing of experts is not reported.",
     "multi_modal_placeholders": NO_MEDIA.instead,
     "num_generation_tokens": "Count `token_ids`.",
-    "sampling_type": "`temperature` and `seed` say it.",
-    "all_stop_token_ids": "The checkpoint's end of text, and `stop_token_ids`.",
-    "update_from_generation_config": "`LLM.get_default_sampling_params` has them.",
+    "sampling_type": "Read `temperature` and `seed`.",
+    "all_stop_token_ids": "Read `stop_token_ids`, and the checkpoint's end-of-text tokens.",
+    "update_from_generation_config": "`LLM.get_default_sampling_params` has the values.",
 }
 """Attributes of vLLM's parameters and outputs, and what to use instead."""
 
@@ -243,13 +228,11 @@ ENGINE_OPTIONS = {
     "download_dir": Foreign((), "Set HF_HOME: checkpoints go to the hub's own cache."),
     "hf_token": Foreign((), "Set HF_TOKEN, or log in with `hf auth login`."),
     "skip_tokenizer_init": Foreign(OFF, "Token ids are taken as they are, tokenizer or not."),
-    "trust_remote_code": Foreign(
-        (True, False),
-        "Leave it out.",
-        note="trust_remote_code=True changes nothing: code from a checkpoint is never run.",
+    "trust_remote_code": EITHER._replace(
+        note="trust_remote_code=True changes nothing: code from a checkpoint is never run."
     ),
-    "quantization": Foreign((), "Weights are read as they are stored: docs/models.md."),
-    "quantization_config": Foreign(({},), "Weights are read as they are stored."),
+    "quantization": Foreign((), _STORED),
+    "quantization_config": Foreign(({},), _STORED),
     **same_for("hf_overrides rope_scaling model_class_overrides", ({},), OWN_CONFIG),
     **same_for("rope_theta hf_config_path", (), OWN_CONFIG),
     "override_attention_dtype": Foreign((), "Write `dtype`."),
@@ -275,8 +258,8 @@ ENGINE_OPTIONS = {
         "weight_transfer_config",
         ({},), ONE_PROCESS.instead,
     ),
-    "numa_bind": Foreign(OFF, "Start it by numactl."),
-    **same_for("numa_bind_nodes numa_bind_cpus", ([],), "Start it by numactl."),
+    "numa_bind": Foreign(OFF, "Start Foretoken with numactl."),
+    **same_for("numa_bind_nodes numa_bind_cpus", ([],), "Start Foretoken with numactl."),
     "device_ids": Foreign((), "Set CUDA_VISIBLE_DEVICES."),
     # Memory.
     "kv_cache_memory_bytes": Foreign((), "Write `kv_cache_gib`."),
@@ -299,15 +282,15 @@ ENGINE_OPTIONS = {
     "scheduling_policy": Foreign(("fcfs",), "Set `SamplingParams.priority`."),
     "watermark": Foreign((0,), "Requests are admitted with all blocks that they need."),
     "scheduler_delay_factor": Foreign((0,), "Requests are admitted at the next step."),
-    "num_scheduler_steps": Foreign((1,), "Each step is scheduled."),
+    "num_scheduler_steps": Foreign((1,), "The scheduler runs before every step."),
     "stream_interval": Foreign((1,), WHOLE_TEXT),
     "performance_mode": Foreign(("balanced",), "Set `max_num_seqs` and K."),
     "attention_backend": Foreign((), "`backend` chooses the kernels."),
     **same_for("moe_backend linear_backend", ("auto",), "`backend` chooses the kernels."),
     **same_for("attention_config kernel_config", ({},), "`backend` chooses the kernels."),
     "disable_sliding_window": Foreign(OFF, "Lower `max_model_len` to the window."),
-    "max_logprobs": Foreign((20,), "A request gets at most 20."),
-    "logprobs_mode": Foreign(("raw_logprobs",), "They are those of the raw logits."),
+    "max_logprobs": Foreign((20,), "A request gets at most 20 log-probabilities per token."),
+    "logprobs_mode": Foreign(("raw_logprobs",), "Log-probabilities come from the raw logits."),
     "logits_processors": SAMPLING_FIELDS["logits_processors"],
     "logits_processor_pattern": Foreign((), SAMPLING_FIELDS["logits_processors"].instead),
     "guided_decoding_backend": Foreign(("auto", "guidance"), _ONE_GRAMMAR),
@@ -417,9 +400,9 @@ SERVER_OPTIONS = {
     ),
     # Features that are always on; to switch one off is refused.
     "enable_auto_tool_choice": Foreign((True,), "Write --tool-call-parser none."),
-    "exclude_tools_when_tool_choice_none": Foreign((True,), "With `none` no tools are shown."),
+    "exclude_tools_when_tool_choice_none": Foreign((True,), "`none` always hides the tools."),
     "enable_reasoning": Foreign((True,), "Write --reasoning-parser none."),
-    "enable_tokenizer_info_endpoint": Foreign((True,), "/tokenizer_info is there, under the key."),
+    "enable_tokenizer_info_endpoint": Foreign((True,), "/tokenizer_info asks for the API key."),
     **same_for("enable_log_deltas disable_frontend_multiprocessing", ANY_FLAG, ""),
     **same_for("cohere_is_reasoning_model", ANY_FLAG, ""),
     **same_for("max_log_len cohere_format", ANY, ""),
@@ -427,38 +410,34 @@ SERVER_OPTIONS = {
     "response_role": Foreign(("assistant",), "Answers have the role `assistant`."),
     "default_chat_template_kwargs": Foreign(({},), "Send `chat_template_kwargs` with requests."),
     "return_tokens_as_token_ids": Foreign(OFF, "Ask for it in each request."),
-    "enable_force_include_usage": Foreign(OFF, "Ask by `stream_options.include_usage`."),
+    "enable_force_include_usage": Foreign(OFF, "Set `stream_options.include_usage` in requests."),
     "enable_per_request_metrics": Foreign(OFF, "Answers have `metrics`; times are in /metrics."),
     "disable_uvicorn_access_log": Foreign(OFF, "Write --log-level warning."),
     "enable_log_outputs": Foreign(OFF, "Logs hold no text: docs/server.md."),
     "log_error_stack": Foreign(OFF, "Write --log-level debug."),
-    "log_config_file": Foreign((), "Logs are lines of JSON; --log-level says which."),
+    "log_config_file": Foreign((), "Logs are lines of JSON; --log-level sets the least level."),
     "disable_access_log_for_endpoints": Foreign(
         ("/health", "/metrics", "/ping", "/health,/metrics", "/health,/metrics,/ping"),
-        "Probes and scrapes are logged at --log-level debug alone.",
+        "Probes and scrapes are logged only at --log-level debug.",
     ),
     "fingerprint_mode": Foreign(("none",), "Answers have no fingerprint."),
     "fingerprint_value": Foreign((), "Answers have no fingerprint."),
     **same_for("tool_parser_plugin reasoning_parser_plugin", ("", "auto"), NO_PLUGIN),
     "middleware": Foreign(([],), NO_PLUGIN),
-    "tool_server": Foreign((), "Tools are the client's: it runs them."),
-    **same_for(
-        "allowed_methods allowed_headers", (["*"],), "Origins decide: --allowed-origins."
-    ),
+    "tool_server": Foreign((), "Clients run their tools themselves."),
+    **same_for("allowed_methods allowed_headers", (["*"],), "Write --allowed-origins."),
     "allow_credentials": Foreign(OFF, "Clients send their key in `Authorization`."),
     "disable_fastapi_docs": Foreign(OFF, "/docs and /openapi.json say nothing of this server."),
     "enable_ssl_refresh": Foreign(OFF, "Start the server again with its new certificate."),
-    "ssl_ciphers": Foreign((), "They are those of this machine's OpenSSL."),
+    "ssl_ciphers": Foreign((), "This machine's OpenSSL chooses the ciphers."),
     "uds": Foreign((), "Write --host and --port."),
-    **same_for(
-        "h11_max_incomplete_event_size h11_max_header_count", (), "Write --max-header-bytes."
-    ),
-    "config": Foreign((), "Write the options themselves."),
-    **same_for("grpc headless tokens_only", OFF, "This server speaks HTTP, and texts."),
+    **same_for("h11_max_incomplete_event_size h11_max_header_count", (), "Use --max-header-bytes."),
+    "config": Foreign((), "Write the options on the command line."),
+    **same_for("grpc headless tokens_only", OFF, "This server speaks HTTP, in texts."),
     **same_for("max_num_queued_reqs max_num_queued_tokens", (), "Write --max-num-waiting."),
     "api_server_count": ONE_PROCESS,
 }  # fmt: skip
-"""Options of `vllm serve`, other than the engine's, that `foretoken serve` lacks."""
+"""Options of `vllm serve`, other than `ENGINE_OPTIONS`, that `foretoken serve` lacks."""
 
 
 def without_foreign(
@@ -467,21 +446,23 @@ def without_foreign(
     error: type[ConfigError] | type[RequestError],
     where: str = "",
 ) -> dict[str, Any]:
-    """The options that are not in `table`.
+    """The options that are not in `table`, a table of foreign options.
 
     Args:
-        where: prefix of names in errors.
+        where: prefix of the option's name in the error.
 
     Raises:
         error: an option that is in `table` has a value that is not harmless.
     """
-    for name in [name for name in options if name in table]:
+    for name, value in options.items():
+        if value is None or name not in table:
+            continue
         harmless, instead, note = table[name]
-        if options[name] is not None and not any(_is_same(options[name], v) for v in harmless):
-            shown = " or ".join(repr(value) for value in harmless if value is not None)
+        if not any(_is_same(value, allowed) for allowed in harmless):
+            shown = " or ".join(map(repr, harmless))
             bound = f"left out, or {shown}" if shown else "left out"
-            raise error(where + name, options[name], bound, instead)
-        if note and options[name]:
+            raise error(where + name, value, bound, instead)
+        if note and value:
             _log.warning(note)
     return {name: value for name, value in options.items() if name not in table}
 
@@ -492,25 +473,25 @@ def names_checked(
     where: str,
     prefix: str = "",
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """A decorator for a dataclass: arguments that it lacks raise `error`, not `TypeError`.
+    """A decorator for a dataclass: unknown arguments raise `error`, not `TypeError`.
 
-    Arguments in `table` are dropped at harmless values (`without_foreign`).
+    Arguments in `table` are checked and dropped by `without_foreign`.
 
     Args:
         where: name of the class in errors.
-        prefix: prefix of names of `table` in errors.
+        prefix: prefix of the names from `table` in errors.
     """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
         original_init: Any = cls.__init__
-        first, *others = fields(cls)  # type: ignore[arg-type]
-        names = [first.name, *(field.name for field in others)]
+        first = fields(cls)[0]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
 
         @functools.wraps(original_init)
         def checked_init(self: _Class, *args: Any, **kwargs: Any) -> None:
             if args and first.kw_only:
-                remedy = f"Write {cls.__name__}({first.name}=...), and so on."
-                raise error(where, args, "given by their names", remedy)
+                remedy = f"Write {cls.__name__}({first.name}=...)."
+                raise error(where, args, "given as keyword arguments", remedy)
             kwargs = without_foreign(kwargs, table, error, prefix)
             check_known_keys(where, kwargs, names, error)
             original_init(self, *args, **kwargs)
@@ -521,31 +502,28 @@ def names_checked(
     return decorate
 
 
-def _is_same(given: Any, value: Any) -> bool:
-    """Whether a given value equals a harmless one.
-
-    `...` equals everything; True does not equal 1; a member of an enum equals its name.
-    """
-    if value is ...:
+def _is_same(value: Any, harmless: Any) -> bool:
+    """Whether a value equals a harmless one: `...` equals everything, True does not equal 1, and a
+    member of an enum equals its name."""
+    if harmless is ...:
         return True
-    if value is None or isinstance(value, bool):
-        return given is value
-    if isinstance(value, str):
-        return bool(getattr(given, "name", given) == value)
-    kinds = (int, float) if isinstance(value, (int, float)) else type(value)
-    return isinstance(given, kinds) and not isinstance(given, bool) and given == value
+    if isinstance(harmless, bool):
+        return value is harmless
+    if isinstance(harmless, str):
+        return bool(getattr(value, "name", value) == harmless)
+    kinds = (int, float) if isinstance(harmless, (int, float)) else type(harmless)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value == harmless
 
 
 def absent_attribute(owner: object, name: str) -> NoReturn:
-    """A `__getattr__` that raises `AbsentError`, for vLLM's names with what to write instead."""
-    kind = type(owner).__name__
+    """A `__getattr__` that raises `AbsentError`; for a name of vLLM's it says what to write."""
     instead = METHODS.get(name) or OUTPUTS.get(name)
     remedy = f" {instead}" if instead else ""
-    raise AbsentError(f"`{kind}` has no attribute `{name}`.{remedy}")
+    raise AbsentError(f"`{type(owner).__name__}` has no attribute `{name}`.{remedy}")
 
 
 class _Absent(type):
-    """Metaclass of absent classes: they can be imported, but calls and attributes raise."""
+    """Metaclass of absent classes: they can be imported; a call or an attribute raises."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise AbsentError(f"Foretoken has no `{cls.__name__}`. {cls.__doc__}")

@@ -1,8 +1,4 @@
-"""Ctrl-C and SIGTERM while requests run: they take effect between steps. No torch.
-
-Charter: no signal is lost. Once the results are safe, the signal is raised again, or the results
-report it.
-"""
+"""Ctrl-C and SIGTERM while requests run take effect between steps, and none is lost. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
 
 OnInterrupt = Literal["raise", "return"]
-# By `on_interrupt`, the signals to catch. A signal is caught only if its present handler is one of
-# those listed: a program's own handler stays.
-_NOTICED: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
+# By `on_interrupt`: the signals to catch. A signal is caught only if its present handler is one of
+# the default handlers listed here: a program's own handler stays.
+_CAUGHT: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
     "raise": {signal.SIGINT: (signal.default_int_handler,)},
     "return": {
         signal.SIGINT: (signal.default_int_handler, signal.SIG_DFL),
@@ -33,36 +29,31 @@ class Interrupt:
 
     Args:
         on_interrupt: `raise` catches only Ctrl-C; SIGTERM then ends the process at once, since no
-            caller would see the results. `return` catches both.
+            caller would see the results. `return` catches both. Others: `RequestError`.
 
     Attributes:
         name: name of the signal that came, SIGINT or SIGTERM; None before.
-
-    Raises:
-        RequestError: `on_interrupt` is neither `raise` nor `return`.
     """
 
     def __init__(self, on_interrupt: str) -> None:
-        if on_interrupt not in _NOTICED:
+        if on_interrupt not in _CAUGHT:
             raise RequestError("on_interrupt", on_interrupt, "`raise` or `return`")
         self.name: str | None = None
         self._returns = on_interrupt == "return"
-        self._noticed = _NOTICED[on_interrupt]
-        self._before: dict[signal.Signals, Any] = {}
+        self._default_handlers = _CAUGHT[on_interrupt]
+        self._replaced: dict[signal.Signals, Any] = {}  # handlers to put back
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """Inside, the first signal only sets `name`; a second signal takes effect at once.
-
-        Does nothing outside the main thread, where Python allows no signal handlers.
-        """
+    def caught(self) -> Iterator[None]:
+        """Inside, the first signal only sets `name`; a second signal takes effect at once."""
+        # Python allows signal handlers only in the main thread.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         try:
-            for number, handlers in self._noticed.items():
+            for number, handlers in self._default_handlers.items():
                 if signal.getsignal(number) in handlers:
-                    self._before[number] = signal.signal(number, self._notice)
+                    self._replaced[number] = signal.signal(number, self._catch)
             yield
         finally:
             self._restore()
@@ -71,9 +62,9 @@ class Interrupt:
         """Raise a caught signal again, for its usual handler, unless the outputs report it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. No subclass is
-                used: with an uncaught subclass the process would exit with 1, and a shell's loop
-                over programs would continue.
+            KeyboardInterrupt: Ctrl-C; the attribute `outputs` holds the outputs. A subclass, if not
+                caught, would end the process with exit status 1, and a shell's loop over programs
+                would continue.
         """
         if self.name is None:
             return
@@ -86,10 +77,9 @@ class Interrupt:
             raise
 
     def _restore(self) -> None:
-        """Put the handlers back that were there before."""
-        while self._before:
-            signal.signal(*self._before.popitem())
+        while self._replaced:
+            signal.signal(*self._replaced.popitem())
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def _catch(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
         self._restore()

@@ -1,8 +1,4 @@
-"""`LLM`: prompts in, texts out, in the caller's own thread.
-
-Charter: the engine is used only in turns of one step (`engine/worker.py`), so that the calls of
-several threads are batched together.
-"""
+"""`LLM`: prompts in, texts out, in the caller's own thread."""
 
 from __future__ import annotations
 
@@ -15,18 +11,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import (
-    Params,
-    ParamsReader,
-    Prompt,
-    Submission,
-    build_output,
-    check_call,
-    check_options,
-    prepare,
-    shown_parts,
-    split_prompts,
-)
+from foretoken.engine import boundary
+from foretoken.engine.boundary import Params, ParamsReader, Prompt, Submission
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory_plan import MemoryPlan
@@ -41,17 +27,19 @@ from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
-_Prepared = Submission | RequestOutput  # `RequestOutput` for a prompt that was refused
 _Accepted = TypeVar("_Accepted", Submission, RequestGroup)
-_Begun = RequestGroup | RequestOutput  # as `_Prepared`, for the queue
-_PREPARED_PER_TURN = 16  # prompts that are encoded between two steps of other threads' requests
+# A prompt that was encoded, then queued in the engine. `RequestOutput`: it was refused.
+_Encoded = Submission | RequestOutput
+_Queued = RequestGroup | RequestOutput
+_ENCODED_PER_TURN = 16  # prompts that are encoded between two steps of other threads' requests
 
 
 class LLM:
-    """An engine with a model in it.
+    """A loaded model and its engine.
 
-    Threads may share an `LLM`: their calls run together, in one batch. A forked child may not use
-    the `LLM` of its parent (`UsageError`).
+    Threads may share an `LLM`: their requests run in one batch, because each call uses the engine
+    in turns of one step (`Turns`). A forked child may not use the `LLM` of its parent
+    (`UsageError`).
 
     Args:
         model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
@@ -73,10 +61,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
-        """An `LLM` over an engine that `build_engine` made, for example with other parts.
-
-        Nothing else may use the engine after that.
-        """
+        """An `LLM` over an engine that `build_engine` made; only this `LLM` may use the engine."""
         llm = cls.__new__(cls)
         llm._serve(engine.config, engine)
         return llm
@@ -90,8 +75,8 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for one thread; `UsageError` after `close()` and in a forked child."""
-        self._turns.home.check()
+        """The engine, for one thread at a time; `UsageError` if closed, or in a forked child."""
+        self._turns.owner_process.check()
         if self._engine is None:
             raise UsageError("this LLM was closed: make a new one")
         return self._engine
@@ -109,13 +94,13 @@ class LLM:
         __getattr__ = absent_attribute
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that `sampling_params=None` stands for (a copy): `SamplingParams()` with
-        the checkpoint's defaults."""
+        """The parameters of prompts without `sampling_params`: `SamplingParams()` with the
+        checkpoint's defaults (a copy)."""
         return replace(self._params.defaults)
 
     def reset_prefix_cache(self, **others: Any) -> bool:
         """Let later requests reuse no cached block; always returns True."""
-        check_options(others, known=())
+        boundary.check_options(others, known=())
         with self._turns:
             self.engine.reset_prefix_cache()
         return True
@@ -155,29 +140,28 @@ class LLM:
             on_error: `raise` checks every prompt before anything runs and raises the error of the
                 first bad prompt; `return` gives a bad prompt an output with its `error`, and the
                 other prompts complete.
-            on_interrupt: the effect of a signal in the main thread, where the program has no
-                handler of its own. `raise`: Ctrl-C ends the call after the present step by
-                KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
-                after the present step, and the outputs say so (`interrupted_by`); if all outputs
-                are complete, the signal is raised. A second signal is never held back.
-            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
+            on_interrupt: the effect of a signal in the main thread if the program has no handler
+                for it. `raise`: Ctrl-C ends the call after the present step by KeyboardInterrupt,
+                SIGTERM kills the process. `return`: both end the call after the present step, and
+                outputs name the signal (`interrupted_by`); if all outputs are complete, the signal
+                is raised. A second signal takes effect at once.
+            others: options of vLLM that change nothing here (lora_request=None, ...).
 
         Returns:
             One `RequestOutput` per prompt. If a request fails while it runs, its output has the
-            `error` and the tokens so far, and the other requests complete. But if the call has only
-            this prompt, the error is raised and the tokens are dropped, unless `on_error` is
-            `return`.
+            `error` and the tokens so far, and the other requests complete. The error of a single
+            prompt (not in a list) is raised instead, unless `on_error` is `return`.
 
         Raises:
-            RequestError, CapacityError, ProcessingError: a prompt or its parameters.
+            RequestError, CapacityError, ProcessingError: a prompt or its parameters are refused.
             EngineBrokenError: the device failed in an earlier call; nothing is served any more.
-            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` holds what would have been returned:
-                complete outputs, and unfinished ones with finish_reason `interrupted` and the
-                tokens so far.
+            KeyboardInterrupt: Ctrl-C. The attribute `outputs` of this exception holds all outputs;
+                incomplete ones have the finish_reason `interrupted` and the tokens so far.
         """
-        check_call(on_error, use_tqdm)
-        check_options(others, known=("sampling_params", "use_tqdm", "on_error", "on_interrupt"))
-        single, items = split_prompts(prompts)
+        boundary.check_call(on_error, use_tqdm)
+        known = ("sampling_params", "use_tqdm", "on_error", "on_interrupt")
+        boundary.check_options(others, known)
+        single, items = boundary.split_prompts(prompts)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def chat(
@@ -190,32 +174,23 @@ class LLM:
         on_interrupt: OnInterrupt = "raise",
         **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Complete conversations, which the tokenizer's chat template turns into prompts.
+        """As `generate`, for conversations, which the tokenizer's chat template turns into prompts.
 
         Args:
             messages: a conversation, or a list of conversations. A conversation is a list of dicts
-                with `role` and `content` (a text, or a list of parts of type `text`), and maybe
+                with `role` and `content` (a text, or a list of parts of type `text`), and optional
                 `tool_calls`, `tool_call_id`, `name` or `reasoning_content`.
-            sampling_params, use_tqdm, on_error, on_interrupt: as in `generate`.
             template: inputs of the template: see `ChatOptions`.
-
-        Returns:
-            One `RequestOutput` per conversation, its `prompt` the rendered text.
         """
-        check_call(on_error, use_tqdm)
-        options = check_options(template, known=CHAT_OPTIONS)
+        boundary.check_call(on_error, use_tqdm)
+        options = boundary.check_options(template, known=CHAT_OPTIONS)
         single, items = chat_prompts(ChatTemplate(self.tokenizer, **options), messages)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def _complete(
-        self,
-        single: bool,
-        items: Sequence[Any],
-        sampling_params: Any,
-        use_tqdm: bool,
-        on_error: str,
-        on_interrupt: str,
-    ) -> list[RequestOutput]:
+        self, single: bool, items: Sequence[Any], sampling_params: Any, use_tqdm: bool,
+        on_error: str, on_interrupt: str,
+    ) -> list[RequestOutput]:  # fmt: skip
         """One output per prompt in `items`; all prompts are encoded before the first one runs.
 
         Args:
@@ -223,35 +198,35 @@ class LLM:
         """
         interrupt, engine = Interrupt(on_interrupt), self.engine
         params = self._params.read_per_prompt(sampling_params, len(items))
-        prepared: deque[_Prepared] = deque()
-        begun: list[_Begun] = []
+        encoded: deque[_Encoded] = deque()
+        queued: list[_Queued] = []
         outputs = None
-
         # Grammars without references are dropped, and would be compiled again in each turn.
         _grammars = engine.grammars.wait(p.structured_outputs for p in params)
 
-        def count() -> int:
-            return sum(item.finished for item in begun)
+        def count_finished() -> int:
+            return sum(item.finished for item in queued)
 
         try:
-            with interrupt.noticed(), progress_bar(count, len(items), use_tqdm) as update:
+            with interrupt.caught(), progress_bar(count_finished, len(items), use_tqdm) as update:
                 pairs = zip(items, params, strict=True)
-                while len(prepared) < len(items):
+                while len(encoded) < len(items):
                     with self._turns:
-                        for prompt, its_params in islice(pairs, _PREPARED_PER_TURN):
+                        for prompt, prompt_params in islice(pairs, _ENCODED_PER_TURN):
                             self._num_requests += 1
                             name = str(self._num_requests)
-                            work = partial(prepare, engine, name, prompt, its_params)
-                            request = name, prompt, its_params, interrupt
-                            prepared.append(_attempt(*request, work, raises=on_error == "raise"))
+                            accept = partial(boundary.prepare, engine, name, prompt, prompt_params)
+                            request = name, prompt, prompt_params, interrupt
+                            raises = on_error == "raise"
+                            encoded.append(_accept_or_refuse(*request, accept, raises=raises))
                 while outputs is None:
-                    outputs = self._turn(prepared, begun, interrupt)
+                    outputs = self._turn(encoded, queued, interrupt)
                     update()
         except BaseException as error:  # leave nothing in the engine
-            self._turns.later(lambda: _abort(engine, begun))
+            self._turns.later(lambda: _abort(engine, queued))
             if isinstance(error, RequestError) and not single:
-                number = len(prepared)
-                error.add_note(f"Prompt {number} of the list; on_error='return' runs the rest.")
+                index = len(encoded)  # from 0
+                error.add_note(f"Prompt {index} of the list; on_error='return' runs the rest.")
             raise
         interrupt.deliver(outputs)
         if single and on_error == "raise" and outputs[0].error is not None:
@@ -259,45 +234,40 @@ class LLM:
         return outputs
 
     def _turn(
-        self, prepared: deque[_Prepared], begun: list[_Begun], interrupt: Interrupt
+        self, encoded: deque[_Encoded], queued: list[_Queued], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
-        """Move prompts from `prepared` to `begun` while the queue has room, and run one step.
-
-        Returns:
-            The outputs, once all requests have ended; None before.
-        """
+        """Move prompts from `encoded` to `queued` while the engine has room, and run one step;
+        returns the outputs once all requests have ended."""
         with self._turns:
             engine = self.engine
-            while prepared and (engine.has_room or interrupt.name):
-                item = prepared.popleft()
+            while encoded and (engine.has_room or interrupt.name):
+                item = encoded.popleft()
                 if isinstance(item, RequestOutput):
-                    begun.append(item)
+                    queued.append(item)
                     continue
                 prompt = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
                 request = item.request_id, prompt, item.params, interrupt
-                begun.append(_attempt(*request, partial(engine.add, *item)))
+                queued.append(_accept_or_refuse(*request, partial(engine.add, *item)))
             if interrupt.name:
-                for result in begun:
+                for result in queued:
                     _end_interrupted(engine, result, interrupt)
-            if prepared or not all(result.finished for result in begun):
+            if encoded or not all(result.finished for result in queued):
                 engine.step()
                 return None
-            return [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in begun]
+            build = partial(boundary.build_output, engine)
+            return [build(item) if isinstance(item, RequestGroup) else item for item in queued]
 
     def stream(
-        self,
-        prompt: Prompt | ChatPrompt,
-        sampling_params: Params | None = None,
-        *,
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None = None, *,
         on_interrupt: OnInterrupt = "raise",
-    ) -> Iterator[RequestOutput]:
+    ) -> Iterator[RequestOutput]:  # fmt: skip
         """Complete one prompt; yields the output so far after every step, the last one finished.
 
         If the request fails while it runs, nothing is raised: its last output has the `error`.
         Closing the iterator early aborts the request. Other calls may run between two outputs; they
-        advance this request, too. Between steps, signals are left to the caller. During a step
-        `on_interrupt` decides, as in `generate`: `raise` raises KeyboardInterrupt with the output
-        so far in its `outputs`; `return` makes the next output the last, marked `interrupted`.
+        advance this request, too. The caller handles signals between steps. During a step, Ctrl-C
+        raises KeyboardInterrupt with the attribute `outputs`; under on_interrupt="return" Ctrl-C
+        and SIGTERM make the next output the last, with finish_reason `interrupted`.
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
@@ -305,16 +275,16 @@ class LLM:
         with self._turns:
             engine = self.engine
             self._num_requests += 1
-            group = engine.add(*prepare(engine, str(self._num_requests), prompt, params))
+            group = engine.add(*boundary.prepare(engine, str(self._num_requests), prompt, params))
         output, finished = None, False
         try:
             while not finished:
-                with interrupt.noticed(), self._turns:
+                with interrupt.caught(), self._turns:
                     if not (group.finished or interrupt.name):
                         self.engine.step()
                     _end_interrupted(self.engine, group, interrupt)
-                    output = build_output(self.engine, group)
-                finished = output.finished  # may be new: building an output may end the request
+                    output = boundary.build_output(self.engine, group)
+                finished = output.finished  # `build_output` may end the request
                 if interrupt.name and not finished:
                     continue  # the signal came after the output was read
                 interrupt.deliver([output])
@@ -329,7 +299,7 @@ class LLM:
     def close(self) -> None:
         """End all requests and release models and caches; later calls raise `UsageError`.
 
-        Running calls of other threads end with that error, too. Does nothing in a forked child.
+        Running calls of other threads raise it, too. Does nothing in a forked child.
         """
         self._turns.later(self._release)
 
@@ -340,27 +310,21 @@ class LLM:
         self.close()
 
     def _release(self) -> None:
-        """End all requests, and drop the engine."""
         if self._engine is not None:
             self._engine.abort_all()
         self._engine = None
 
 
-def _attempt(
-    name: str,
-    prompt: Any,
-    params: SamplingParams,
-    interrupt: Interrupt,
-    work: Callable[[], _Accepted],
-    *,
-    raises: bool = False,
-) -> _Accepted | RequestOutput:
-    """The result of `work` on a prompt; or, if the prompt is not accepted, an output that says why.
+def _accept_or_refuse(
+    name: str, prompt: Any, params: SamplingParams, interrupt: Interrupt,
+    accept: Callable[[], _Accepted], *, raises: bool = False,
+) -> _Accepted | RequestOutput:  # fmt: skip
+    """The result of `accept()`, or an output that says why the prompt is refused.
 
-    It is not accepted if a signal came before, or if `work` raises a `ForetokenError`.
+    A prompt is refused if a signal has come, or if `accept()` raises a `ForetokenError`.
 
     Args:
-        raises: whether that error is raised again, if no signal came during `work`.
+        raises: whether that error is raised again, if no signal came during `accept()`.
     """
     error, samples = None, []
     if interrupt.name:
@@ -368,22 +332,22 @@ def _attempt(
         samples = [CompletionOutput(j, [], "", *reasons) for j in range(params.n)]
     else:
         try:
-            return work()
-        except ForetokenError as raised:
+            return accept()
+        except ForetokenError as refusal:
             if raises and not interrupt.name:
                 raise
-            error = raised
-    text, ids = shown_parts(prompt)
+            error = refusal
+    text, ids = boundary.shown_parts(prompt)
     return RequestOutput(name, text, ids, samples, RequestMetrics(), error=error)
 
 
-def _abort(engine: Engine, begun: Sequence[_Begun]) -> None:
-    for result in begun:
+def _abort(engine: Engine, queued: Sequence[_Queued]) -> None:
+    for result in queued:
         if isinstance(result, RequestGroup):
             engine.abort(result)
 
 
-def _end_interrupted(engine: Engine, group: _Begun, interrupt: Interrupt) -> None:
+def _end_interrupted(engine: Engine, group: _Queued, interrupt: Interrupt) -> None:
     """If a signal came, end a request with the signal's name as its stop reason."""
     if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return

@@ -15,9 +15,8 @@ from foretoken.foreign import absent_attribute
 class Logprob:
     """A token's log-probability under the model's raw distribution, and its rank (1 = likeliest).
 
-    Attributes:
-        decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None
-            if the checkpoint has no tokenizer.
+    decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None if
+        the checkpoint has no tokenizer
     """
 
     logprob: float
@@ -33,17 +32,15 @@ class TokenTrace:
     temperature 0 p is 1 or 0.
 
     Attributes:
-        token_id: the id of the token or draft.
-        decoded_token: the text of `token_id`, as in `Logprob`.
+        decoded_token: as in `Logprob`.
         position: its index in prompt and output together, from 0.
         round: number of the pass of the target that decided the token, from 0 in each sample.
-        rule: the verification rule of the sample.
         origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
             `unread` (after a rejected one), or `accepted` (after the token that ended the sample).
         p: the target's probability of the token.
         q: the drafter's probability of the token at this position; None if there was no draft, or
             if q is one-hot (1 for the draft and 0 for all other tokens), as under `coupled`.
-        drafter: the name of the drafter of this round; None if nothing was drafted.
+        drafter: name of the drafter of this round; None if nothing was drafted.
         draft_index: the index of a draft in its round, from 0; None if the token was no draft.
         u: the uniform random number of a draft's acceptance test. None if no number decides (under
             `coupled`, at temperature 0), or if the draft counts as no draft.
@@ -81,8 +78,8 @@ REASONS = {
     "placeholder": "no token, or one that its q excludes",
     "not finite": "q is not finite",
 }
-"""Why drafts are rejected. The keys are the rules; `greedy` for temperature 0; and two kinds of
-draft that count as no draft."""
+"""Why a draft is rejected: by rule, `greedy` for temperature 0; and for drafts that count as no
+draft, `placeholder` and `not finite`."""
 
 
 @dataclass(slots=True)
@@ -102,14 +99,12 @@ class SpeculationMetrics:
 
     Attributes:
         num_steps: target passes that emitted tokens.
-        num_drafts: verifications with at least one drafted token.
-        num_draft_tokens: tokens drafted.
-        num_accepted_tokens: drafted tokens that were accepted.
+        num_drafts: how many of `num_steps` verified at least one drafted token.
         accepted_per_position: how often the draft at each index was accepted, length K.
         drafted_per_position: how often there was a draft at each index, length K.
         steps_per_k: item k: how many of `num_steps` verified k drafts, from k = 0.
-        num_synthetic_drafts: how many of `num_drafts` the rule `synthetic` decided. Their
-            acceptance was configured, and says nothing about the drafter.
+        num_synthetic_drafts: how many of `num_drafts` were decided by the rule `synthetic`, at
+            configured rates that say nothing about the drafter.
         drafters: counts of each drafter that drafted, by name.
     """
 
@@ -126,12 +121,7 @@ class SpeculationMetrics:
     def observe(
         self, num_drafted: int, num_accepted: int, drafter: str = "", *, synthetic: bool = False
     ) -> None:
-        """Record one step of one request.
-
-        Args:
-            drafter: the name of the drafter.
-            synthetic: whether the rule `synthetic` decided.
-        """
+        """Record one step of one request; `synthetic`: whether the rule `synthetic` decided."""
         self.num_steps += 1
         self.steps_per_k.extend([0] * (num_drafted + 1 - len(self.steps_per_k)))
         self.steps_per_k[num_drafted] += 1
@@ -141,16 +131,15 @@ class SpeculationMetrics:
         self.num_synthetic_drafts += synthetic
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        self._count(drafter, DrafterMetrics(1, num_drafted, num_accepted))
+        self._add_to_drafter(drafter, DrafterMetrics(1, num_drafted, num_accepted))
         drafted, accepted = self.drafted_per_position, self.accepted_per_position
-        for counts, upto in ((drafted, num_drafted), (accepted, num_accepted)):
+        for counts, num_counted in ((drafted, num_drafted), (accepted, num_accepted)):
             counts.extend([0] * (num_drafted - len(counts)))
-            for i in range(upto):
+            for i in range(num_counted):
                 counts[i] += 1
 
-    def _count(self, drafter: str, more: DrafterMetrics) -> None:
-        """Add to the counts of one drafter."""
-        counts = self.drafters.setdefault(drafter, DrafterMetrics())
+    def _add_to_drafter(self, name: str, more: DrafterMetrics) -> None:
+        counts = self.drafters.setdefault(name, DrafterMetrics())
         counts.num_drafts += more.num_drafts
         counts.num_draft_tokens += more.num_draft_tokens
         counts.num_accepted_tokens += more.num_accepted_tokens
@@ -158,19 +147,18 @@ class SpeculationMetrics:
     def add(self, other: SpeculationMetrics) -> None:
         """Add another request's counts to these."""
         for name, counts in other.drafters.items():
-            self._count(name, counts)
+            self._add_to_drafter(name, counts)
         for counter in fields(SpeculationMetrics):
             if counter.name == "drafters":
                 continue
-            mine, theirs = getattr(self, counter.name), getattr(other, counter.name)
-            if isinstance(mine, list):
-                total: Any = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+            old, more = getattr(self, counter.name), getattr(other, counter.name)
+            if isinstance(old, list):
+                total: Any = [a + b for a, b in zip_longest(old, more, fillvalue=0)]
             else:
-                total = mine + theirs
+                total = old + more
             setattr(self, counter.name, total)
 
     def copy(self) -> Self:
-        """A copy of these counts."""
         return replace(
             self,
             accepted_per_position=[*self.accepted_per_position],
@@ -181,7 +169,6 @@ class SpeculationMetrics:
 
     @property
     def synthetic_acceptance(self) -> bool:
-        """Whether the rule `synthetic` decided any of these drafts."""
         return self.num_synthetic_drafts > 0
 
     @property
@@ -207,9 +194,9 @@ class EngineMetrics(SpeculationMetrics):
     Attributes:
         controlled_seconds: seconds of the steps for which K was chosen and in which all requests
             decoded.
-        estimated_plain_seconds: seconds of plain decoding for the tokens that these steps were
-            expected to emit, by the measured costs of steps.
-        realised_plain_seconds: the same for the tokens that these steps have emitted.
+        estimated_plain_seconds: seconds that plain decoding would need, by the measured costs of
+            steps, for as many tokens as these steps were expected to emit.
+        realised_plain_seconds: seconds that it would need for the tokens that they did emit.
     """
 
     controlled_seconds: float = 0.0
@@ -224,24 +211,23 @@ class EngineMetrics(SpeculationMetrics):
 
     @property
     def realised_speedup(self) -> float | None:
-        """Speed-up over plain decoding; the time of plain decoding follows from measured costs of
-        steps. None before K was chosen."""
+        """Measured speed-up over the estimated time of plain decoding; None before K was chosen."""
         seconds = self.controlled_seconds
         return self.realised_plain_seconds / seconds if seconds else None
 
 
 @dataclass(slots=True)
 class RequestMetrics(SpeculationMetrics):
-    """Speculation plus timing of one request.
+    """Counts and times of one request, all samples together.
 
     Attributes:
         queue_time: seconds from submission until the first sample had a slot.
         time_to_first_token: seconds from submission to the first token of any sample.
-        tokens_per_second: generated tokens over seconds since submission, all samples together.
-        num_cached_tokens: prompt tokens that the first sample did not compute at its first
-            admission, because cache blocks of earlier requests held their keys and values.
-        num_preemptions: how often samples lost their cache blocks to an older request and computed
-            them again later, all samples together.
+        tokens_per_second: generated tokens over seconds since submission.
+        num_cached_tokens: prompt tokens of the first sample whose keys and values were found in
+            cache blocks of earlier requests.
+        num_preemptions: how often a sample lost its cache blocks to an older request and had to
+            compute them again.
     """
 
     queue_time: float | None = None
@@ -263,19 +249,19 @@ class CompletionOutput:
         token_ids: generated ids; a stop token that ended the output is the last of them.
         text: decoded text, without the stop string or the text of the stop token that ended it
             unless `include_stop_str_in_output`; empty if the checkpoint has no tokenizer.
-        finish_reason: None while it runs, then `stop` (a stop string, a stop token or
+        finish_reason: None while the sample runs, then `stop` (a stop string, a stop token or
             end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
             or SIGTERM: `on_interrupt` of `LLM.generate`), or `error` (see `RequestOutput.error`);
-            with the last three the output is incomplete.
+            after an abort, an interrupt or an error the output is incomplete.
         stop_reason: the stop string or stop token id that ended the output, or the name of the
             signal that interrupted it; else None.
         seed: in float32, SamplingParams(seed=seed, n=1) reproduces this sample.
         logprobs: per generated token, token id -> Logprob; None unless asked for.
-        origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
-            draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
+        origins: per generated token: `accepted` (a draft), `resampled` (replaces a rejected draft),
+            `bonus` (after all drafts were accepted) or `plain` (no draft before it).
         synthetic_acceptance: the rule `synthetic` decided which drafts were accepted: the text is
             meaningless by design.
-        trace: per generated token, how it came about; None unless asked for.
+        trace: a record per generated token; None unless asked for.
     """
 
     index: int
@@ -293,7 +279,6 @@ class CompletionOutput:
         __getattr__ = absent_attribute
 
     def finished(self) -> bool:
-        """Whether the sample has ended."""
         return self.finish_reason is not None
 
     @property
@@ -309,8 +294,7 @@ class CompletionOutput:
 class RequestOutput:
     """The result of one prompt.
 
-    Attributes:
-        error: why the request was refused or ended, or None; with an error, outputs are incomplete.
+    error: why the request was refused or ended, or None; with an error, outputs are incomplete
     """
 
     request_id: str
@@ -326,7 +310,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended (a refused prompt has none)."""
+        """Whether every sample has ended; True for a refused prompt, which has no samples."""
         return all(o.finish_reason for o in self.outputs)
 
     @property
@@ -336,7 +320,6 @@ class RequestOutput:
 
     @property
     def synthetic_acceptance(self) -> bool:
-        """Whether the text is meaningless by design: see `CompletionOutput`."""
         return any(o.synthetic_acceptance for o in self.outputs)
 
     @property
@@ -352,7 +335,7 @@ class CompletionDelta(CompletionOutput):
 
     Attributes:
         index, seed, synthetic_acceptance: as in `CompletionOutput`, in every delta of the sample.
-        token_ids, logprobs, origins, trace: those of the new tokens, always of whole rounds.
+        token_ids, logprobs, origins, trace: for the new tokens; a delta has all tokens of a step.
         text: the continuation of the text so far, which never changes. While a stop string or a
             character is incomplete, tokens come without text, and later text without tokens.
         finish_reason, stop_reason: as in `CompletionOutput`, in the last delta; None before.
@@ -371,7 +354,7 @@ class RequestDelta:
         prompt, prompt_token_ids: in the first delta; None after it.
         prompt_logprobs: in the first delta after the prompt was computed, if asked for; else None.
         metrics: in the last delta; None before.
-        error: why the request failed, in this and all later deltas; else None.
+        error: why the request failed, from the failure on; else None.
     """
 
     request_id: str
@@ -386,16 +369,15 @@ class RequestDelta:
     @classmethod
     def merge(cls, deltas: Sequence[Self]) -> Self:
         """Consecutive deltas of one request, at least one, as one delta."""
-        parts: dict[int, list[CompletionDelta]] = {}
+        by_sample: dict[int, list[CompletionDelta]] = {}
         for delta in deltas:
             for sample in delta.outputs:
-                parts.setdefault(sample.index, []).append(sample)
-
+                by_sample.setdefault(sample.index, []).append(sample)
         prompt_fields: dict[str, Any] = {}
         for name in ("prompt", "prompt_token_ids", "prompt_logprobs"):  # at most one delta has each
             values = (getattr(delta, name) for delta in deltas)
             prompt_fields[name] = next((value for value in values if value is not None), None)
-        outputs = [_concatenate(parts[index]) for index in sorted(parts)]
+        outputs = [_concatenate(by_sample[index]) for index in sorted(by_sample)]
         return replace(deltas[-1], outputs=outputs, **prompt_fields)
 
 

@@ -13,18 +13,14 @@ _PATIENCE_S = 2.0  # in a call that ends sooner, a bar would only flash up
 
 @contextmanager
 def progress_bar(
-    count: Callable[[], int],
-    total: int,
-    enabled: bool,
-    stream: TextIO | None = None,
+    count: Callable[[], int], total: int, enabled: bool, stream: TextIO | None = None,
     patience: float = _PATIENCE_S,
-) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal; yields a function to call after every step.
+) -> Iterator[Callable[[], None]]:  # fmt: skip
+    """A progress bar; yields a function to call after every step.
 
     Args:
         count: returns the number of requests that have ended.
         total: number of requests; a single request gets no bar.
-        enabled: whether the caller wants a bar.
         stream: where the bar is shown, if that is a terminal; None: the error stream.
         patience: seconds before the bar is shown.
     """
@@ -32,21 +28,21 @@ def progress_bar(
     if not enabled or total < 2 or stream is None or not stream.isatty():
         yield lambda: None
         return
-    start, show = time.perf_counter(), None
+    start, set_completed = time.perf_counter(), None
     with ExitStack() as stack:
 
         def update() -> None:
-            nonlocal show
-            if show is None and time.perf_counter() - start > patience:
-                show = _open_bar(stack, total, stream)
-            if show is not None:
-                show(count())
+            nonlocal set_completed
+            if set_completed is None and time.perf_counter() - start > patience:
+                set_completed = _open_bar(stack, total, stream)
+            if set_completed is not None:
+                set_completed(count())
 
         yield update
 
 
 def _open_bar(stack: ExitStack, total: int, stream: TextIO) -> Callable[[int], None]:
-    """Show a bar until `stack` closes; returns a function that sets how far it is."""
+    """Show a bar until `stack` closes; returns a function that sets how many requests ended."""
     from rich import console, progress
 
     count, time_left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()

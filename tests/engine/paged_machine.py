@@ -249,7 +249,7 @@ class WatchedScheduler(Scheduler):
         room, tokens = pace.room(asked, context), sum(s.num_tokens for s in prompts)
         pairs = sum(s.num_tokens * (s.start + s.num_tokens / 2) for s in prompts)
         seconds = pace.prompts.mixed_step(room.decoding, room.rows, tokens, pairs)
-        assert seconds <= room.most + 1e-9 or tokens == 1
+        assert seconds <= room.max_seconds + 1e-9 or tokens == 1
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Noted(Graphs):
     def stage(self, name: str, run: Callable[..., Any], rows: StepRequests, *given: Any) -> Any:
         if self._recording is not None:
             self._recording[name] = Any, None
-        elif rows.shape is not None and not self._runs_once:
+        elif rows.shape is not None and not self._is_warming_up:
             assert name in self._captured[rows.shape]
         return run(rows, *given)
 

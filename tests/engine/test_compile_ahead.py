@@ -19,10 +19,9 @@ import torch
 from benchmarks.heads import save_head
 from foretoken import LLM
 from foretoken.drafting.control import draft_widths
-from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory_plan import Sizes
-from foretoken.engine.step_costs import measure
+from foretoken.engine.step_costs import Gauge, measure_step_bytes, measure_step_seconds
 from foretoken.ops import Rule, checks
 from tests.engine.doubles import ON_DEVICE, double, engine_of
 from tests.support.checkpoints import save_checkpoint
@@ -96,10 +95,10 @@ def test_no_garbage_is_used_as_an_index(method: str, tmp_path: Path) -> None:
     graphs = Graphs((1, 3), draft_widths(drafts, adapts=True))
     with double(runner.model, "backend", compile_ahead=dry):
         with pytest.raises(Compiled):
-            measure_steps(runner, Sizes(3, 48, 96, drafts), NoGauge())
+            measure_step_bytes(runner, Sizes(3, 48, 96, drafts), NoGauge())
         assert ran
         ran.clear()
         runner.graphs = graphs
         with pytest.raises(Compiled):  # as they are captured
-            measure(runner, 3, drafts, graphs.widths, Rule.STANDARD)
+            measure_step_seconds(runner, 3, drafts, graphs.widths, Rule.STANDARD)
         assert ran

@@ -90,7 +90,7 @@ def test_a_gpu_that_this_pytorch_has_kernels_for(
     if runs:
         assert devices.choose_device("cuda") == GPU
         return
-    expected = r"Made-up \(compute capability 7\.0\).* takes 7\.5 or more\. Choose `cpu`"
+    expected = r"Made-up \(compute capability 7\.0\).* kernels need 7\.5 or more\. Choose `cpu`"
     with pytest.raises(ConfigError, match=expected):
         devices.choose_device("cuda")
 

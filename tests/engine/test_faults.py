@@ -14,11 +14,11 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.config.checks import machine_bytes
-from foretoken.engine import build, memory_plan
+from foretoken.engine import memory_plan
 from foretoken.engine.build import EngineParts
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request
-from foretoken.engine.rounds import describe
+from foretoken.engine.rounds import logprob_rows
 from foretoken.errors import (
     ConfigError,
     EngineMemoryError,
@@ -133,7 +133,7 @@ def in_logprobs(llm: LLM, expected: list[list[int]]) -> Iterator[None]:
     late = set(mine[6:]) - {*mine[:6], *one, *other}
     fails = failing(INJECTED, lambda found, tokens, *others: not late.isdisjoint(tokens))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretoken.engine.engine.describe", partial(fails, describe))
+        patch.setattr("foretoken.engine.engine.logprob_rows", partial(fails, logprob_rows))
         yield
 
 
@@ -353,7 +353,7 @@ def test_memory_that_runs_out_while_building_is_typed(
 
     with pytest.raises(Broken):
         llm_of(EngineParts(load_model=load), target)
-    monkeypatch.setattr(build, "check_fits", lambda num_bytes: None)
+    monkeypatch.setattr(memory_plan, "check_fits", lambda num_bytes: None)
     with pytest.raises(EngineMemoryError, match=r"engine was built.*`max_num_seqs`"):
         LLM(str(target), num_blocks=10**13)
     with pytest.raises(ConfigError):

@@ -23,7 +23,7 @@ from foretoken.engine.memory_plan import (
     blocks_within,
     fitting_plan,
     graph_sizes,
-    most_fitting,
+    largest_fitting,
     remedies,
     shortage,
 )
@@ -149,7 +149,7 @@ def test_every_size_costs(demand: Demand) -> None:
 @given(st.integers(-5, 50), st.integers(-5, 50), st.integers(-5, 50))
 def test_the_most_that_fits_is_that_of_a_search_one_by_one(low: int, high: int, last: int) -> None:
     expected = max((n for n in range(low, high + 1) if n <= last), default=None)
-    assert most_fitting(low, high, lambda n: n <= last) == expected
+    assert largest_fitting(low, high, lambda n: n <= last) == expected
 
 
 def test_a_large_gpu_gives_the_rest_to_the_cache() -> None:
@@ -163,8 +163,8 @@ def test_a_large_gpu_gives_the_rest_to_the_cache() -> None:
     table = plan.table().splitlines()
     assert len(table) == len(plan.parts) + 2
     assert table[0].split() == ["weights", "15.000", "GiB"]
-    assert plan.measured("CUDA graphs", 7).parts["CUDA graphs"] == 7
-    assert plan.measured("CUDA graphs", 0) is plan
+    assert plan.with_measured("CUDA graphs", 7).parts["CUDA graphs"] == 7
+    assert plan.with_measured("CUDA graphs", 0) is plan
 
 
 def test_a_small_model_takes_no_more_than_it_can_use() -> None:

@@ -97,9 +97,9 @@ class Told:
 )
 def test_backend_and_pytorch_get_the_count(asked: int | None, openmp: int, count: int) -> None:
     backend, told = get_backend("torch"), Told(openmp_threads=openmp, cores=3)
-    assert told(asked, backend, native_target=False).most == count
+    assert told(asked, backend, native_target=False).max_threads == count
     assert (told.counts, torch.get_num_threads()) == ([count], count)
-    assert told(asked, backend, native_target=True).most == count
+    assert told(asked, backend, native_target=True).max_threads == count
     assert (told.counts, torch.get_num_threads()) == ([count, count], 1)
 
 

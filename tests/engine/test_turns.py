@@ -61,11 +61,11 @@ def test_turns_come_in_the_order_of_asking(crew: Crew) -> None:
     with turns:
         for name in range(5):
             crew.start(lambda name=name: once(name))  # type: ignore[misc]
-            until(lambda name=name: len(turns._line) == name + 2)  # type: ignore[misc]
+            until(lambda name=name: len(turns._queue) == name + 2)  # type: ignore[misc]
     once(99)  # at once, and yet last
     crew.join()
     assert served == [0, 1, 2, 3, 4, 99]
-    assert len(turns._line) == 0
+    assert len(turns._queue) == 0
     assert not turns.inside
 
 
@@ -84,7 +84,7 @@ def test_one_at_a_time(crew: Crew) -> None:
         crew.start(many)
     crew.join()
     assert (most, crew.raised) == (1, [])
-    assert len(turns._line) == 0
+    assert len(turns._queue) == 0
 
 
 def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
@@ -96,15 +96,15 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
 
     def interrupt() -> None:
         crew.start(lambda: turns.later(lambda: done.append("other")))
-        until(lambda: len(turns._line) == 3)
+        until(lambda: len(turns._queue) == 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     crew.start(hold)
-    until(lambda: len(turns._line) == 1)
-    threading.Timer(0.01, lambda: until(lambda: len(turns._line) == 2) or interrupt()).start()
+    until(lambda: len(turns._queue) == 1)
+    threading.Timer(0.01, lambda: until(lambda: len(turns._queue) == 2) or interrupt()).start()
     with pytest.raises(KeyboardInterrupt):
         turns.later(lambda: done.append("mine"))
-    assert (len(turns._line), done) == (2, [])
+    assert (len(turns._queue), done) == (2, [])
     free.set()
     crew.join()
     assert sorted(done) == ["mine", "other"]  # what was left undone is done in the next turn
@@ -133,14 +133,14 @@ def test_ctrl_c_while_a_turn_ends_leaves_it_to_the_next(crew: Crew, removed: boo
     def begin() -> None:
         with turns:
             crew.start(wait)
-            until(lambda: len(turns._line) == 2)
+            until(lambda: len(turns._queue) == 2)
 
-    turns._line = Line()
+    turns._queue = Line()
     with pytest.raises(KeyboardInterrupt):
         begin()
     crew.join()
     wait()
-    assert (served, len(turns._line), turns.inside) == ([1, 1], 0, False)
+    assert (served, len(turns._queue), turns.inside) == ([1, 1], 0, False)
 
 
 def test_a_call_within_a_call_is_refused(crew: Crew) -> None:
@@ -208,7 +208,7 @@ def test_calls_of_two_threads_are_one_batch(llm: LLM, crew: Crew) -> None:
         nonlocal steps
         steps += 1
         if steps == 1:  # the other call is made now
-            until(lambda: len(llm._turns._line) == 2)
+            until(lambda: len(llm._turns._queue) == 2)
 
     llm.engine.on_step = counted
     found: list[Any] = []
@@ -224,7 +224,7 @@ def test_close_ends_the_calls_of_other_threads(llm: LLM, crew: Crew) -> None:
 
     def held(_: StepTrace) -> None:
         begun.set()
-        until(lambda: llm._turns._work)  # what `close` leaves for the end of this turn
+        until(lambda: llm._turns._deferred)  # what `close` leaves for the end of this turn
 
     llm.engine.on_step = held
     crew.start(lambda: llm.generate(["abc"] * 9, GREEDY))
@@ -240,7 +240,7 @@ def test_ctrl_c_while_another_thread_has_its_turn(llm: LLM, crew: Crew) -> None:
     main, others = threading.main_thread(), []
 
     def interrupt() -> None:
-        until(lambda: threading.current_thread() is main or len(llm._turns._line) == 2)
+        until(lambda: threading.current_thread() is main or len(llm._turns._queue) == 2)
         signal.pthread_kill(main.ident or 0, signal.SIGINT)
 
     at_step(llm, 5, interrupt)

@@ -308,7 +308,7 @@ def test_what_else_is_absent_is_absent_as_in_any_module(llm: LLM) -> None:
         llm.nowhere()
     with pytest.raises(RequestError, match=r"as the prompt: \{'prompt_token_ids': ids\}"):
         llm.generate(prompt_token_ids=[[1, 2]])
-    with pytest.raises(RequestError, match="given by their names"):
+    with pytest.raises(RequestError, match="given as keyword arguments"):
         SamplingParams(0.8, 0.95)
 
 

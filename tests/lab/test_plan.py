@@ -244,9 +244,9 @@ def test_a_step_with_a_prompt_takes_no_less_than_without_a_graph() -> None:
     """8 requests decode in 5 ms by a graph; with a prompt the step takes what prompts take."""
     prompts = PromptCosts((4, 480, 960), (9e-3, 12e-3, 24e-3))
     assert prompts.mixed_step(5e-3, 8, 0, 0) == 5e-3
-    assert prompts.mixed_step(5e-3, 8, 232, 0) == pytest.approx(prompts.of_tokens(240))
+    assert prompts.mixed_step(5e-3, 8, 232, 0) == pytest.approx(prompts.prompt_step(240))
     assert prompts.mixed_step(11e-3, 8, 232, 0) == pytest.approx(
-        11e-3 + prompts.of_tokens(240) - prompts.of_tokens(8)
+        11e-3 + prompts.prompt_step(240) - prompts.prompt_step(8)
     )
     assert PROFILE.prompts is not None
     assert PROFILE.prompts.mixed_step(4e-3, 1, 64, 640) > PROFILE.prompts.mixed_step(4e-3, 1, 64, 0)

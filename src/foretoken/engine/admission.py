@@ -12,9 +12,8 @@ from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
-FIXED = 4
-"""Under K = `auto`, some requests keep a fixed K, because their text depends on K. It is this
-number, or the engine's largest K if that is smaller."""
+# Under K = `auto`: K of the requests for which K stays fixed, unless the engine's largest is less.
+FIXED_K = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Limits:
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: names of drafters that draft from `prediction`
-    drafter: name of the drafter of requests that name none; "": this engine drafts nothing
+    drafter: the default drafter; "": this engine drafts nothing
     drafters: names of all drafters, if several are loaded; else ()
     """
 
@@ -46,7 +45,7 @@ class Limits:
         """The drafters' names. Requests and slots have an index into this tuple."""
         return self.drafters or (self.drafter,)
 
-    def number_of(self, name: str | None) -> int:
+    def drafter_index(self, name: str | None) -> int:
         """The index of a drafter in `names`; `None`: of the default drafter."""
         return self.names.index(name or self.drafter)
 
@@ -57,25 +56,24 @@ class Limits:
             raise RequestError("drafter", name, "left out: this engine drafts nothing")
         if name not in names:
             near = get_close_matches(name, names, n=1, cutoff=0.5)
-            remedy = f"Did you mean `{near[0]}`?" if near else "The engine loads `drafters`."
+            remedy = "Other drafters must be named in `drafters` of the engine's configuration."
+            if near:
+                remedy = f"Did you mean `{near[0]}`?"
             raise RequestError("drafter", name, f"one of {', '.join(names)}", remedy)
 
 
 def check_request(
     prompt_ids: Sequence[int], params: SamplingParams, limits: Limits, prompt: str | None = None
 ) -> SamplingParams:
-    """Check a request; returns its parameters, with a number in place of max_tokens=None.
-
-    `boundary.prepare` calls this once per request, when `prediction` is token ids and
-    `structured_outputs` is compiled.
+    """Check a request; returns its parameters, with a number for max_tokens=None. `prediction` must
+    be token ids already, and `structured_outputs` compiled.
 
     Raises:
         RequestError, CapacityError: the engine cannot serve exactly this request.
     """
     if not prompt_ids:
         shown = list(prompt_ids) if prompt is None else prompt
-        raise RequestError("prompt", shown, "at least one token", "Give it some text.")
-    size = limits.vocab_size
+        raise RequestError("prompt", shown, "at least one token", "Add some text.")
     all_ids: dict[str, Iterable[int]] = {
         "prompt": prompt_ids,
         "stop_token_ids": params.stop_token_ids or (),
@@ -84,7 +82,7 @@ def check_request(
         "prediction": _checked_prediction(params, limits),
     }
     for name, ids in all_ids.items():
-        check_token_ids(name, ids, size)
+        check_token_ids(name, ids, limits.vocab_size)
     params = _with_max_tokens(len(prompt_ids), params, limits)
     num_drafts = params.num_speculative_tokens
     if num_drafts == AUTO and not limits.adapts:
@@ -101,12 +99,10 @@ def check_request(
         limits.check_drafter(params.drafter)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`"
-        remedy = (
-            "No model stands behind its output: set it in `speculative_config`, with its rates."
-        )
+        remedy = "To get its meaningless text, set it in `speculative_config`, with its rates."
         raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
     if params.structured_outputs is not None:
-        _check_rule_of_grammar(params, limits)
+        _check_rule_keeps_grammar(params, limits)
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"
         bound = "left out: this checkpoint has no tokenizer"
@@ -115,12 +111,12 @@ def check_request(
     return params
 
 
-def _check_rule_of_grammar(params: SamplingParams, limits: Limits) -> None:
+def _check_rule_keeps_grammar(params: SamplingParams, limits: Limits) -> None:
     """Raise `RequestError` if the request's rule may accept drafts that its grammar forbids."""
     is_default = params.rejection_sample_method is None and limits.allows_synthetic
     is_synthetic = is_default or params.rejection_sample_method == "synthetic"
     if is_synthetic and params.num_speculative_tokens != 0:
-        bound = "left out under the rule `synthetic`, which accepts drafts that no grammar allows"
+        bound = "left out under the rule `synthetic`, which accepts drafts against the grammar"
         remedy = f"Set `rejection_sample_method` to one of {', '.join(LOSSLESS_METHODS)}."
         raise RequestError("structured_outputs", params.grammar, bound, remedy)
 
@@ -148,8 +144,8 @@ def choose_num_drafts(params: SamplingParams, rule: str, limits: Limits) -> tupl
         return num_drafts, False
     if not limits.adapts:
         return largest, False
-    same_text = rule == "coupled" or (params.temperature == 0 and rule != "synthetic")
-    return min(FIXED, largest), num_drafts == AUTO or params.seed is None or same_text
+    same_for_any_k = rule == "coupled" or (params.temperature == 0 and rule != "synthetic")
+    return min(FIXED_K, largest), num_drafts == AUTO or params.seed is None or same_for_any_k
 
 
 def _checked_prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
@@ -163,13 +159,14 @@ def _checked_prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]
     size = f"{len(prediction)} tokens"
     drafter = params.drafter or limits.drafter
     if params.prediction is not None and drafter not in limits.reads_prediction:
-        bound = f"left out: `{drafter}` does not read it" if drafter else "left out: nobody drafts"
-        remedy = 'Load one that does with `speculative_config={"method": "prediction"}`.'
+        reason = f"`{drafter}` does not read it" if drafter else "this engine drafts nothing"
+        bound = f"left out: {reason}"
+        remedy = 'Load a drafter that reads it: `speculative_config={"method": "prediction"}`.'
         if limits.reads_prediction:
             remedy = f"Set `drafter` to one of {', '.join(limits.reads_prediction)}."
         raise RequestError("prediction", size, bound, remedy)
     if len(prediction) > limits.max_model_len:
-        bound = f"at most as long as the context of {limits.max_model_len} tokens"
+        bound = f"at most as long as the context, {limits.max_model_len} tokens"
         raise CapacityError("prediction", size, bound, "Shorten it.")
     return prediction
 
@@ -181,7 +178,7 @@ def _with_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits) ->
         CapacityError: prompt and output do not fit the context or the cache.
     """
     context, cache = limits.max_model_len, limits.cache_tokens
-    room = context - num_prompt
+    room = context - num_prompt  # most output tokens
     if room < 1:
         bound = f"shorter than the context of {context} tokens"
         remedy = "Shorten it, or raise `max_model_len` if the model allows."
@@ -200,13 +197,8 @@ def _with_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits) ->
 
 
 def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -> list[int]:
-    """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
-
-    -1 keeps as many as fit next to the output.
-
-    Raises:
-        CapacityError: next to the output no token fits.
-    """
+    """The tokens of a prompt that `truncate_prompt_tokens` keeps; -1: as many as fit with the
+    output; `CapacityError` if none fits."""
     count = params.truncate_prompt_tokens
     if count is None:
         return prompt_ids
@@ -214,20 +206,17 @@ def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -
         size, name = min((limits.max_model_len, "context"), (limits.cache_tokens, "cache"))
         count = size - params.token_limit
         if count < 1:
-            bound = f"less than the {name} of {size} tokens, which holds the prompt too"
+            bound = f"less than the {name} of {size} tokens, which the prompt needs, too"
             raise CapacityError("max_tokens", params.max_tokens, bound, "Lower it.")
     return prompt_ids[-count:]
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Any | None, vocab_size: int) -> BadWords:
-    """Token sequences of the bad words: each word as the start of a text, and after a space.
-
-    Sequences with an id that the model does not have are left out: they can never be drawn.
-    """
+    """Token sequences of the bad words: each word as the start of a text, and after a space."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
-            if ids and max(ids) < vocab_size:
+            if ids and max(ids) < vocab_size:  # the model never draws other ids
                 sequences[ids] = None
     return tuple(sequences)

@@ -1,9 +1,7 @@
-"""Between users and the engine: prompts and parameters in, outputs out.
+"""Between users (`LLM`, `AsyncEngine`) and the engine: prompts and parameters in, outputs out.
 
-Charter: the functions that `LLM` and `AsyncEngine` share. A prompt in any form (a text, ids, a
-dict, an array) becomes text and ids. Parameters in any form (one set, a list, None) become one set
-per prompt. A bad prompt raises a typed error here, by the limits in `admission.py`. Outputs are
-copies that later steps do not change.
+Prompts and parameters in any form are checked and brought into one form. Outputs are copies that
+later steps do not change.
 """
 
 from __future__ import annotations
@@ -49,10 +47,8 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 
 
 class ParamsReader:
-    """Reads sampling parameters in any form; None means the engine's defaults.
-
-    If some defaults come from the checkpoint, the first read of None logs a warning with them.
-    """
+    """Reads sampling parameters in any form; None means the engine's defaults. The first None logs
+    a warning with the defaults that come from the checkpoint."""
 
     def __init__(self, defaults: SamplingParams) -> None:
         self.defaults = defaults
@@ -63,7 +59,7 @@ class ParamsReader:
         ]
 
     def read(self, params: Any) -> SamplingParams:
-        """A checked copy of one set of parameters, which the caller can no longer change."""
+        """A checked copy of one set of parameters."""
         if params is None:
             if self._from_checkpoint:
                 _log.warning(
@@ -81,7 +77,7 @@ class ParamsReader:
         raise RequestError("sampling_params", params, "a SamplingParams or a dict of its fields")
 
     def read_per_prompt(self, params: Any, count: int) -> list[SamplingParams]:
-        """A list with one set of parameters per prompt, from one set for all or such a list."""
+        """As `read`, a list with one set per prompt; `params`: one set for all, or such a list."""
         if params is None or isinstance(params, (SamplingParams, Mapping)):
             return [self.read(params)] * count
         if not isinstance(params, Sequence) or len(params) != count:
@@ -91,11 +87,8 @@ class ParamsReader:
 
 
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """A call's further options, without vLLM's names that change nothing.
-
-    Raises:
-        RequestError: an unknown name, or a name of vLLM's with a value that would change something.
-    """
+    """A call's further options, without options of vLLM's that change nothing; `RequestError` for
+    others that are not in `known`."""
     options = without_foreign(options, CALL_OPTIONS, RequestError)
     check_known_keys("option", options, known, RequestError)
     return options
@@ -106,11 +99,11 @@ def check_call(on_error: str, use_tqdm: bool) -> None:
     if on_error not in ("raise", "return"):
         raise RequestError("on_error", on_error, "`raise` or `return`")
     if not isinstance(use_tqdm, bool):
-        raise RequestError("use_tqdm", use_tqdm, "true or false", "The bar is not exchangeable.")
+        raise RequestError("use_tqdm", use_tqdm, "true or false", "Only our own bar can be shown.")
 
 
 def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether `prompts` is a single prompt, and the prompts as a list. [] means no prompts."""
+    """Whether `prompts` is a single prompt, and the list of prompts. [] means no prompts."""
     if isinstance(prompts, (str, Mapping)):
         return True, [prompts]
     items = as_list(prompts)
@@ -152,14 +145,14 @@ def encode(
 
 def salt_of(prompt: Any, params: SamplingParams) -> str | None:
     """The `cache_salt` of a prompt or of its parameters; `RequestError` if the two differ."""
-    own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if own is None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None:
         return params.cache_salt
-    check_salt(own)
-    if params.cache_salt not in (None, own):
-        bound = "that of the sampling parameters, or given in one place alone"
-        raise RequestError("cache_salt", own, bound)
-    return str(own)
+    check_salt(salt)
+    if params.cache_salt not in (None, salt):
+        bound = "left out of the prompt, or equal to `cache_salt` of the sampling parameters"
+        raise RequestError("cache_salt", salt, bound)
+    return str(salt)
 
 
 def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
@@ -173,11 +166,8 @@ def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
 def encode_prediction(
     tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
 ) -> Sequence[int] | None:
-    """A prediction as token ids that follow the prompt.
-
-    Raises:
-        RequestError: the prediction is a text, and there is no tokenizer.
-    """
+    """A prediction as token ids that follow the prompt; `RequestError` for a text if there is no
+    tokenizer."""
     if not isinstance(prediction, str):
         return prediction
     if tokenizer is None:
@@ -187,7 +177,7 @@ def encode_prediction(
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """A sequence, array or tensor as a list; None for anything else, texts and bytes included."""
+    """A sequence, array or tensor as a list; None for a text, bytes or anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
@@ -196,16 +186,15 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
-    """The text and the ids that a prompt contains, for the output if it could not be encoded."""
+    """The text and the ids in a prompt, maybe None or [], for the output of a refused prompt."""
+    text, ids = prompt, prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    else:
-        text, ids = prompt, prompt
     return text if isinstance(text, str) else None, as_list(ids) or []
 
 
 def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-    """As `encode`, for a dict. If it has token ids, they are used, and its text is only shown."""
+    """As `encode`, for a dict. If the dict has token ids, its text is shown but not encoded."""
     prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
     known = ("prompt", "prompt_token_ids", "cache_salt")
     check_known_keys("prompt", prompt, known, RequestError)
@@ -217,7 +206,7 @@ def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str 
     if as_list(ids) is None:
         raise RequestError("prompt_token_ids", ids, "a list of token ids")
     if text is not None and not isinstance(text, str):
-        raise RequestError("prompt", text, "a text, or left out beside `prompt_token_ids`")
+        raise RequestError("prompt", text, "a text, or left out if there are `prompt_token_ids`")
     return text, encode(tokenizer, ids)[1]
 
 
@@ -243,12 +232,12 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         EngineBrokenError: the device failed; nothing is served any more.
     """
     engine.check_works()
-    is_default = params is engine.default_params
+    is_default, limits = params is engine.default_params, engine.limits
     try:
         text, ids = encode(engine.tokenizer, prompt)
-        ids = last_tokens(ids, params, engine.limits)
+        ids = last_tokens(ids, params, limits)
         if params.prediction is not None:  # `encode_prediction` decodes the prompt's ids
-            check_token_ids("prompt", ids, engine.limits.vocab_size)
+            check_token_ids("prompt", ids, limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
     except ForetokenError:
@@ -260,7 +249,6 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     unchanged = prediction is params.prediction and grammar is params.structured_outputs
     if not unchanged or salt is not params.cache_salt:
         params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
-    limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # the default is too large: take what fits
     params = check_request(ids, params, limits, text)
@@ -282,15 +270,12 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
 
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
-    """What is new in a request since its last delta; None if nothing is new.
-
-    The cost depends only on the size of the delta, not on what was delivered before.
-    """
+    """What is new in a request since its last delta; None if nothing is new."""
     samples = []
     for request in group.samples:
         engine.update_text(request)
-        before, is_ended = request.delivered, request.finish_reason is not None
-        request.delivered = Delivered(request.num_output, len(request.pieces), is_ended)
+        before, has_ended = request.delivered, request.finish_reason is not None
+        request.delivered = Delivered(request.num_output, len(request.pieces), has_ended)
         if request.delivered != before:
             samples.append(_sample(CompletionDelta, request, before))
     if not samples:
@@ -299,8 +284,8 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     if not group.delivered_prompt:
         prompt, prompt_ids, group.delivered_prompt = group.prompt, [*group.prompt_ids], True
     finished, rows = group.finished, group.prompt_logprobs
-    is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
-    if rows is not None and is_whole and not group.delivered_prompt_logprobs:
+    are_complete = rows is not None and (finished or len(rows) == len(group.prompt_ids))
+    if rows is not None and are_complete and not group.delivered_prompt_logprobs:
         prompt_logprobs, group.delivered_prompt_logprobs = [*rows], True
     return RequestDelta(
         request_id=group.request_id, outputs=samples, finished=finished, prompt=prompt,
@@ -310,7 +295,7 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
 
 
 def _sample(kind: type[_Sample], request: Request, delivered: Delivered) -> _Sample:
-    """A copy of a sample's output without the part that was delivered before."""
+    """A copy of a sample's output, without the part that was delivered before."""
     first = delivered.num_tokens
     return kind(
         index=request.index, token_ids=request.token_ids[request.num_prompt + first :],

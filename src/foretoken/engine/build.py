@@ -1,7 +1,7 @@
 """Builds an engine from its options: backend, target, drafter, pools sized to memory.
 
-On a GPU a first runner with hardly any cache runs the largest steps, to measure their memory. On a
-CPU the sizes follow from the options.
+On a GPU a temporary runner with hardly any cache runs the largest steps, to measure their memory.
+On a CPU the sizes follow from the options.
 """
 
 from __future__ import annotations
@@ -23,28 +23,17 @@ from foretoken.config import BLOCK_SIZES, HOST_CACHE_GIB, EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.control import StepTable, draft_widths
 from foretoken.drafting.registry import find_drafter
+from foretoken.engine import memory_plan, step_costs
 from foretoken.engine.control import DraftControl
 from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.engine.engine import Engine
 from foretoken.engine.faults import broken_engine, is_device_failure
-from foretoken.engine.gauge import Gauge, gauge_of, measure_steps
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.memory_plan import (
-    Demand,
-    MemoryCosts,
-    MemoryPlan,
-    Sizes,
-    blocks_within,
-    check_fits,
-    fitting_plan,
-    format_bytes,
-    graph_sizes,
-    reserving,
-)
+from foretoken.engine.memory_plan import MemoryCosts, MemoryPlan, Sizes, explaining_memory_errors
 from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.runner import Runner, Sampler
 from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.step_costs import BLOCK_TOKENS, measure, measure_prompts
+from foretoken.engine.step_costs import Gauge
 from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, folder_of, load_model, load_tokenizer
@@ -56,8 +45,8 @@ from foretoken.slots.table import SlotSizes, SlotTable
 
 _log = logging.getLogger(__name__)
 
-_GRAPH = 4 << 20  # bytes of a captured step besides its tensors: some hundred kernels
-_ROUNDING = 2 << 20  # PyTorch reserves memory for large tensors in multiples of this
+_GRAPH_BYTES = 4 << 20  # of a captured step without its tensors: some hundred kernels
+_RESERVED_UNIT = 2 << 20  # PyTorch reserves memory for large tensors in multiples of this
 _SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
 
 # Fields that generation_config.json may set, besides `max_new_tokens`: those that vLLM reads.
@@ -74,18 +63,15 @@ class EngineParts:
     """Replaceable parts of an engine.
 
     Attributes:
-        on_host: whether the slots of a device can be read without waiting. If it returns False for
-            a CPU, the engine works as on an asynchronous device.
+        on_host: as `is_on_host`. False for a CPU: the engine works as on an asynchronous device.
         load_model: loads the target and the draft model, as `models.load_model` does.
         gauge_of: returns the gauge of a device's memory, or None to measure nothing.
-        slot_table: the class of the slot table.
         graphs: the class that captures steps. None: `Graphs`, if device and backend can capture.
-        step_threads: makes the engine's `StepThreads`.
     """
 
     on_host: Callable[[torch.device], bool] = is_on_host
     load_model: Callable[..., CausalLM] = load_model
-    gauge_of: Callable[[torch.device], Gauge | None] = gauge_of
+    gauge_of: Callable[[torch.device], Gauge | None] = step_costs.gauge_of
     slot_table: type[SlotTable] = SlotTable
     graphs: type[Graphs] | None = None
     step_threads: Callable[..., StepThreads] = StepThreads
@@ -99,7 +85,7 @@ def build_engine(config: EngineConfig, parts: EngineParts = EngineParts()) -> En
         EngineBrokenError: the device failed.
     """
     try:
-        with reserving("the engine was built"):
+        with explaining_memory_errors("the engine was built"):
             engine = _build(config, parts)
     except RuntimeError as error:
         if is_device_failure(error) and not isinstance(error, ForetokenError):
@@ -107,16 +93,14 @@ def build_engine(config: EngineConfig, parts: EngineParts = EngineParts()) -> En
         raise
     if not engine.runner.on_host:
         # A full garbage collection visits everything that PyTorch and Transformers have loaded: a
-        # device that decoded 512 requests waited 190 ms. Later collections skip the objects that
-        # exist now.
-        gc.unfreeze()  # to collect engines that are gone
+        # device that decoded 512 requests waited 190 ms. So later collections skip today's objects.
+        gc.unfreeze()  # to collect former engines
         gc.collect()
         gc.freeze()
     return engine
 
 
 def _build(config: EngineConfig, parts: EngineParts) -> Engine:
-    """Build an engine: device and backend, target, drafter, memory plan, then all parts."""
     _check_token_budget(config)
     device = choose_device(config.device)
     config, on_host = _completed(config, device), parts.on_host(device)
@@ -130,7 +114,8 @@ def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     free = gauge.budget(1).free if gauge else None
     if device.type == "cpu":  # loading rearranges weights in these threads
         backend.set_num_threads(config.threads or usable_cores())
-    with reserving("the weights were loaded", partial(_weights_remedy, folder, free)):
+    remedy = partial(_weights_remedy, folder, free)
+    with explaining_memory_errors("the weights were loaded", remedy):
         model = parts.load_model(
             folder, device=device, dtype=config.dtype, backend=backend,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
@@ -140,7 +125,7 @@ def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     native_target = isinstance(model.network, RoundStack)
     thread_count = config.threads if device.type == "cpu" else 1
     threads = parts.step_threads(thread_count, backend, native_target=native_target)
-    num_threads = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
+    num_threads = f"{threads.max_threads} or 1 by speed" if threads.chooses else threads.max_threads
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.", num_threads, torch.get_num_threads()
     )
@@ -152,7 +137,7 @@ def _build(config: EngineConfig, parts: EngineParts) -> Engine:
             tokenizer=tokenizer, embedding=model.embedding, head=model.head if view.head else None,
             on_host=on_host, load_model=parts.load_model,
         )  # fmt: skip
-        with reserving("the drafter was loaded", _SMALLER_DRAFT):
+        with explaining_memory_errors("the drafter was loaded", _SMALLER_DRAFT):
             drafter = drafter_class(setup)
     assembly = Assembly(config, model, drafter, parts, on_host=on_host)
     plan = assembly.plan(gauge, weights)
@@ -163,13 +148,10 @@ def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
         BlockPool(plan.num_blocks, assembly.block_size, lookahead),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_behind=drafter.num_behind if drafter else 0,
-        control=control,
-        pace=pace,
-    )
+        num_behind=drafter.num_behind if drafter else 0, control=control, pace=pace,
+    )  # fmt: skip
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
@@ -182,17 +164,13 @@ def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def _weights_remedy(folder: Path, free: int | None) -> str:
-    """The remedy in the error of weights that do not fit.
-
-    Args:
-        free: bytes of the GPU that were free at the start; None on a CPU.
-    """
+    """The remedy for weights that do not fit; `free`: free bytes of the GPU, None on a CPU."""
     remedy = "Take a smaller checkpoint or `dtype`."
     with suppress(CheckpointError, OSError):  # random weights have no files
         stored = sum(file.stat().st_size for file in check_weights(folder, plain=False))
-        remedy = f"The checkpoint's files hold {format_bytes(stored)}. {remedy}"
+        remedy = f"The checkpoint's files hold {memory_plan.format_bytes(stored)}. {remedy}"
     if free is not None:
-        remedy += f" {format_bytes(free)} of the GPU were free at the start."
+        remedy += f" {memory_plan.format_bytes(free)} of the GPU were free at the start."
     return remedy
 
 
@@ -204,7 +182,7 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         bound = "a folder or hub id with tokenizer files"
-        raise ConfigError("tokenizer", config.tokenizer, bound, "It has none.")
+        raise ConfigError("tokenizer", config.tokenizer, bound)
     return tokenizer
 
 
@@ -234,18 +212,15 @@ def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
         return SamplingParams(**{name: v for name, v in values.items() if v is not None})
     except RequestError as error:
         raise CheckpointError(
-            f"{config.model}: generation_config.json: {error} generation_config='vllm' leaves "
-            "the file's sampling defaults aside."
+            f"{config.model}: generation_config.json: {error} To ignore the file's sampling "
+            "defaults, set generation_config='vllm'."
         ) from error
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-text ids, from the first source that names any.
-
-    The sources are the generation config, the model's config, its text config, the tokenizer.
-    """
-    configs = (model.generation_config, model.config)
-    for source in (*configs, model.config.get_text_config(), tokenizer):
+    """End-of-text ids, from the first source that has any."""
+    config = model.config
+    for source in (model.generation_config, config, config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             listed = [ids] if isinstance(ids, int) else ids
@@ -254,22 +229,18 @@ def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
 
 
 class Assembly:
-    """Makes the parts of an engine from its loaded models; `on_host`: as in `SlotTable`.
+    """Makes the parts of an engine from its loaded models.
 
     Attributes:
+        on_host: as in `SlotTable`.
         captures: whether decode steps are captured as CUDA graphs.
         adapts: whether K is `auto`.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model: CausalLM,
-        drafter: Drafter | None,
-        parts: EngineParts,
-        *,
-        on_host: bool,
-    ) -> None:
+        self, config: EngineConfig, model: CausalLM, drafter: Drafter | None, parts: EngineParts,
+        *, on_host: bool,
+    ) -> None:  # fmt: skip
         self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
         self.parts = parts
         self.block_size = config.block_size or BLOCK_SIZES[model.device.type]
@@ -283,15 +254,12 @@ class Assembly:
         self._rates = _synthetic_rates(config)
 
     def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
-        """Plan the blocks of the cache, and everything else that takes memory.
-
-        Args:
-            gauge: the GPU's gauge; None: nothing is measured.
-            weights: bytes of the target's weights.
+        """Plan the blocks of the cache, and everything else that takes memory. On a GPU, `gauge`
+        measures steps, and the target's `weights` take so many bytes.
 
         Raises:
             EngineMemoryError: memory does not suffice.
-            ConfigError: `kv_cache_gib` holds no block.
+            ConfigError: no block fits into `kv_cache_gib`.
         """
         config, costs = self.config, self._costs()
         sizes = Sizes(
@@ -299,20 +267,21 @@ class Assembly:
             config.num_drafts, config.num_blocks, self.adapts,
         )  # fmt: skip
         if sizes.num_blocks is None and config.kv_cache_gib is not None:
-            sizes = replace(sizes, num_blocks=blocks_within(config.kv_cache_gib, costs, sizes))
+            num_blocks = memory_plan.blocks_within(config.kv_cache_gib, costs, sizes)
+            sizes = replace(sizes, num_blocks=num_blocks)
         if gauge is None:
             num_blocks = sizes.num_blocks or 0
             plan = MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len)
-            check_fits(plan.total)
+            memory_plan.check_fits(plan.total)
             return plan
         draft_weights = gauge.taken() - weights
-        steps = measure_steps(self.runner(1, measuring=True), sizes, gauge)
+        steps = step_costs.measure_step_bytes(self.runner(1, measuring=True), sizes, gauge)
         costs = replace(
             costs, weights=weights, draft_weights=draft_weights, steps=steps,
-            libraries=gauge.libraries() + 2 * len(self.model.layer_shapes) * _ROUNDING,
+            libraries=gauge.libraries() + 2 * len(self.model.layer_shapes) * _RESERVED_UNIT,
         )  # fmt: skip
-        demand = Demand(costs, sizes, gauge.budget(config.memory_fraction))
-        plan = fitting_plan(demand, may_shorten=config.max_model_len is None)
+        demand = memory_plan.Demand(costs, sizes, gauge.budget(config.memory_fraction))
+        plan = memory_plan.fitting_plan(demand, may_shorten=config.max_model_len is None)
         if plan.max_model_len < sizes.max_model_len:
             _log.warning(
                 "`max_model_len` is %d, not the checkpoint's %d: memory suffices for no more.",
@@ -321,12 +290,8 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A new runner with slots and a cache of `num_blocks`.
-
-        Args:
-            measuring: the runner is only for measuring: contexts may exceed the cache, and no step
-                is captured.
-        """
+        """A new runner with slots and a cache of `num_blocks`. If it only serves to measure,
+        contexts may exceed the cache, and no step is captured."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, max_tokens = model.device, self.block_size, model.max_model_len
         if not measuring:
@@ -344,23 +309,19 @@ class Assembly:
         graphs = None
         if self.captures and not measuring:
             widths = draft_widths(config.num_drafts, adapts=self.adapts)
-            graphs = (self.parts.graphs or Graphs)(graph_sizes(count), widths)
+            graphs = (self.parts.graphs or Graphs)(memory_plan.graph_sizes(count), widths)
         return Runner(model, kv, sampler, drafter, graphs)
 
     def serving_parts(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:
-        """The engine's runner, its control of K, and its pace.
-
-        There is a control only if K is `auto`, and a pace only if `max_step_seconds` is set. Both
-        need measured times of steps. On a host, a temporary runner with own slots and blocks is
-        measured. On a device the engine's runner itself is measured, and keeps the captured graphs.
-        """
+        """The engine's runner, its control of K if K is `auto`, and its pace if `max_step_seconds`
+        is set. Control and pace need measured times of steps (see `step_costs.py`)."""
         config, bound, control, pace = self.config, self.config.max_step_seconds, None, None
         if not self.adapts and bound is None:
             return self.runner(num_blocks), None, None
         measured = None
         if self.on_host:
-            own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
-            measured = self._measure(self.runner(own_blocks, measuring=True))
+            few_blocks = min(num_blocks, step_costs.BLOCK_TOKENS // self.block_size)
+            measured = self._measure(self.runner(few_blocks, measuring=True))
         runner = self.runner(num_blocks)
         table, prompts = measured or self._measure(runner)
         if self.adapts:
@@ -377,14 +338,15 @@ class Assembly:
         return () if self.on_host else draft_widths(self.config.num_drafts, adapts=self.adapts)
 
     def _measure(self, runner: Runner) -> tuple[StepTable, PromptCosts | None]:
-        """Measured times of steps in this runner, and of prompts if `max_step_seconds` is set."""
         config, bound, prompts = self.config, self.config.max_step_seconds, None
         method = config.speculative_config and config.speculative_config.rejection_sample_method
         rule = Rule[(method or "standard").upper()]
-        sizes = config.max_num_seqs, config.num_drafts
-        table = measure(runner, *sizes, self._widths, rule, adapts=self.adapts)
+        table = step_costs.measure_step_seconds(
+            runner, config.max_num_seqs, config.num_drafts, self._widths, rule, adapts=self.adapts
+        )
         if bound is not None:
-            prompts = measure_prompts(runner, rule, bound, config.max_num_batched_tokens)
+            most = config.max_num_batched_tokens
+            prompts = step_costs.measure_prompt_seconds(runner, rule, bound, most)
         return table, prompts
 
     def _costs(self) -> MemoryCosts:
@@ -392,25 +354,23 @@ class Assembly:
         model, size, drafter = self.model, self.block_size, self.drafter
         block = KVPool.bytes_per_block(model.layer_shapes, size, model.dtype)
         copies = model.device.type != "cpu" and model.backend.name != "triton"
-        return MemoryCosts(
-            block_size=size,
-            block=block,
-            draft_block=drafter.kv_bytes_per_block if drafter else 0,
-            slot_block=SlotTable.bytes_per_slot(size, size),
-            draft=drafter.bytes_per_slot / self.config.num_drafts if drafter else 0.0,
-            draft_texts=drafter.bytes_shared if drafter else 0,
-            spare=1,
-            # A layer's keys and values, padded to twice their length at most.
-            copied=2 * block // len(model.layer_shapes) if copies else 0,
-            graph=_GRAPH if self.captures else 0,
-        )
+        # A layer's keys and values, padded to twice their length at most.
+        copied = 2 * block // len(model.layer_shapes) if copies else 0
+        costs = MemoryCosts(
+            block_size=size, block=block, slot_block=SlotTable.bytes_per_slot(size, size), spare=1,
+            copied=copied, graph=_GRAPH_BYTES if self.captures else 0,
+        )  # fmt: skip
+        if drafter is None:
+            return costs
+        return replace(
+            costs, draft_block=drafter.kv_bytes_per_block, draft_texts=drafter.bytes_shared,
+            draft=drafter.bytes_per_slot / self.config.num_drafts,
+        )  # fmt: skip
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
-    """Conditional acceptance rates of the rule `synthetic`, one per draft; () under other rules.
-
-    Logs a warning if there are rates.
-    """
+    """Conditional acceptance rates of the rule `synthetic`, one per draft, with a warning; () under
+    other rules."""
     rates = rates_of(config.speculative_config) if config.speculative_config else ()
     if rates:
         _log.warning(

@@ -1,11 +1,8 @@
 """The choice of K for requests that leave it to the engine (`auto`), made every few steps.
 
-Charter: turns requests into the numbers that `drafting/control.py` works with, and its choice into
-K of requests; decides when to choose and when to probe; metrics and warnings. A choice depends only
-on committed steps; prompts in the same step do not change it.
-
-Requests without drafts do not show that drafts would pay again. So now and then a request gets more
-drafts than the best choice for one step. This is a probe; probes take the share `_PROBING` of time.
+`drafting/control.py` has the arithmetic. A choice depends only on committed steps; prompts in the
+same step do not change it. Requests without drafts do not show that drafts would pay again. So now
+and then a request gets more drafts than the best choice for one step: a probe.
 """
 
 from __future__ import annotations
@@ -18,18 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foretoken.drafting.control import (
-    ADAPTS,
-    Acceptance,
-    Choice,
-    Curve,
-    Load,
-    StepCosts,
-    StepTable,
-    by_gain,
-    by_width,
-    expect,
-)
+from foretoken.drafting import control
+from foretoken.drafting.control import ADAPTS, Acceptance, Choice, Curve, Load, StepCosts, StepTable
 from foretoken.engine.request import Request, Share
 from foretoken.outputs import EngineMetrics
 
@@ -38,14 +25,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_STEPS, _MOST_STEPS = 8, 64  # least and most steps between choices
-_CHOOSING = 0.01  # share of the time for choices, except at `_MOST_STEPS`; one takes 0.2 to 2 ms
-_CLEARLY = 1.02  # K changes if the new rate is this many times the present one
-_STRETCH = 128  # steps within which a drafter's work to catch up must pay
-_PROBING = 0.015  # share of the time for probes
-_PROBE = 2  # how many drafts more than the best choice a probe has
-_SELDOM = 8  # choices between probes of requests that already have drafts
-_PATIENCE = 2000  # after so many steps in a row without drafts, a warning is logged
+_MIN_STEPS, _MAX_STEPS = 8, 64  # least and most steps between choices
+_CHOICE_SHARE = 0.01  # share of the time for choices, except at `_MAX_STEPS`; one takes 0.2 to 2 ms
+_CHANGE_RATIO = 1.02  # K changes if the new rate is this many times the present one
+_PAYBACK_STEPS = 128  # steps within which a drafter's work to catch up must pay
+_PROBE_SHARE = 0.015  # share of the time for probes
+_PROBE_DRAFTS = 2  # how many drafts more than the best choice a probe has
+_PROBE_PERIOD = 8  # choices between probes of requests that already have drafts
+_WARNING_STEPS = 2000  # after so many steps in a row without drafts, a warning is logged
 
 
 class DraftControl:
@@ -60,13 +47,9 @@ class DraftControl:
     """
 
     def __init__(
-        self,
-        table: StepTable,
-        num_slots: int,
-        max_drafts: int,
-        widths: Sequence[int] = (),
+        self, table: StepTable, num_slots: int, max_drafts: int, widths: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.costs, self.acceptance = StepCosts(table), Acceptance(num_slots, max_drafts)
         self.metrics = EngineMetrics()
         self.max_drafts, self._widths, self._clock = max_drafts, tuple(widths), clock
@@ -79,11 +62,11 @@ class DraftControl:
         self._start = 0.0  # when the present step began
         self._budget = 0.0  # seconds saved up for probes
         self._probed: list[tuple[Request, int]] = []  # probed requests, with K before the probe
-        self._turn, self._has_warned = 0, False
+        self._num_choices, self._has_warned = 0, False
         self._verified: list[tuple[int, int, int, int]] = []  # for `Acceptance.observe`
         # Steps since the last choice: seconds, seconds on the host, tokens.
         self._steps: list[tuple[float, float, int]] = []
-        self._seen_S = [0] * num_slots  # known tokens when the drafter last drafted
+        self._seen_S = [0] * num_slots  # by slot: known tokens when the drafter last drafted
 
     def choose(self, decoding: Sequence[Request]) -> None:
         """Set K of the requests that adapt, among those that decode in the coming step."""
@@ -95,26 +78,26 @@ class DraftControl:
         if unchanged and self._wait > 0:
             return
         self._learn()
-        self._adapting, self._batch, self._wait = adapting, len(decoding), _STEPS
+        self._adapting, self._batch, self._wait = adapting, len(decoding), _MIN_STEPS
         if not adapting:
             self._choice = None
             return
         self.acceptance.age()
         curve, load = self._curve_and_load(decoding)
         none_B = np.zeros_like(load.fixed_B)
-        self._plain = expect(curve, load, none_B, in_lockstep=bool(self._widths))
+        self._plain = control.expect(curve, load, none_B, in_lockstep=bool(self._widths))
         self._choice = self._best(curve, load, decoding)
         for request, num_drafts in zip(decoding, self._choice.asked_B.tolist(), strict=True):
             request.num_speculative_tokens = num_drafts
         self._probe(curve, load, decoding)
-        # Choices may take the share `_CHOOSING` of the time: the next one comes after this pause.
-        pause = (self._clock() - self._start) / _CHOOSING
-        self._wait = min(max(_STEPS, int(pause / self._choice.seconds)), _MOST_STEPS)
+        seconds_between_choices = (self._clock() - self._start) / _CHOICE_SHARE
+        steps = int(seconds_between_choices / self._choice.seconds)
+        self._wait = min(max(_MIN_STEPS, steps), _MAX_STEPS)
 
     def observe(
         self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
     ) -> None:
-        """Record the drafts of a step; if all of its requests decoded, also its seconds.
+        """Record the drafts of a step; if all requests in it decoded, also its seconds.
 
         Args:
             in_runner: seconds spent in the runner. The rest of the step is work on the host.
@@ -131,16 +114,13 @@ class DraftControl:
                     self._verified.append((share.slot, *counts))
                     self._seen_S[share.slot] = share.start + 1
         seconds = self._clock() - self._start
-        self._budget += _PROBING * seconds
+        self._budget += _PROBE_SHARE * seconds
         if all_decode and not self._probed and len(shares) == self._batch and self._choice:
             self._steps.append((seconds, seconds - in_runner, tokens))
 
     def release(self, slot: int) -> None:
-        """Forget the request in a slot, which ended or was preempted.
-
-        The estimates over all requests keep what its drafts have shown.
-        """
-        self._learn()
+        """Forget the request in a slot, which ended or was preempted."""
+        self._learn()  # the estimates over all requests keep the outcomes of the drafts
         self.acceptance.release(slot)
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):
@@ -165,12 +145,11 @@ class DraftControl:
         slower = float(np.exp(self.costs.off))
         metrics.realised_plain_seconds += tokens / self._plain.rate * slower
         self._undrafted_steps = 0 if choice.asked_B.any() else self._undrafted_steps + len(steps)
-        if self._undrafted_steps >= _PATIENCE and not self._has_warned:
+        if self._undrafted_steps >= _WARNING_STEPS and not self._has_warned:
             self._has_warned = True
             self._warn_of_no_gain()
 
     def _curve_and_load(self, decoding: Sequence[Request]) -> tuple[Curve, Load]:
-        """The costs of a step of these requests, and their chances of acceptance."""
         slots = [request.slot for request in decoding]
         fixed_B = np.array([ADAPTS if r.adapts else r.num_speculative_tokens for r in decoding])
         context = sum(len(request.token_ids) for request in decoding)
@@ -180,19 +159,23 @@ class DraftControl:
     def _best(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> Choice:
         """The best choice of K; the present K if the best is not clearly better.
 
-        A drafter that starts again has to catch up: this counts as costs of the best choice.
+        The best choice also pays for tokens that a drafter missed and must compute first.
         """
         in_lockstep = bool(self._widths)
-        best = by_width(curve, load, self._widths) if in_lockstep else by_gain(curve, load)
+        best = (
+            control.by_width(curve, load, self._widths)
+            if in_lockstep
+            else control.by_gain(curve, load)
+        )
         last = self._choice
         if last is None or len(last.asked_B) != len(decoding):
             return best
         present_B = np.array([request.num_speculative_tokens for request in decoding])
-        present = expect(curve, load, present_B, in_lockstep=in_lockstep)
+        present = control.expect(curve, load, present_B, in_lockstep=in_lockstep)
         starts_B = (best.asked_B > 0) & (present.asked_B == 0)
         starting = (r for r, starts in zip(decoding, starts_B, strict=True) if starts)
-        seconds = best.seconds + self._catch_up_seconds(starting) / _STRETCH
-        return best if best.tokens / seconds > _CLEARLY * present.rate else present
+        seconds = best.seconds + self._catch_up_seconds(starting) / _PAYBACK_STEPS
+        return best if best.tokens / seconds > _CHANGE_RATIO * present.rate else present
 
     def _catch_up_seconds(self, requests: Iterable[Request]) -> float:
         """Seconds that the drafter takes to compute tokens of these requests that it missed."""
@@ -202,41 +185,39 @@ class DraftControl:
     def _probe(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> None:
         """Begin a probe, once enough time was saved up: more drafts for the next request in turn.
 
-        In lockstep all adapting requests get more drafts, because each of them waits for the passes
-        of all.
+        With captured steps all adapting requests get more drafts: every request of such a step
+        takes as long as the request with the most drafts.
         """
         if self._choice is None:
             return
-        self._turn += 1
-        probed = (
-            self._adapting if self._widths else [self._adapting[self._turn % len(self._adapting)]]
-        )
+        self._num_choices += 1
+        probed, in_lockstep = self._adapting, bool(self._widths)
+        if not in_lockstep:
+            probed = [self._adapting[self._num_choices % len(self._adapting)]]
         present = probed[0].num_speculative_tokens
-        wider = min(present + _PROBE, self.max_drafts)
-        if self._widths:
-            wider = min((width for width in self._widths if width > present), default=present)
-        if wider == present or (present and self._turn % _SELDOM):
+        more = min(present + _PROBE_DRAFTS, self.max_drafts)
+        if in_lockstep:
+            more = min((width for width in self._widths if width > present), default=present)
+        if more == present or (present and self._num_choices % _PROBE_PERIOD):
             return
-        wider_B = np.array([wider if request in probed else 0 for request in decoding])
-        asked_B = np.maximum(self._choice.asked_B, wider_B)
-        probe = expect(curve, load, asked_B, in_lockstep=bool(self._widths))
-        price = max(probe.seconds - self._choice.seconds, 0.0)
+        probed_B = np.array([more if request in probed else 0 for request in decoding])
+        asked_B = np.maximum(self._choice.asked_B, probed_B)
+        probe = control.expect(curve, load, asked_B, in_lockstep=in_lockstep)
+        extra_seconds = max(probe.seconds - self._choice.seconds, 0.0)
         if not present:
-            price += self._catch_up_seconds(probed)
-        if self._budget >= price:
+            extra_seconds += self._catch_up_seconds(probed)
+        if self._budget >= extra_seconds:
             self._budget = 0.0
             self._probed = [(request, request.num_speculative_tokens) for request in probed]
             for request in probed:
-                request.num_speculative_tokens = wider
+                request.num_speculative_tokens = more
 
     def _end_probe(self) -> None:
-        """Give probed requests the K back that they had before."""
         for request, num_drafts in self._probed:
             request.num_speculative_tokens = num_drafts
         self._probed = []
 
     def _warn_of_no_gain(self) -> None:
-        """Log that drafts have not paid for many steps, with the measured reasons."""
         curve, index_K = self.costs.curve(self._batch), np.arange(self.max_drafts)
         plain_seconds, draft_seconds = (
             float(curve.seconds(k, curve.drafting(np.where(index_K < k, self._batch, 0)), 0))
@@ -245,8 +226,8 @@ class DraftControl:
         _log.warning(
             "Speculation has not paid for %d steps: at batch %d the first draft is accepted in "
             "%.0f%% of all cases, and a step with one draft takes %.2f times as long as a step "
-            "without drafts. Drafts are still tried now and then. Leave out `speculative_config` "
-            "to save the drafter's memory.",
+            "without drafts. Single steps with drafts are still tried. Leave out "
+            "`speculative_config` to save the drafter's memory.",
             self._undrafted_steps, self._batch, 100 * self.acceptance.shared()[0],
             draft_seconds / plain_seconds,
         )  # fmt: skip

@@ -7,43 +7,35 @@ from typing import Any
 
 _INCOMPLETE = "\ufffd"  # a byte-level tokenizer decodes half a UTF-8 character to this
 _CONTEXT = 5  # prompt tokens decoded with the output: some tokenizers drop a leading space
-_AT_ONCE = 64  # tokens decoded together when the text is first read
-_PATIENCE = 8  # tokens that may wait for one character, which has at most four bytes
+_DECODED_TOGETHER = 64  # tokens per call of the tokenizer when the text is read
+_MAX_WAITING = 8  # tokens that may wait for one character, which has at most four bytes
 
 
 class Detokenizer:
-    """Text of one sample. A character appears once all its bytes have.
+    """Text of one sample. A character appears once all its bytes are generated.
 
     Only the tokens since the last complete character are decoded again, so the cost of a token does
-    not grow with the output. This holds even if no character is ever complete: at most `_PATIENCE`
-    tokens without text wait, and at most twice as many tokens that are not UTF-8.
+    not grow with the output. This holds even if no character is ever complete: at most
+    `_MAX_WAITING` tokens without text wait, and at most twice as many tokens that are not UTF-8.
 
-    Without stop strings, tokens are decoded only when the text is read, many at once (decoding in
-    each step of 16 requests took 0.2 ms of 7).
+    Without stop strings, tokens are decoded only when the text is read, many in one call (decoding
+    in each step of 16 requests took 0.2 ms of 7).
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        prompt_ids: Sequence[int],
-        stop: Sequence[str],
-        *,
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skips_special = skip_special_tokens
-        # A tokenizer that drops spaces before punctuation decodes several tokens at once to another
-        # text than one by one. Text that is read late must equal the text that was streamed.
+        self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str], *,
+        include_stop: bool = False, skip_special_tokens: bool = True,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
+        # A tokenizer that drops spaces before punctuation decodes several tokens together to
+        # another text than one by one; but late text must equal text that was streamed.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self._at_once = 1 if cleans_up else _AT_ONCE
-        # Tokens before `_shown` have their text; those from `_start` are decoded with later tokens.
+        self._decoded_together = 1 if cleans_up else _DECODED_TOGETHER
         self._ids = list(prompt_ids[-_CONTEXT:])
-        self._start = 0
-        self._shown = len(self._ids)
-        self._stop = tuple(stop)
-        self._includes_stop = include_stop
-        self._unread: list[int] = []
+        self._start = 0  # tokens from here on are decoded together with the next token
+        self._num_shown = len(self._ids)  # tokens with their text in `_text`; the others wait
+        self._stop, self._includes_stop = tuple(stop), include_stop
+        self._unread: list[int] = []  # tokens that follow `_ids` and were not decoded yet
         self._text = ""
         self._num_before = 0  # characters before the text of the last token
 
@@ -51,12 +43,11 @@ class Detokenizer:
     def text(self) -> str:
         """The text up to the last complete character, without the part that `take` has returned."""
         unread, self._unread = self._unread, []
-        for i in range(0, len(unread), self._at_once):
-            self._read(unread[i : i + self._at_once])
+        for i in range(0, len(unread), self._decoded_together):
+            self._read(unread[i : i + self._decoded_together])
         return self._text
 
     def append(self, token_id: int) -> None:
-        """Add a generated token."""
         if self._stop:
             self._num_before = len(self._text)
             self._read([token_id])
@@ -66,33 +57,30 @@ class Detokenizer:
     def _read(self, token_ids: list[int]) -> None:
         """Append the tokens' text, or let the tokens wait if their last character is incomplete."""
         self._ids += token_ids
-        shown_text = self._decode(self._start, self._shown)
+        shown_text = self._decode(self._start, self._num_shown)
         full_text = self._decode(self._start, len(self._ids))
-        num_waiting = len(self._ids) - self._shown
+        num_waiting = len(self._ids) - self._num_shown
         if full_text != shown_text and not full_text.endswith(_INCOMPLETE):
             self._show(shown_text, full_text, len(self._ids))
         elif len(token_ids) > 1:
             del self._ids[-len(token_ids) :]
             for token_id in token_ids:
                 self._read([token_id])
-        elif num_waiting >= _PATIENCE and full_text == shown_text:
-            del self._ids[self._shown :]  # special tokens never get a text
-        elif num_waiting >= _PATIENCE:
+        elif num_waiting >= _MAX_WAITING and full_text == shown_text:
+            del self._ids[self._num_shown :]  # special tokens, which have no text
+        elif num_waiting >= _MAX_WAITING:
             self._show_invalid(shown_text, full_text)
 
     def flush(self) -> None:
-        """At the end of the output, append the text of waiting tokens.
-
-        Incomplete characters become U+FFFD.
-        """
+        """Append the text of waiting tokens; incomplete characters become U+FFFD."""
         self._num_before, end = len(self.text), len(self._ids)
-        self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
+        self._show(self._decode(self._start, self._num_shown), self._decode(self._start, end), end)
 
     def find_stop(self) -> str | None:
-        """Look for a stop string that the last `append` or `flush` has completed.
+        """Cut the text at the first stop string that the last `append` or `flush` has completed.
 
         Returns:
-            The one that begins earliest, after cutting the text there; None if there is none.
+            The stop string; None if there is none.
         """
         text, earliest = self._text, None
         for stop in self._stop:
@@ -107,12 +95,13 @@ class Detokenizer:
 
     @property
     def stable_text(self) -> str:
-        """The text without an end that may begin a stop string: no later token can change it."""
-        num_held, text = 0, self.text
+        """The text that no later token can change: without an end that may begin a stop string."""
+        num_unstable, text = 0, self.text
         for stop in self._stop:
-            sizes = range(min(len(stop) - 1, len(text)), num_held, -1)
-            num_held = next((size for size in sizes if text.endswith(stop[:size])), num_held)
-        return text[: len(text) - num_held]
+            sizes = range(min(len(stop) - 1, len(text)), num_unstable, -1)
+            matching = (size for size in sizes if text.endswith(stop[:size]))
+            num_unstable = next(matching, num_unstable)
+        return text[: len(text) - num_unstable]
 
     def take(self) -> str:
         """Remove and return the stable text, so that the cost does not grow with the output."""
@@ -121,31 +110,28 @@ class Detokenizer:
         return stable
 
     def _show(self, shown_text: str, full_text: str, end: int) -> None:
-        """Append the new part of `full_text`, the text of the tokens from `_start` to `end`.
-
-        The new part begins at the first character that differs from `shown_text`. This may come
-        before the end of `shown_text`, because a prompt may end within a character.
-        """
+        """Append the new part of `full_text`, the text of the tokens from `_start` to `end`."""
         pairs = enumerate(zip(shown_text, full_text, strict=False))
         shorter = min(len(shown_text), len(full_text))
+        # May be less than `shown_text` has: a prompt may end within a character.
         num_same = next((i for i, (a, b) in pairs if a != b), shorter)
         self._text += full_text[num_same:]
-        self._start, self._shown = self._shown, end
+        self._start, self._num_shown = self._num_shown, end
 
     def _show_invalid(self, shown_text: str, full_text: str) -> None:
-        """Show waiting tokens, of which there are more than any valid character needs.
+        """Show waiting tokens that are more than any valid character needs.
 
-        They are shown up to the last border between characters: both sides of a border, decoded
-        apart, give the same text as together. Without a border they wait until there are twice as
-        many, and are then shown as they decode.
+        They are shown up to the last boundary of characters, where both sides, decoded one by one,
+        give the same text as together. Without a boundary they wait until there are twice as many,
+        and then all are shown.
         """
         end = len(self._ids)
-        for cut in range(end - 1, self._shown, -1):
-            head = self._decode(self._start, cut)
-            if head + self._decode(cut, end) == full_text:
-                self._show(shown_text, head, cut)
+        for boundary in range(end - 1, self._num_shown, -1):
+            left = self._decode(self._start, boundary)
+            if left + self._decode(boundary, end) == full_text:
+                self._show(shown_text, left, boundary)
                 return
-        if end - self._shown >= 2 * _PATIENCE:
+        if end - self._num_shown >= 2 * _MAX_WAITING:
             self._show(shown_text, full_text, end)
 
     def _decode(self, start: int, end: int) -> str:

@@ -1,8 +1,4 @@
-"""The choice of device and backend.
-
-Charter: a device or backend that this machine cannot use raises an error before anything is loaded.
-The error gives the reason and says what to choose.
-"""
+"""The choice of device and backend; an unusable one raises an error before anything is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ def choose_device(name: str) -> torch.device:
             if is_fault:
                 _log.warning("Device `cpu`, which is slower: no GPU can be used: %s.", reason)
             return torch.device("cpu")
-        remedy = f"PyTorch finds no GPU that it can use ({reason}). Choose `cpu`, or leave it out."
+        remedy = f"PyTorch finds no usable GPU ({reason}). Choose `cpu`, or leave the option out."
         raise ConfigError("device", name, "a device of this machine", remedy)
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or 0) if name != "auto" else torch.cuda.current_device()
@@ -48,16 +44,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make this GPU the current device of the calling thread; each thread has its own."""
+    """Make this GPU the current device of the calling thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _why_no_gpu() -> tuple[str, bool]:
-    """The reason why no GPU can be used; and whether this is a fault.
-
-    It is a fault if there is a driver or a GPU, which should work.
-    """
+    """Why no GPU can be used, and whether this is a fault: there is a driver or a GPU."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this PyTorch, {torch.__version__}, was built for CPUs", False
     try:
@@ -69,48 +62,43 @@ def _why_no_gpu() -> tuple[str, bool]:
 
 
 def _check_kernels(name: str, device: torch.device) -> None:
-    """Raise `ConfigError` if this PyTorch was built without kernels for the GPU."""
     if torch.version.hip is not None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     # Architectures such as sm_90 (kernels of one major version) or compute_90 (compiled when used).
-    numbers = {arch: int("".join(filter(str.isdigit, arch))) for arch in torch.cuda.get_arch_list()}
-    fits = (
-        number <= 10 * major + minor and (number // 10 == major or arch.startswith("compute"))
-        for arch, number in numbers.items()
-    )
-    if not any(fits):
-        least = min(numbers.values(), default=0)
-        raise ConfigError(
-            "device", name, f"a GPU that this PyTorch, {torch.__version__}, has kernels for",
-            f"{described_gpu(device)} has too low a compute capability: it takes {least / 10:g} or "
-            "more. Choose `cpu`, or a PyTorch that was built for it.",
-        )  # fmt: skip
+    versions = {a: int("".join(filter(str.isdigit, a))) for a in torch.cuda.get_arch_list()}
+    for arch, version in versions.items():
+        has_kernels = version // 10 == major or arch.startswith("compute")
+        if has_kernels and version <= 10 * major + minor:
+            return
+    bound = f"a GPU for which this PyTorch, {torch.__version__}, has kernels"
+    least = min(versions.values(), default=0) / 10
+    remedy = f"{described_gpu(device)} has too low a compute capability: kernels need {least:g} or "
+    remedy += "more. Choose `cpu`, or install a PyTorch that was built for this GPU."
+    raise ConfigError("device", name, bound, remedy)
 
 
 def choose_backend(
-    name: str,
-    device: torch.device,
-    *,
-    deterministic: bool = False,
+    name: str, device: torch.device, *, deterministic: bool = False,
     why_not: Callable[[str], str | None] = unavailable,
-) -> Backend:
+) -> Backend:  # fmt: skip
     """The backend of this name; `auto` is the fastest that this machine can run.
 
     Args:
-        why_not: returns why a backend cannot run here, or None; as `ops.unavailable` does.
+        why_not: as `ops.unavailable`: returns why a backend cannot run here, or None.
 
     Raises:
         ConfigError: the backend is unknown, or cannot run here.
     """
     if name != "auto":
-        if name == "triton" and _is_old(device):
+        if name == "triton" and _too_old_for_triton(device):
             remedy = "Choose the backend `torch`, which is slower, or the device `cpu`."
-            bound = f"one that can run: its kernels take 7.5 or more, not {described_gpu(device)}"
+            needed = "Triton needs compute capability 7.5 or more"
+            bound = f"one that can run: {needed}, not {described_gpu(device)}"
             raise ConfigError("backend", name, bound, remedy)
         return get_backend(name, deterministic=deterministic)
     name = "native" if device.type == "cpu" else "triton"
-    reason = f"this is {described_gpu(device)}" if _is_old(device) else why_not(name)
+    reason = f"this is {described_gpu(device)}" if _too_old_for_triton(device) else why_not(name)
     if reason is not None:
         _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
         name = "torch"
@@ -118,7 +106,6 @@ def choose_backend(
     return get_backend(name, deterministic=deterministic)
 
 
-def _is_old(device: torch.device) -> bool:
-    """Whether Triton cannot compile for this GPU."""
+def _too_old_for_triton(device: torch.device) -> bool:
     is_nvidia = device.type != "cpu" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) < _LEAST_FOR_TRITON

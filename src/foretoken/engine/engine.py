@@ -1,9 +1,5 @@
 """The engine: `step()` serves every request once, from schedule to committed tokens.
 
-Charter: the order of a step and the life of requests (admission, committing tokens, stopping,
-ending, failing). The scheduler chooses the batch, the runner computes on the device, the
-detokenizer makes text.
-
 A step is launched, then committed. On an asynchronous device the next step is launched before the
 last one is committed: the tokens are the same, and the device never waits for the host.
 
@@ -12,8 +8,7 @@ work for the batch (drafting, the forward pass) ends every running request, beca
 their caches is then unknown. If the device failed, the engine is broken, and waiting requests end,
 too. `step` raises none of these exceptions, and slots and blocks are given back. Work that can fail
 for a single request is done before the pass or at its commit, so that no pass runs twice. `step`
-does raise an exception of the schedule, and the `IntegrityError` of `check_integrity`, which runs
-when the last request has ended: both are bugs of ours.
+raises only exceptions of the scheduler and `IntegrityError`, which are bugs in Foretoken.
 """
 
 from __future__ import annotations
@@ -27,18 +22,12 @@ from itertools import pairwise
 from typing import Any
 
 from foretoken.config import EngineConfig
+from foretoken.engine import faults
 from foretoken.engine.admission import BadWords, Limits, bad_word_ids, choose_num_drafts
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.devices import use_device
-from foretoken.engine.faults import (
-    broken_engine,
-    no_token,
-    overloaded,
-    processing_error,
-    step_failure,
-)
 from foretoken.engine.request import Request, RequestGroup, Share, Status
-from foretoken.engine.rounds import TokenText, describe, last_record, no_text, trace_round
+from foretoken.engine.rounds import TokenText, last_record, logprob_rows, no_text, trace_round
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Schedule, Scheduler
 from foretoken.engine.threads import StepThreads
@@ -57,13 +46,16 @@ from foretoken.slots.step import NONE, Admission, OpenStep, Outcome, StepInput, 
 
 @dataclass(slots=True)
 class Launched:
-    """A step that was launched and not yet committed."""
+    """A step that was launched and not yet committed.
+
+    edit_faults: by slot, the exceptions that were raised while edits of logits were made
+    """
 
     groups: list[RequestGroup] = field(default_factory=list)
     trace: StepTrace | None = None
     shares: Sequence[Share] = ()
     result: StepResult = field(default_factory=StepResult)
-    faults: dict[int, Exception] = field(default_factory=dict)  # by slot: exceptions of edits
+    edit_faults: dict[int, Exception] = field(default_factory=dict)
 
 
 class Engine:
@@ -75,34 +67,23 @@ class Engine:
     Attributes:
         on_step: called with the trace of each committed step; None: no step is timed.
         runs_ahead: whether a step is launched before the last one is committed.
-        limits: bounds on requests.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        scheduler: Scheduler,
-        tokenizer: Any | None,
-        eos_ids: frozenset[int],
-        default_params: SamplingParams,
-        threads: StepThreads,
-    ) -> None:
-        self.config = config
-        self.runner = runner
-        self.scheduler = scheduler
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
+        self, config: EngineConfig, runner: Runner, scheduler: Scheduler, tokenizer: Any | None,
+        eos_ids: frozenset[int], default_params: SamplingParams, threads: StepThreads,
+    ) -> None:  # fmt: skip
+        self.config, self.runner, self.scheduler = config, runner, scheduler
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.grammars = Grammars(tokenizer, runner.model.vocab_size, eos_ids)
-        self.default_params = default_params
-        self.threads = threads
+        self.default_params, self.threads = default_params, threads
         self._control = scheduler.control
         self.metrics = self._control.metrics if self._control else EngineMetrics()
         self.on_step: OnStep | None = None
         ahead = config.async_scheduling
         self.runs_ahead = not runner.on_host if ahead is None else ahead
-        self._unread = Launched()
-        self._broken_by: BaseException | None = None
+        self._uncommitted = Launched()
+        self._device_error: BaseException | None = None
         self._released: list[int] = []  # slots that requests have left since the last plan
         self._num_added = 0
         self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
@@ -113,27 +94,21 @@ class Engine:
         if tokenizer is not None:
             self._text_of = cache(lambda token: str(tokenizer.decode([token])))
         self.limits = Limits(
-            vocab_size=runner.model.vocab_size,
-            max_model_len=runner.model.max_model_len,
+            vocab_size=runner.model.vocab_size, max_model_len=runner.model.max_model_len,
             cache_tokens=scheduler.pool.num_blocks * scheduler.pool.block_size,
-            num_speculative_tokens=config.num_drafts,
-            adapts=self._control is not None,
-            has_tokenizer=tokenizer is not None,
-            allows_synthetic=self._rule == "synthetic",
+            num_speculative_tokens=config.num_drafts, adapts=self._control is not None,
+            has_tokenizer=tokenizer is not None, allows_synthetic=self._rule == "synthetic",
             drafter=str(speculation.method) if speculation else "",
             drafters=runner.drafter.names if runner.drafter else (),
             reads_prediction=runner.drafter.prediction_readers if runner.drafter else (),
-        )
+        )  # fmt: skip
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs. A launched step does not count if all of its requests
-        have ended."""
         return self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue takes another request; if not, `add` raises."""
         bound = self.config.max_num_waiting
         return bound is None or len(self.scheduler.waiting) < bound
 
@@ -141,7 +116,7 @@ class Engine:
         """Advance every running request; returns their groups, in order of arrival.
 
         Raises:
-            IntegrityError: no work is left, but a block or slot is still held: a bug of ours.
+            IntegrityError: no work is left, but a block or slot is not free: a bug in Foretoken.
         """
         times = [time.perf_counter()]
         schedule = self.scheduler.schedule()
@@ -149,13 +124,13 @@ class Engine:
         launched = to_commit = self.launch(schedule)
         times.append(time.perf_counter())
         if self.runs_ahead:  # commit the last step, and leave this one to the next call
-            to_commit, self._unread = self._unread, launched
+            to_commit, self._uncommitted = self._uncommitted, launched
         changed = self.commit(to_commit)
         times.append(time.perf_counter())
         if launched.trace:
             seconds = [end - begin for begin, end in pairwise(times)]
             launched.trace.time(seconds, launched.result)
-        if self.on_step and to_commit.trace and self._broken_by is None:
+        if self.on_step and to_commit.trace and self._device_error is None:
             to_commit.trace.read_events(to_commit.result)
             self.on_step(to_commit.trace)
         if not self.has_work:
@@ -173,16 +148,13 @@ class Engine:
                 step = self.runner.begin(plan)
                 del self._released[: len(plan.released)]  # the runner has released these
                 if step is not None:
-                    edits, launched.faults = self._edits(shares, step)
+                    edits, launched.edit_faults = self._edits(shares, step)
                     launched.result = self.runner.finish(step, edits)
                     launched.shares = shares
         return launched
 
     def _plan_step(self, schedule: Schedule) -> tuple[StepPlan, list[Share]]:
-        """The plan of a step for the runner, and the shares of the requests in the step.
-
-        Requests that ended after the schedule are left out.
-        """
+        """The plan of a step, and its shares, without requests that ended after the schedule."""
         for slot in schedule.left_slots:
             self._release_slot(slot)
         released = self._released[:]
@@ -206,22 +178,18 @@ class Engine:
     def _edits(
         self, shares: Sequence[Share], step: OpenStep
     ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-        """The host's edits of a step's logits, None if no request has any; and, by slot, the
-        exceptions that were raised while edits were made."""
+        """The host's edits of a step's logits, None if there are none; and `edit_faults`."""
         deciding = [share for share in shares if share.decides]
-        histories = {
-            d: history
-            for d, share in enumerate(deciding)
-            if (history := share.request.history) is not None
-        }
+        requests = enumerate(share.request for share in deciding)
+        histories = {d: request.history for d, request in requests if request.history is not None}
         if not histories:
             return None, {}
         drafts: dict[int, list[int]] = {d: [] for d in histories}
         if any(deciding[d].max_drafts for d in histories):
             drafts_D = step.read_drafts()
             drafts = {d: drafts_D[d] for d in histories}
-        edits, faults = pack_edits(histories, drafts, self.limits.vocab_size)
-        return edits, {deciding[d].slot: fault for d, fault in faults.items()}
+        edits, errors = pack_edits(histories, drafts, self.limits.vocab_size)
+        return edits, {deciding[d].slot: error for d, error in errors.items()}
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
         """Give requests the results of a step; returns the groups that were running in it."""
@@ -230,8 +198,8 @@ class Engine:
                 share.request.launched_share = None
         with self._ending_batch_on_error():
             outcomes = launched.result.read()
-            for slot, fault in launched.faults.items():
-                outcomes[slot] = outcomes[slot]._replace(fault=fault)
+            for slot, error in launched.edit_faults.items():
+                outcomes[slot] = outcomes[slot]._replace(fault=error)
             if launched.trace:
                 launched.trace.count(launched.shares, outcomes)
             if self._control is not None:
@@ -245,13 +213,9 @@ class Engine:
         return launched.groups
 
     def add(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        prompt: str | None = None,
-        bad_words: BadWords | None = None,
-    ) -> RequestGroup:
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams,
+        prompt: str | None = None, bad_words: BadWords | None = None,
+    ) -> RequestGroup:  # fmt: skip
         """Queue a prompt that `boundary.prepare` has checked.
 
         Args:
@@ -259,8 +223,8 @@ class Engine:
 
         Raises:
             EngineBrokenError: the device failed.
-            OverloadedError: `max_num_waiting` requests wait already. The n samples of a prompt are
-                queued together, and may then exceed that number.
+            OverloadedError: `max_num_waiting` requests wait already. (The n samples of a prompt are
+                queued together, and may exceed that number.)
         """
         self.check_works()
         self.check_room()
@@ -286,7 +250,7 @@ class Engine:
         for j in range(params.n):
             request = Request(
                 group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule,
-                num_drafts, self.limits.number_of(params.drafter),
+                num_drafts, self.limits.drafter_index(params.drafter),
                 waits_for_tokens=waits, adapts=adapts,
             )  # fmt: skip
             self.scheduler.add(request)
@@ -297,27 +261,24 @@ class Engine:
     def encode_bad_words(self, params: SamplingParams) -> BadWords:
         """`bad_words` as token ids. Any thread may call this."""
         words, cached = tuple(params.bad_words or ()), self._bad_words
-        if words not in cached:  # keeps the last words: prompts of one call often share them
+        if words not in cached:  # only the last are kept: prompts of one call often share them
             ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
             self._bad_words = cached = {(): (), words: ids}
         return cached[words]
 
     def check_works(self) -> None:
         """Raise `EngineBrokenError` once the device has failed."""
-        if self._broken_by is not None:
-            raise broken_engine(self._broken_by)
+        if self._device_error is not None:
+            raise faults.broken_engine(self._device_error)
 
     def check_room(self) -> None:
         """Raise `OverloadedError` if the queue is full."""
         if not self.has_room:
-            raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
+            raise faults.overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
 
     def update_text(self, request: Request) -> None:
-        """Add the text of new tokens to `request.pieces`.
-
-        A tail that could be the start of a stop string is held back. If the tokenizer raises, the
-        request ends with that error.
-        """
+        """Append to `request.pieces` the new text that no later token can change. If the tokenizer
+        raises, the request ends with that error."""
         try:
             if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)
@@ -336,20 +297,19 @@ class Engine:
         self._release_idle()
 
     def abort_all(self) -> None:
-        """End every request now."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "abort")
         self._release_idle()
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if a block, a slot or anything kept by slot is leaked."""
+        """Raise `IntegrityError` if a block, a slot or a slot's state is leaked."""
         self.scheduler.check_integrity()
         live = {request.slot for request in self.scheduler.running}
         self._release_idle()
         self.runner.slots.check_integrity(live | {*self._released})
 
     def _release_idle(self) -> None:
-        """Release left slots at once if no step follows, so that no state of a request stays."""
+        """Without further work, release the slots that requests have left now: no step follows."""
         if self._released and not self.has_work:
             released, self._released = self._released, []
             self.runner.run(StepPlan(released))
@@ -362,32 +322,27 @@ class Engine:
 
     @contextmanager
     def _ending_batch_on_error(self) -> Iterator[None]:
-        """An exception inside ends all running requests; if the device failed, also waiting ones.
-
-        Only exceptions such as KeyboardInterrupt are raised again.
-        """
+        """An exception inside ends all running requests; if the device failed, also the queue."""
         try:
             yield
         except BaseException as error:
-            failure, ending = step_failure(error), [*self.scheduler.running]
+            failure, ending = faults.step_failure(error), [*self.scheduler.running]
             if isinstance(failure, EngineBrokenError):
-                self._broken_by, self._unread = error, Launched()
+                self._device_error, self._uncommitted = error, Launched()
                 ending += self.scheduler.waiting
             for request in ending:
                 request.group.error = request.group.error or failure
                 self._finish(request, "error")
-            if not isinstance(error, Exception):  # a second Ctrl-C
+            if not isinstance(error, Exception):  # KeyboardInterrupt by a second Ctrl-C
                 raise
 
     @staticmethod
     def _set_error(request: Request, cause: Exception) -> None:
-        request.group.error = request.group.error or processing_error(request, cause)
+        request.group.error = request.group.error or faults.processing_error(request, cause)
 
     def _admit(self, request: Request) -> Admission:
-        """The admission of a request that just got a slot, for the first time or once more.
-
-        Makes the request's history of edits and its detokenizer, if it lacks them.
-        """
+        """The admission of a request that got a slot; makes its edit history and detokenizer, if it
+        lacks them (after a preemption it has them)."""
         params = request.params
         if params.edits_logits and request.history is None:
             prompt_ids, stop_ids = request.group.prompt_ids, tuple(request.stop_ids)
@@ -398,28 +353,25 @@ class Engine:
             group.metrics.queue_time = time.perf_counter() - group.arrival
         if self.tokenizer is not None and params.detokenize and request.detokenizer is None:
             request.detokenizer = Detokenizer(
-                self.tokenizer,
-                request.group.prompt_ids,
-                params.stop or (),
+                self.tokenizer, request.group.prompt_ids, params.stop or (),
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
-            )
+            )  # fmt: skip
         return Admission(
             request.slot, request.key, params, Rule[request.rule.upper()], request.token_ids[:],
             request.num_prompt, request.limit, request.num_computed, request.drafter,
         )  # fmt: skip
 
     def _commit(self, share: Share, outcome: Outcome) -> None:
-        """Give a request the results of its share of a step."""
         request, group = share.request, share.request.group
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
-            following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
+            next_tokens = group.prompt_ids[share.start + 1 :][: share.num_tokens]
             num_top = request.params.prompt_logprobs or 0
             text_of = self._text_of if request.params.detokenize else no_text
-            rows = describe(outcome.prompt_logprobs, following, num_top, text_of)
-            # After a preemption the first rows of a chunk may be there already.
-            num_there = len(group.prompt_logprobs) - 1
-            group.prompt_logprobs += rows[num_there - share.start :]
+            rows = logprob_rows(outcome.prompt_logprobs, next_tokens, num_top, text_of)
+            # After a preemption the group may have the first rows of a chunk already.
+            num_known = len(group.prompt_logprobs) - 1
+            group.prompt_logprobs += rows[num_known - share.start :]
         if share.num_preemptions == request.num_preemptions:  # else the K/V are lost
             request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
@@ -428,8 +380,8 @@ class Engine:
             raise outcome.fault
         if request.history is not None:
             request.history.append(outcome.token_ids)
-        number = request.drafter if outcome.drafter is None else outcome.drafter
-        name = self.limits.names[number]
+        drafter_index = request.drafter if outcome.drafter is None else outcome.drafter
+        name = self.limits.names[drafter_index]
         if outcome.is_finite:
             if group.metrics.time_to_first_token is None:
                 group.metrics.time_to_first_token = time.perf_counter() - group.arrival
@@ -438,7 +390,7 @@ class Engine:
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, name, synthetic=synthetic)
         self._take_tokens(request, outcome, name)  # accepted drafts hold even if no token follows
         if not outcome.is_finite and request.status is not Status.FINISHED:
-            group.error = group.error or no_token(request, outcome.bans_all)
+            group.error = group.error or faults.no_token(request, outcome.bans_all)
             self._finish(request, "error")
 
     def _take_tokens(self, request: Request, outcome: Outcome, drafter: str) -> None:
@@ -446,7 +398,7 @@ class Engine:
         tokens, logprobs = outcome.token_ids, []
         text_of = self._text_of if request.params.detokenize else no_text
         if outcome.logprobs is not None and request.params.logprobs is not None:
-            logprobs = describe(outcome.logprobs, tokens, request.params.logprobs, text_of)
+            logprobs = logprob_rows(outcome.logprobs, tokens, request.params.logprobs, text_of)
         trace = trace_round(request, outcome, drafter or None, self._synthetic_rates, text_of)
         for i, (token, origin) in enumerate(zip(tokens, outcome.origins, strict=False)):
             request.origins.append(origin)
@@ -459,7 +411,7 @@ class Engine:
                 break
 
     def _release_slot(self, slot: int) -> None:
-        """Note that a request has left this slot; the next plan releases the slot in the runner."""
+        """Let the next plan release a slot that a request has left."""
         self._released.append(slot)
         if self._control is not None:
             self._control.release(slot)
@@ -476,9 +428,9 @@ class Engine:
                 self._release_slot(slot)
             if detokenizer is not None and not isinstance(request.stop_reason, str):
                 detokenizer.flush()  # the flushed text may complete a stop string
-                may_stop = reason in ("length", "stop")  # an aborted request stays aborted
-                may_stop = may_stop and request.num_output >= request.params.min_tokens
-                if may_stop and (stop := detokenizer.find_stop()) is not None:
+                can_stop = reason in ("length", "stop")  # an aborted request stays aborted
+                can_stop = can_stop and request.num_output >= request.params.min_tokens
+                if can_stop and (stop := detokenizer.find_stop()) is not None:
                     request.finish_reason, request.stop_reason = "stop", stop
         except Exception as error:
             self._set_error(request, error)
@@ -490,7 +442,7 @@ class Engine:
 
 
 def _input_row(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
-    """A request's entries of `StepInput`, in the order of its fields."""
+    """A request's entries of `StepInput`, in the order of the fields."""
     request, params = share.request, share.request.params
     num_logprobs = num_prompt_logprobs = NONE
     if share.decides and params.logprobs is not None:

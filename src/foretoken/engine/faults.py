@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import traceback
 
+from foretoken import errors
 from foretoken.engine.memory_plan import is_out_of_memory, memory_error
 from foretoken.engine.request import Request
-from foretoken.errors import (
-    EngineBrokenError,
-    ForetokenError,
-    NonFiniteLogitsError,
-    OverloadedError,
-    ProcessingError,
-    RequestError,
-    StepError,
-)
 
 _FAILURES = ("cuda error", "cuda driver error", "triton error", "cublas_status", "cudnn_status",
              "nvrtc", "hip error", "device-side assert")  # fmt: skip
@@ -23,9 +15,8 @@ _FAILURES = ("cuda error", "cuda driver error", "triton error", "cublas_status",
 def is_device_failure(error: BaseException) -> bool:
     """Whether an error says that the GPU failed: illegal access, assertion, broken hardware.
 
-    After most such errors every later call fails, too. The GPU reports them late: the cause may lie
-    in the step before, so no computed result can be trusted. Running out of memory is no failure of
-    the device.
+    After most such errors every later call fails, too. The GPU reports them late, so the results of
+    the step before cannot be trusted, either.
     """
     if is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
@@ -33,54 +24,48 @@ def is_device_failure(error: BaseException) -> bool:
     return has_type or any(text in str(error).lower() for text in _FAILURES)
 
 
-def broken_engine(cause: BaseException) -> EngineBrokenError:
+def broken_engine(cause: BaseException) -> errors.EngineBrokenError:
     """The error of every call to an engine after its device has failed."""
     reason = str(cause).partition("\n")[0]
-    error = EngineBrokenError(
+    return errors.EngineBrokenError(
         f"The device failed ({reason}), and nothing more can be computed in this process: start "
         "another one. If it happens again, CUDA_LAUNCH_BLOCKING=1 in its environment shows where, "
         "and `nvidia-smi -q` and the system's log say whether the hardware is at fault."
-    )
-    error.__cause__ = cause
-    return error
+    ).caused_by(cause)
 
 
-def processing_error(request: Request, cause: Exception) -> ForetokenError:
+def processing_error(request: Request, cause: Exception) -> errors.ForetokenError:
     """The error of a request if `cause` was raised by the work for this request only."""
-    if isinstance(cause, RequestError):  # such as a grammar that turned out to be too complex
+    if isinstance(cause, errors.RequestError):  # for example, a grammar is too complex
         return cause
-    error = ProcessingError(
+    return errors.ProcessingError(
         f"request {request.group.request_id}, sample {request.index}: "
         f"{type(cause).__name__} while it was processed: {cause}"
-    )
-    error.__cause__ = cause
-    return error
+    ).caused_by(cause)
 
 
-def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
+def overloaded(num_waiting: int, bound: int | None) -> errors.OverloadedError:
     """The error of a request that a full queue refuses."""
-    rule = f"less than {bound} requests that wait for another to be queued"
-    remedy = "Send it again when some have ended, or raise `max_num_waiting`."
-    return OverloadedError("max_num_waiting", num_waiting, rule, remedy)
+    rule = f"less than {bound} waiting requests before another is queued"
+    remedy = "Send the request again later, or raise `max_num_waiting`."
+    return errors.OverloadedError("max_num_waiting", num_waiting, rule, remedy)
 
 
-def step_failure(cause: BaseException) -> ForetokenError:
+def step_failure(cause: BaseException) -> errors.ForetokenError:
     """The error of all requests of a batch if `cause` was raised by the work for the whole batch.
 
-    Outputs keep this error, and the error keeps the frames of its traceback. These are cleared, so
-    that their tensors are freed.
+    Outputs keep this error and its traceback. The frames are cleared, so that tensors are freed.
     """
     traceback.clear_frames(cause.__traceback__)
     if is_out_of_memory(cause):
         return memory_error("a step was computed", cause)
     if is_device_failure(cause):
         return broken_engine(cause)
-    error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
-    error.__cause__ = cause
-    return error
+    name = type(cause).__name__
+    return errors.StepError(f"{name} in a step of the whole batch: {cause}").caused_by(cause)
 
 
-def no_token(request: Request, bans_all: bool) -> ForetokenError:
+def no_token(request: Request, bans_all: bool) -> errors.ForetokenError:
     """The error of a request for which no token can be drawn.
 
     Args:
@@ -97,9 +82,9 @@ def no_token(request: Request, bans_all: bool) -> ForetokenError:
         }
         names = [name for name, used in is_used.items() if used]
         value = getattr(params, names[0]) if len(names) == 1 else "together they ban every token"
-        bound = f"such that some token is left at position {position}"
-        return RequestError(", ".join(names), value, bound)
-    return NonFiniteLogitsError(
+        bound = f"such that some token is allowed at position {position}"
+        return errors.RequestError(", ".join(names), value, bound)
+    return errors.NonFiniteLogitsError(
         f"request {request.group.request_id}: the target's logits are not finite at position "
         f"{position}. Try dtype float32, or check the checkpoint."
     )

@@ -1,13 +1,10 @@
 """Stages of a step that are captured once and replayed: CUDA graphs.
 
-Charter: which steps are replayed, at what padded size, and the capture itself. A step in which all
-requests decode has a shape: the number of requests (padded to the next size), the most drafts, and
-the kernels that the parameters of its slots need. The stages of a shape are recorded once, with the
-spare slot in place of every request; each replay reads and writes the same tensors. Other steps
-(with prompts or their log-probabilities) run operator by operator, by the same code of the runner.
-So does the last stage of steps with edits.
-
-Without a GPU nothing is captured, and running a stage is a plain call.
+A step in which all requests decode has a shape: the number of requests (padded to the next size),
+the most drafts, and the kernels that the parameters of its slots need. The stages of a shape are
+recorded once, in a step where every request has the spare slot; each replay reads and writes the
+same tensors. Other steps (with prompts or their log-probabilities) run operator by operator, and so
+does the last stage of steps with edits. Without a GPU nothing is captured.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ import torch
 from foretoken.ops import Rule, SlotParams
 from foretoken.slots.step import NONE, StepInput, StepRequests, StepShape
 
-_SELDOM = frozenset({Rule.BLOCK, Rule.COUPLED})
-_LOSSLESS = frozenset({Rule.STANDARD, *_SELDOM})
+_RARE_RULES = frozenset({Rule.BLOCK, Rule.COUPLED})
+_LOSSLESS_RULES = frozenset({Rule.STANDARD, *_RARE_RULES})
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +38,12 @@ class Graphs:
     """
 
     def __init__(self, sizes: tuple[int, ...] = (), widths: tuple[int, ...] = (0,)) -> None:
-        self.sizes = sizes
-        self.widths = widths
+        self.sizes, self.widths = sizes, widths
         self._captured: dict[StepShape, dict[str, _Captured]] = {}
         self._left_out: set[StepShape] = set()
         self._pool: Any = None  # shared memory of all graphs: no two run at the same time
         self._recording: dict[str, _Captured] | None = None
-        self._runs_once = False
+        self._is_warming_up = False
 
     def __contains__(self, shape: StepShape | None) -> bool:
         return shape in self._captured
@@ -58,8 +54,8 @@ class Graphs:
         if self._pool is None:
             return 0
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        mine = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
-        return sum(int(segment["total_size"]) for segment in mine)
+        in_pool = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        return sum(int(segment["total_size"]) for segment in in_pool)
 
     def shape_of(
         self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, samples: bool
@@ -67,7 +63,7 @@ class Graphs:
         """The shape under which this step can be captured; None: it runs operator by operator.
 
         Args:
-            drafters: numbers of the drafters of all slots in use.
+            drafters: indices of the drafters of all slots in use.
             samples: whether a request of the step draws at random, so that the drafts' q is kept.
         """
         count = len(step.slot_B)
@@ -80,10 +76,10 @@ class Graphs:
         most_drafts = max(step.max_drafts_B)
         width = next(width for width in self.widths if width >= most_drafts)
         shape = StepShape(size, width, params.has_filters, params.rules, samples, drafters)
-        if len(params.rules) > 1 or params.rules & _SELDOM:
+        if len(params.rules) > 1 or params.rules & _RARE_RULES:
             # All rare mixtures of rules share one shape, with kernels for every rule. Otherwise
             # there would be 30 kinds of steps, and a capture takes as long as a hundred steps.
-            shape = StepShape(size, width, True, params.rules | _LOSSLESS, True, drafters)
+            shape = StepShape(size, width, True, params.rules | _LOSSLESS_RULES, True, drafters)
         return None if shape in self._left_out else shape
 
     def leave_out(self, shape: StepShape) -> None:
@@ -97,7 +93,7 @@ class Graphs:
 
     def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *args: Any) -> Out:
         """Run or replay a stage of a step; the next replay overwrites what it returns."""
-        if requests.shape is None or self._runs_once:
+        if requests.shape is None or self._is_warming_up:
             return run(requests, *args)
         if self._recording is not None:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -111,23 +107,23 @@ class Graphs:
         return out
 
     def give_up(self, reason: Exception) -> None:
-        """Capture nothing any more, and log the reason."""
+        """Capture no more shapes, and log the reason."""
         self.sizes = ()
         first_line = (str(reason).splitlines() or [type(reason).__name__])[0]
-        _log.warning("Steps run without CUDA graphs, slower: %s", first_line)
+        _log.warning("Steps run without CUDA graphs, which is slower: %s", first_line)
 
     @contextmanager
-    def running_once(self) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         """Inside, stages run operator by operator even for a shape; this compiles their kernels."""
-        self._runs_once = True
+        self._is_warming_up = True
         try:
             yield
         finally:
-            self._runs_once = False
+            self._is_warming_up = False
 
     @contextmanager
     def recording(self, shape: StepShape) -> Iterator[None]:
-        """Inside, stages of this shape are captured; each reads the outputs of earlier stages."""
+        """Inside, the stages of this shape are captured."""
         self._recording = {}
         try:
             yield

@@ -1,8 +1,7 @@
 """Plans how memory is divided, and which options to change if it does not suffice. No torch.
 
-Charter: arithmetic on bytes that `gauge.py` measured or that follow from shapes, and the errors
-when memory runs out. A plan never exceeds the usable memory. Every remedy in an error was checked
-by the same arithmetic.
+Bytes follow from shapes or were measured (`step_costs.py`). A plan never exceeds the usable memory,
+and every remedy in an error was checked by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ from foretoken.config.checks import machine_bytes
 from foretoken.drafting.control import draft_widths
 from foretoken.errors import ConfigError, EngineMemoryError, ForetokenError
 
-LEAST_CONTEXT = 1024
-"""A context is never shortened below this; no remedy advises less."""
+LEAST_CONTEXT = 1024  # a context is never shortened below this; no remedy advises less
 
 # Fields of `Sizes` with other names than their options: under a fixed K, and under K = `auto`.
 _OPTIONS = {"num_drafts": ("num_speculative_tokens", "max_speculative_tokens")}
 _LEAST_TOKENS = 256  # remedies keep `max_num_batched_tokens` above: smaller chunks are slow
 _RESERVE = 0.03  # share of free memory for the allocator's fragments and kernels loaded later
-# How often a step of one size and width is captured: for example with and without filters.
-_VARIANTS = 2
+_VARIANTS = 2  # captures of one size and width of a step: for example with and without filters
 
 _REMEDY = (
     "Lower `kv_cache_gib` (or `num_blocks`), `max_num_seqs`, `max_num_batched_tokens` or "
@@ -36,24 +33,18 @@ _GPU_REMEDY = (
     "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
     "`max_num_seqs`; and see that no other process takes the GPU's memory."
 )
-_MESSAGES = (  # in RuntimeErrors of PyTorch, its libraries and the C++ library
-    "alloc_failed",
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "bad_alloc",
-    "size calculation overflowed",
-)
+# In RuntimeErrors of PyTorch, its libraries and the C++ library.
+_MESSAGES = ("alloc_failed", "can't allocate memory", "not enough memory", "out of memory",
+             "bad_alloc", "size calculation overflowed")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Options that memory depends on.
 
-    num_drafts: K; 0 without speculation.
-    num_blocks: blocks of the cache; None: as many as fit, at least for one request of
-        `max_model_len`.
-    adapts: whether K is `auto`; then `num_drafts` is the largest K.
+    num_drafts: K, under K = `auto` the largest; 0 without speculation
+    num_blocks: blocks of the cache; None: as many as fit, at least for one longest request
+    adapts: whether K is `auto`
     """
 
     max_num_seqs: int
@@ -75,12 +66,7 @@ class Sizes:
 
 
 class StepPeak(NamedTuple):
-    """The measured bytes that a step takes while it runs, and the step's size.
-
-    tokens: tokens that the step computes
-    rows: deciding rows of logits
-    num_bytes: bytes
-    """
+    """The measured bytes that a step takes while it runs, its tokens and its deciding rows."""
 
     tokens: int
     rows: int
@@ -91,7 +77,7 @@ class StepPeak(NamedTuple):
 class StepBytes:
     """Bytes that steps take while they run: linear in tokens and deciding rows, at least `least`.
 
-    A deciding row, with its token, takes `per_row`; any other token takes `per_token`.
+    A deciding row and its token take `per_row`; any other token takes `per_token`.
     """
 
     least: int = 0
@@ -105,8 +91,8 @@ class StepBytes:
 
         Args:
             least: one request decodes.
-            decode: the most requests decode for which memory suffices.
-            largest: the same, with as many prompt tokens as memory allows; without any, `decode`.
+            decode: as many requests decode as memory allows.
+            largest: as `decode`, with as many prompt tokens as memory allows, maybe none.
         """
         rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
         row_bytes = max(decode.num_bytes - least.num_bytes, 0)
@@ -138,9 +124,7 @@ class MemoryCosts:
     draft_texts: the drafter's memory for texts, shared by all requests
     spare:       number of slots, and of blocks, that no request gets
     copied:      copies that attention in stock operators makes of a block while it runs
-    weights, draft_weights: memory taken by loading target and drafter
     libraries:   memory of kernels and libraries outside PyTorch's allocator
-    steps:       memory of steps while they run
     graph:       memory of a captured step, without its tensors; 0: no step is captured
     """
 
@@ -167,7 +151,7 @@ class MemoryCosts:
         return sizes.max_num_seqs * self.columns(sizes)
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
-        """Bytes of each part, by the part's name, with a cache of `num_blocks`."""
+        """Bytes by name of part, with a cache of `num_blocks`."""
         copied = (num_blocks + self.spare) * self.copied
         parts = {
             "weights": self.weights,
@@ -191,7 +175,6 @@ class MemoryCosts:
         }
 
     def total(self, sizes: Sizes, num_blocks: int) -> int:
-        """Bytes of all parts."""
         return sum(self.parts(sizes, num_blocks).values())
 
     def _graphs(self, sizes: Sizes) -> int:
@@ -206,8 +189,7 @@ class MemoryCosts:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory of a device, in bytes. An engine takes at most `fraction` of `total`, and less
-    than is `free` at its start."""
+    """The memory of a device, in bytes; an engine takes at most `fraction` of `total`."""
 
     total: int
     free: int
@@ -218,12 +200,8 @@ class Budget:
 class MemoryPlan:
     """What an engine allocates.
 
-    Attributes:
-        parts: bytes by name of part; no part is 0.
-        num_blocks: blocks of the cache.
-        max_model_len: tokens of the longest request; may be less than the checkpoint's limit if no
-            option set it.
-        usable: bytes that the engine may take; None on a CPU, where nothing is measured.
+    parts: bytes by name of part; no part is 0
+    usable: bytes that the engine may take; None on a CPU, where nothing is measured
     """
 
     parts: dict[str, int]
@@ -233,12 +211,10 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
-    def measured(self, name: str, num_bytes: int) -> MemoryPlan:
-        """The plan with a part's measured bytes instead of planned ones; unchanged if they are 0,
-        which means not known yet."""
+    def with_measured(self, name: str, num_bytes: int) -> MemoryPlan:
+        """The plan with a part's measured bytes; unchanged if they are 0, not known yet."""
         return replace(self, parts={**self.parts, name: num_bytes}) if num_bytes else self
 
     def table(self) -> str:
@@ -263,8 +239,7 @@ class Demand:
 
     @property
     def least_blocks(self) -> int:
-        """Blocks of the smallest cache that will do: the configured number, or enough for one
-        request of `max_model_len`."""
+        """Blocks of the smallest possible cache: as configured, or for one longest request."""
         num_blocks = self.sizes.num_blocks
         return self.costs.columns(self.sizes) if num_blocks is None else num_blocks
 
@@ -286,12 +261,11 @@ class Demand:
         return self.least - self.usable
 
     def largest(self, name: str, low: int, high: int) -> int | None:
-        """The largest value in [low, high] of the field `name` of `sizes` with which memory
-        suffices; None if it never does."""
-        return most_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
+        """As `largest_fitting`, for a value of the field `name` of `sizes`."""
+        return largest_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
 
 
-def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     """The largest number in [low, high] that fits, by bisection; None: not even `low` fits."""
     if low > high or not fits(low):
         return None
@@ -299,18 +273,15 @@ def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None
 
 
 def blocks_within(gib: float, costs: MemoryCosts, sizes: Sizes) -> int:
-    """How many blocks fit into `gib` GiB together with the slots and their drafts.
+    """How many blocks fit into `gib` GiB together with the slots and the slots' drafts;
+    `ConfigError` if not even one block fits."""
 
-    Raises:
-        ConfigError: not even one block fits.
-    """
-
-    def size(num_blocks: int) -> float:
+    def cache_gib(num_blocks: int) -> float:
         return sum(costs.cache(sizes, num_blocks).values()) / 2**30
 
-    num_blocks = most_fitting(1, costs.most_blocks(sizes), lambda n: size(n) <= gib)
+    num_blocks = largest_fitting(1, costs.most_blocks(sizes), lambda n: cache_gib(n) <= gib)
     if num_blocks is None:
-        bound = f"at least {size(1):.3g}: one block of this model, and what every slot keeps"
+        bound = f"at least {cache_gib(1):.3g}: one block of this model and the slots' memory"
         remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
         raise ConfigError("kv_cache_gib", gib, bound, remedy)
     return num_blocks
@@ -330,7 +301,7 @@ class Remedy(NamedTuple):
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A number of bytes as a text, in GiB or MiB."""
+    """A number of bytes in GiB or MiB."""
     gib = num_bytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:.3g} MiB"
 
@@ -351,47 +322,43 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
             demand = demand.resized(max_model_len=context)
     costs, sizes, usable, least = demand.costs, demand.sizes, demand.usable, demand.least_blocks
     most = costs.most_blocks(sizes) if sizes.num_blocks is None else least
-    num_blocks = most_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
+    num_blocks = largest_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
     if num_blocks is None:
         raise EngineMemoryError(shortage(demand))
     return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
 
 
 def shortage(demand: Demand) -> str:
-    """The message of the error that memory does not suffice: how much is missing, the remedies, and
-    the bytes of all parts."""
+    """The message of the error that memory does not suffice."""
     budget, num_blocks, usable = demand.budget, demand.sizes.num_blocks, demand.usable
-    source = f"{format_bytes(budget.free)} of {format_bytes(budget.total)} are free"
+    bound = f"{format_bytes(budget.free)} of {format_bytes(budget.total)} are free"
     if num_blocks is None and usable == int(budget.fraction * budget.total):
-        source = f"`memory_fraction` is {budget.fraction:g} of {format_bytes(budget.total)}"
+        bound = f"`memory_fraction` is {budget.fraction:g} of {format_bytes(budget.total)}"
     parts = demand.costs.parts(demand.sizes, demand.least_blocks)
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    held = f"{num_blocks} blocks" if num_blocks else "one request of `max_model_len`"
+    cache = f"{num_blocks} blocks" if num_blocks else "one request of `max_model_len`"
     changes = [remedy.described(demand) for remedy in remedies(demand)]
     advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
     if changes:
         advice = f"Enough would be: {'; or '.join(changes)}."
     return (
         f"The GPU's memory does not suffice: {format_bytes(demand.least)} are needed and "
-        f"{format_bytes(usable)} may be used ({source}), so {format_bytes(demand.missing)} are "
-        f"missing. {advice} Needed are {listed}, with a cache for {held}."
+        f"{format_bytes(usable)} may be used ({bound}), so {format_bytes(demand.missing)} are "
+        f"missing. {advice} Needed are {listed}, with a cache for {cache}."
     )
 
 
 def remedies(demand: Demand) -> list[Remedy]:
-    """The remedies that suffice.
-
-    They are all changes of a single option. If no such change suffices, they are one change of all
-    sizes, halved as often as needed. If that does not suffice either, there are none.
-    """
+    """All changes of a single option that suffice; if there are none, the first change that halves
+    all sizes once or more and suffices; else []."""
     single = [remedy for remedy in _single_changes(demand) if remedy.result.missing <= 0]
     halved = (_halved(demand, times) for times in range(1, 32))
     return single or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
 
 
 def _single_changes(demand: Demand) -> Iterator[Remedy]:
-    """Changes of a single option: of sizes, the smallest that suffices; of other options, one that
-    may not suffice."""
+    """Changes of a single option: a size as large as suffices, or another option (which may not
+    suffice)."""
     sizes, budget = demand.sizes, demand.budget
     any_blocks = demand.resized(num_blocks=None)
     yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, any_blocks)
@@ -411,12 +378,12 @@ def _halved(demand: Demand, times: int) -> Remedy:
     """The remedy that halves all sizes `times` times, but no size below its least value."""
     before = demand.sizes
     least = _least(replace(before, max_num_seqs=max(1, before.max_num_seqs >> times)))
-    halves = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
-    return _lowered(demand, halves)
+    halved = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
+    return _lowered(demand, halved)
 
 
 def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
-    """The remedy that sets these sizes; sizes that do not change are not named in it."""
+    """The remedy that sets these sizes; it names only the sizes that change."""
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
@@ -436,12 +403,12 @@ def _least(sizes: Sizes) -> dict[str, int]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out."""
-    says_so = any(text in str(error).lower() for text in _MESSAGES)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
+    has_message = any(text in str(error).lower() for text in _MESSAGES)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and has_message)
 
 
 @contextmanager
-def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
+def explaining_memory_errors(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
     """Inside, running out of memory raises `EngineMemoryError`.
 
     Args:
@@ -458,21 +425,16 @@ def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None
 
 
 def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:
-    """The typed error of an allocation that failed with `cause`; arguments as in `reserving`."""
+    """The error of an allocation that failed with `cause`; see `explaining_memory_errors`."""
     reason = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
     remedy = remedy or (_GPU_REMEDY if "cuda" in reason.lower() else _REMEDY)
-    error = EngineMemoryError(f"Out of memory while {doing}: {reason}. {remedy}")
-    error.__cause__ = cause
-    return error
+    return EngineMemoryError(f"Out of memory while {doing}: {reason}. {remedy}").caused_by(cause)
 
 
 def check_fits(num_bytes: int) -> None:
-    """Raise `EngineMemoryError` for a cache larger than this machine's memory.
-
-    Linux would grant the memory, and kill the process when it writes to it.
-    """
+    """Raise `EngineMemoryError` for a cache larger than this machine's memory."""
     limit = machine_bytes()
-    if limit is not None and num_bytes > limit:
+    if limit is not None and num_bytes > limit:  # Linux would kill the process when it writes to it
         raise EngineMemoryError(
             f"The cache asked for takes {num_bytes / 2**30:.3g} GiB, and this machine has "
             f"{limit / 2**30:.3g} GiB of memory. {_REMEDY}"

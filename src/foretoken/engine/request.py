@@ -1,7 +1,4 @@
-"""One sample of one prompt, from admission to its end. No torch.
-
-A `RequestGroup` is what the user asked for; it holds n `Request`s, one per sample.
-"""
+"""`RequestGroup`: a prompt as the user sent it; `Request`: one of its n samples. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     """One request's share of a step.
 
     Attributes:
-        slot: the request's slot.
         start: number of the request's tokens that were computed before this step. Accepted drafts
             of a step that is not committed yet are not counted.
         num_tokens: known tokens to compute.
@@ -49,7 +45,7 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
 
 
 class Delivered(NamedTuple):
-    """How much of a sample was delivered as deltas: tokens, pieces of text, and whether its end."""
+    """What was delivered of a sample as deltas: tokens, pieces of text, whether its end."""
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -62,11 +58,9 @@ class Request:
 
     Attributes:
         group: the user's request, of which this is sample `index`.
-        params, num_prompt: parameters and length of the prompt, the same for all samples.
         key: the 64-bit noise key of the sample, which is also the seed that reproduces the sample.
         token_ids: prompt and generated ids.
         stop_ids: token ids that end the request: end-of-text unless ignored, and `stop_token_ids`.
-        bad_word_ids: tokenised `bad_words`.
         rule: name of the verification rule.
         num_speculative_tokens: the request's K; if it `adapts`, the K of its next step.
         drafter: the index of its drafter in `Limits.names`.
@@ -74,19 +68,17 @@ class Request:
             are known on the host.
         launched_share: its share of a step that is launched but not committed; else None.
         num_computed: leading tokens of `token_ids` with K/V in the target's cache.
-        slot: index into per-request state while the request runs; -1 while it has no slot.
+        slot: index into the state by slot while the request runs; -1 while it has no slot.
         block_ids: cache blocks in order of position.
-        block_serials: serials (see `BlockPool`) of those leading blocks that are in the prefix
-            index.
+        block_serials: serials (see `BlockPool`) of the leading blocks that are in the prefix index.
         arrival: (priority, number in order of arrival); the lowest is served first.
         num_preemptions: how often the request lost its blocks and had to compute them again.
-        trace: how its tokens came about, if requested.
+        trace: a record of each token, if requested.
         detokenizer: makes the text while the request runs; None without a tokenizer.
         pieces: the text that no later token can change, in the pieces in which it was read.
-        delivered: how much was delivered as deltas.
         history: the state that edits of logits depend on, made when the request gets a slot; None:
             it has no edits.
-        matcher: the request's place in its grammar, made with the first token; None: no grammar.
+        matcher: the request's state in its grammar, made with the first token; None: no grammar.
         limit: most tokens that the request may have, prompt included; a field because a step reads
             it six times.
     """
@@ -130,12 +122,10 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt
 
     @property
     def num_remaining(self) -> int:
-        """How many tokens the request may still generate."""
         return self.limit - len(self.token_ids)
 
     @property
@@ -147,11 +137,11 @@ class Request:
     def num_prefill(self) -> int:
         """Known tokens to compute before the request can decode; 0 when it decodes.
 
-        A request's first token is drawn when the last token of its prompt is computed. Every later
-        token is drawn by a decode step, which computes the last known token and verifies the drafts
-        after it. A preempted request therefore computes its K/V again except for the last token,
-        and draws nothing before its next decode step. So the positions of its drafts, and the noise
-        that decides each token, do not depend on preemption.
+        The first token is drawn when the last token of the prompt is computed. Every later token is
+        drawn by a decode step, which computes the last known token and verifies the drafts after
+        it. So a preempted request first computes its K/V again except for the last token, and draws
+        nothing: then the positions of drafts, and the noise that decides each token, do not depend
+        on preemption.
         """
         if self.launched_share is not None and self.launched_share.decides:
             return 0
@@ -172,10 +162,8 @@ class Request:
 
     @property
     def most_remaining(self) -> int:
-        """Most tokens that the request may emit in its next step.
-
-        0 if the launched step surely ends it, or if it must wait for that step's tokens.
-        """
+        """Most tokens that the request may emit in its next step; 0 if the launched step surely
+        ends it, or if it must wait for that step's tokens."""
         share = self.launched_share
         if self.waits_for_tokens and share and share.decides:
             return 0
@@ -183,7 +171,6 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether the request's next step is a decode step."""
         return self.num_prefill == 0
 
     def append(self, token: int) -> str | None:
@@ -191,27 +178,24 @@ class Request:
         self.token_ids.append(token)
         params, detokenizer = self.params, self.detokenizer
         ends_grammar = self._advance_grammar(token)
-        may_stop = not params.min_tokens or self.num_output >= params.min_tokens
-        ends = may_stop and token in self.stop_ids
-        if detokenizer is not None and (not ends or params.include_stop_str_in_output):
+        can_stop = not params.min_tokens or self.num_output >= params.min_tokens
+        is_stop_token = can_stop and token in self.stop_ids
+        if detokenizer is not None and (not is_stop_token or params.include_stop_str_in_output):
             detokenizer.append(token)
-        if ends:
+        if is_stop_token:
             self.stop_reason = token if token in (params.stop_token_ids or ()) else None
             return "stop"
-        if may_stop and detokenizer is not None:
+        if can_stop and detokenizer is not None:
             self.stop_reason = detokenizer.find_stop()
             if self.stop_reason is not None:
                 return "stop"
-        if may_stop and ends_grammar:
+        if can_stop and ends_grammar:
             return "stop"
         return None if self.num_remaining else "length"
 
     def _advance_grammar(self, token: int) -> bool:
-        """Read a token into the grammar, if the request has one.
-
-        Returns:
-            Whether only the end of text may follow, which then need not be drawn.
-        """
+        """Advance the grammar, if any, by a token; returns whether only the end of text may follow,
+        which then need not be drawn."""
         grammar = self.params.grammar
         if grammar is None:
             return False
@@ -221,17 +205,15 @@ class Request:
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether this request has to compute logits of all rows of the prompt, even cached ones.
-
-        The first sample does so for all samples. A preemption does not lose the results.
-        """
+        """Whether this request computes logits of all prompt tokens, even cached ones: the first
+        sample does so for all samples, until the log-probabilities of the prompt are known."""
         rows = self.group.prompt_logprobs
         return self.index == 0 and rows is not None and len(rows) < self.num_prompt
 
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt as the user sent it, its samples, and the metrics of all of them."""
+    """One prompt as the user sent it, with all samples and their metrics."""
 
     request_id: str
     prompt: str | None
@@ -243,9 +225,8 @@ class RequestGroup:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: ForetokenError | None = None
     delivered_prompt: bool = False  # whether a delta has contained the prompt
-    delivered_prompt_logprobs: bool = False  # whether a delta has contained them
+    delivered_prompt_logprobs: bool = False
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
         return all(request.status is Status.FINISHED for request in self.samples)

@@ -1,7 +1,6 @@
 """The records of a step that users read: log-probabilities, and how each token came about.
 
-Charter: turns the numbers of a result into records; for traces, it repeats the arithmetic of the
-verification rules on a few numbers. All passes over the vocabulary were made on the device before.
+Traces repeat the arithmetic of the verification rules on a few numbers from the device.
 """
 
 from __future__ import annotations
@@ -16,44 +15,39 @@ from foretoken.ops import Logprobs
 from foretoken.outputs import REASONS, Logprob, TokenTrace
 from foretoken.slots.step import Outcome
 
-TokenText = Callable[[int], str | None]
-"""Returns the text of a token; None if texts are not wanted or there is no tokenizer."""
+TokenText = Callable[[int], str | None]  # the text of a token; None if texts are not wanted
 
 
 def no_text(token: int) -> None:
-    """A `TokenText` that returns no text."""
+    """The `TokenText` if texts are not wanted or there is no tokenizer."""
 
 
-def describe(
+def logprob_rows(
     logprobs: Logprobs, token_ids: Sequence[int], num_top: int, text_of: TokenText
 ) -> list[dict[int, Logprob]]:
-    """One dict per token, {token id: Logprob}: the token itself, then the likeliest by rank.
+    """One dict per token, {token id: Logprob}: the token, then the `num_top` likeliest by rank.
 
     Args:
-        logprobs: one row per token.
-        num_top: how many of the likeliest to report; `logprobs` may have more.
+        logprobs: one row per token, with at least `num_top` likeliest tokens.
     """
     rows = zip(
         token_ids, logprobs.logprob_N.tolist(), logprobs.rank_N.tolist(),
         logprobs.top_token_NT[:, :num_top].tolist(), logprobs.top_logprob_NT[:, :num_top].tolist(),
         strict=True,
     )  # fmt: skip
-    described = []
+    dicts = []
     for token, logprob, rank, top_ids, top_logprobs in rows:
-        row = {token: Logprob(logprob, rank, text_of(token))}
+        entries = {token: Logprob(logprob, rank, text_of(token))}
         for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-            row.setdefault(top_id, Logprob(value, k + 1, text_of(top_id)))
-        described.append(row)
-    return described
+            entries.setdefault(top_id, Logprob(value, k + 1, text_of(top_id)))
+        dicts.append(entries)
+    return dicts
 
 
 def trace_round(
-    request: Request,
-    outcome: Outcome,
-    drafter: str | None,
-    rates: Sequence[float],
+    request: Request, outcome: Outcome, drafter: str | None, rates: Sequence[float],
     text_of: TokenText,
-) -> list[TokenTrace]:
+) -> list[TokenTrace]:  # fmt: skip
     """One record per token of an outcome; [] if the outcome has no evidence.
 
     The records of drafts that were not emitted are in `dropped` of the last record.
@@ -73,9 +67,9 @@ def trace_round(
     rule = "greedy" if greedy else request.rule
     q_K, mass_K = q_K1[:num_drafts], mass_K[:num_drafts]
     threshold_K = _thresholds(rule, p_K1[:num_drafts], q_K, mass_K, rates)
-    # The block rule tests all drafts before the first that counts as no draft (its q is not > 0).
-    first_void = next((i for i, q in enumerate(q_K) if not q > 0), num_drafts)
-    num_tested = first_void if rule == "block" else 0
+    num_tested = 0
+    if rule == "block":  # tests all drafts before the first that counts as no draft
+        num_tested = next((i for i, q in enumerate(q_K) if not q > 0), num_drafts)
 
     def record(
         i: int, token: int, origin: str, p: float, q: float | None, **draft_fields: Any
@@ -110,19 +104,16 @@ def trace_round(
 
 
 def last_record(records: Sequence[TokenTrace], i: int) -> TokenTrace:
-    """Record i of a round, if token i ended the request: it gets all later drafts as dropped."""
-    later = [record for record in records[i + 1 :] if record.draft_index is not None]
-    drafts = (replace(record, dropped=()) for record in later)
-    return replace(records[i], dropped=(*drafts, *records[-1].dropped))
+    """Record i of a round, if token i ended the request: all later drafts were dropped."""
+    later = [replace(r, dropped=()) for r in records[i + 1 :] if r.draft_index is not None]
+    return replace(records[i], dropped=(*later, *records[-1].dropped))
 
 
 def _thresholds(
     rule: str, p_K: list[float], q_K: list[float], mass_K: list[float], rates: Sequence[float]
 ) -> list[float | None]:
-    """For each draft, the threshold below which its uniform number u accepts it.
-
-    None if the draft counts as no draft, or if the rule compares tokens and no numbers.
-    """
+    """For each draft, the number that u must be below to accept the draft; None if it counts as no
+    draft, or if the rule compares tokens."""
     thresholds: list[float | None] = []
     weight = 1.0  # of the block rule: p_i in docs/verification.md
     for i, (p, q, mass) in enumerate(zip(p_K, q_K, mass_K, strict=True)):

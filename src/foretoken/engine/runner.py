@@ -1,15 +1,10 @@
 """One step on the device: draft, one pass of the target, verify; the only place where models run.
 
-Charter: everything between a `StepPlan` and its `StepResult`. A step reads the state of its
-requests from the slots and writes the outcome there, so that the next step can begin before the
-host knows the step's tokens. Nothing is decided here: the scheduler chooses the requests, the
-engine ends them.
-
-Drafts are proposed at the beginning of the step that verifies them: no part of a proposal outlives
-a step, and no block is reserved for drafts that are not verified (decision 016).
-
-All devices run the same code. On a GPU, stages of a step may be replayed from a CUDA graph instead
-of being launched operator by operator (`graphs.py`).
+A step reads the state of requests from the slots and writes the outcome there, so that the next
+step can begin before the host knows the step's tokens. Drafts are proposed at the beginning of the
+step that verifies them: no part of a proposal outlives a step, and no block is reserved for drafts
+that are not verified (decision 016). On a GPU, stages of a step may be replayed from a CUDA graph
+instead of being launched operator by operator (`graphs.py`).
 
 Shape suffixes: B requests of the step, D requests that decide (the step draws tokens for them), K
 drafts, N rows of logits (= sum of K_b + 1), R rows that need log-probabilities, P rows of prompts
@@ -35,15 +30,7 @@ from foretoken.ops import Backend, DraftBlock, Edits, ForwardOutput, Verdict, Ve
 from foretoken.ops.pinned import ToHost, to_device
 from foretoken.ops.steps import DraftRequests, ForwardBatch, StepTokens
 from foretoken.sampling.edits import PackedEdits
-from foretoken.slots.step import (
-    NONE,
-    OpenStep,
-    StepInput,
-    StepPlan,
-    StepRequests,
-    StepResult,
-    StepShape,
-)
+from foretoken.slots.step import OpenStep, StepInput, StepPlan, StepRequests, StepResult, StepShape
 from foretoken.slots.table import SlotTable
 
 
@@ -60,17 +47,10 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        kv: KVPool,
-        sampler: Sampler,
-        drafter: Drafter | None,
+        self, model: CausalLM, kv: KVPool, sampler: Sampler, drafter: Drafter | None,
         graphs: Graphs | None = None,
-    ) -> None:
-        self.model = model
-        self.kv = kv
-        self.sampler = sampler
-        self.drafter = drafter
+    ) -> None:  # fmt: skip
+        self.model, self.kv, self.sampler, self.drafter = model, kv, sampler, drafter
         self.slots = sampler.slots
         self.device, self.on_host = self.slots.device, self.slots.on_host
         self.graphs = graphs or Graphs()
@@ -80,7 +60,7 @@ class Runner:
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """The memory plan, with measured bytes of captured CUDA graphs instead of the estimate."""
-        return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
+        return self.planned and self.planned.with_measured("CUDA graphs", self.graphs.num_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a whole step, without edits of logits by the host."""
@@ -88,11 +68,8 @@ class Runner:
         return StepResult() if step is None else self.finish(step)
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
-        """Apply a plan, and launch drafting and the target's pass of its step.
-
-        Returns:
-            The step for `finish`; None if the plan has no requests, or all have surely ended.
-        """
+        """Apply a plan, and launch drafting and the target's pass; returns the step for `finish`,
+        None if the plan has no requests, or all have surely ended."""
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)
@@ -118,22 +95,17 @@ class Runner:
         return result
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Forget the content of blocks that get a new owner.
-
-        If the model multiplies masked keys, the target's K/V are set to zero: a NaN in them would
-        spread to the new owner.
-        """
-        if self.model.multiplies_masked_keys:
+        """Forget the content of blocks that get a new owner."""
+        if self.model.multiplies_masked_keys:  # a NaN would spread to the new owner
             self.kv.clear(block_ids)
         if self.drafter is not None:
             self.drafter.clear(block_ids)
 
     def _begin(self, step: StepInput, shape: StepShape | None) -> OpenStep:
-        """Launch the first two stages of a step: drafting and the target's pass."""
         requests = self.slots.begin(step, shape)
         self._clock.mark("batch")
         stage, mark = self.graphs.stage, self._clock.mark_stage
-        self._clock.begin()
+        self._clock.begin_stages()
         draft_requests, drafts = stage("draft", self._propose, requests)
         mark("draft", "draft")
         tokens, batch, output = stage("target", self._forward, requests, drafts)
@@ -163,15 +135,13 @@ class Runner:
         return result
 
     def compile_ahead(self, steps: Sequence[StepInput]) -> None:
-        """Compile the kernels of steps that will be captured, many at the same time.
-
-        Call before serving: see `Backend.compile_ahead`.
-        """
+        """Before serving, compile the kernels of steps that will be captured: see
+        `Backend.compile_ahead`."""
         shapes = {shape for step in steps if (shape := self._shape_of(step)) is not None}
 
         def run() -> None:
             for shape in shapes:
-                self._run_once(shape)
+                self._warm_up(shape)
 
         if shapes:
             self.model.backend.compile_ahead(run)
@@ -184,10 +154,7 @@ class Runner:
         return self.graphs.shape_of(step, slots.params, slots.drafters, samples=samples)
 
     def _captured_shape(self, step: StepInput) -> StepShape | None:
-        """The shape under which a step is replayed; None: it runs operator by operator.
-
-        A new shape is captured first.
-        """
+        """As `_shape_of`, and a new shape is captured; None also if no memory is left for this."""
         shape = self._shape_of(step)
         if shape is not None and shape not in self.graphs:
             try:
@@ -201,10 +168,10 @@ class Runner:
     def capture(self, shape: StepShape) -> None:
         """Record the stages of a shape in a step of padding only: no request is touched.
 
-        If the model reads results of the device during a pass, recording fails. Then no shape is
-        recorded any more, and every step runs operator by operator.
+        If the model reads results of the device during a pass, recording fails. Then no more shapes
+        are recorded, and every step runs operator by operator.
         """
-        self._run_once(shape)
+        self._warm_up(shape)
         try:
             with self.graphs.recording(shape):
                 self._finish(self._begin(StepInput(), shape), None)
@@ -213,13 +180,13 @@ class Runner:
                 raise
             self.graphs.give_up(error)
 
-    def _run_once(self, shape: StepShape) -> None:
+    def _warm_up(self, shape: StepShape) -> None:
         """Run a step of padding only, operator by operator, which compiles the shape's kernels."""
-        with self.graphs.running_once():
+        with self.graphs.warming_up():
             self._finish(self._begin(StepInput(), shape), None)
 
     def _propose(self, requests: StepRequests) -> tuple[DraftRequests, DraftBlock]:
-        """Draft for the deciding requests, and write the drafts after their known tokens."""
+        """Draft for the deciding requests, and write drafts to the slots, after known tokens."""
         draft_requests = self.slots.count_drafts(requests)
         if self.drafter is None or not draft_requests.most:
             return draft_requests, no_drafts(len(draft_requests.slot_B), self.device)
@@ -231,7 +198,6 @@ class Runner:
     def _forward(
         self, requests: StepRequests, drafts: DraftBlock
     ) -> tuple[StepTokens, ForwardBatch, ForwardOutput]:
-        """One pass of the target over known tokens and drafts."""
         tokens = StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
         most_drafts = drafts.token_BK.shape[1]
         batch = self.slots.pack(requests, tokens, most_drafts, self.kv.block_size)
@@ -241,8 +207,8 @@ class Runner:
     def _verify(
         self, _: StepRequests, step: OpenStep, edits: Edits | None = None
     ) -> tuple[Verdict, Tensor]:
-        """Verify, and write the outcome to the slots; returns the verdict, and the packet of
-        numbers that the host will read."""
+        """Verify, and write the outcome to the slots; returns the verdict, and the numbers that the
+        host will read, as one tensor."""
         verdict = self.sampler.verify(step, edits)
         self._clock.mark("verify")
         return verdict, self.slots.advance(step.tokens, verdict)
@@ -257,16 +223,10 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        slots: SlotTable,
-        *,
-        synthetic_rates: Sequence[float] = (),
+        self, backend: Backend, slots: SlotTable, *, synthetic_rates: Sequence[float] = (),
         fp64_noise: bool = False,
-    ) -> None:
-        self.backend = backend
-        self.slots = slots
-        self.fp64_noise = fp64_noise
+    ) -> None:  # fmt: skip
+        self.backend, self.slots, self.fp64_noise = backend, slots, fp64_noise
         rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
         self.synthetic_rate_K = rate_K if synthetic_rates else None
 
@@ -278,7 +238,6 @@ class Sampler:
         return self.backend.verify(batch._replace(values_fit=step.drafts.token_BK.shape[1] == 0))
 
     def _verify_batch(self, step: OpenStep, edits: Edits | None) -> VerifyBatch:
-        """The arguments of verification as one record."""
         requests = step.draft_requests
         return VerifyBatch(
             step.logits_NV, requests.params, requests.slot_B, requests.position_B, step.drafts,
@@ -294,11 +253,11 @@ class Sampler:
             request_R = to_device(np.array(step_input.traced_D, dtype=np.int64), self.slots.device)
             evidence = self.backend.evidence(self._verify_batch(step, edits), verdict, request_R)
             result.evidence = ToHost(evidence)
-        # Whether raw rows were finite matters only if some verdict is not finite. On a host the
-        # verdicts are known here.
+        # Only if some verdict is not finite, the raw rows are checked, too (on a host it is known
+        # here whether all verdicts are finite).
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
             result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
-        if step_input.most_logprobs != NONE:
+        if step_input.most_logprobs >= 0:  # not `NONE`, which is -1
             row_R, token_R = self._logprob_rows(step, verdict)
             if len(row_R):
                 logits_NV = step.output.logits_NV
@@ -308,8 +267,8 @@ class Sampler:
     def _logprob_rows(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """The rows of logits that need log-probabilities, [R], and the token after each row.
 
-        The first rows are those of deciding requests, padded to the same number for each; then
-        rows of prompts. The last row of a prompt gets an arbitrary token.
+        First come K + 1 rows per deciding request, padding included; then rows of prompts. The last
+        row of a prompt gets an arbitrary token.
         """
         requests, batch, num_D = opened.requests, opened.batch, opened.drafts.num_B
         step, device = requests.step, self.slots.device
@@ -327,8 +286,8 @@ class Sampler:
             count = sum(step.num_tokens_B[b] for b in step.reported_prompts_B)
             at_P = batch.logit_row_N[first : first + count]
             end_B = batch.attention.query_start_B1[1:]
-            # While kernels are compiled ahead they return zeros: all requests end at row 0, and the
-            # search goes past the last request.
+            # The clamp is for kernels that are compiled ahead: they return zeros, so that all
+            # requests end at row 0.
             b_P = torch.searchsorted(end_B, at_P, right=True).clamp(max=len(end_B) - 1)
             after_P = batch.position_T[at_P] + 1
             token_R.append(self.slots.state.token_SL[requests.slot_B[b_P], after_P].to(torch.int64))

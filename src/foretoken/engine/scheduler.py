@@ -1,12 +1,11 @@
 """Which request computes which tokens in the next step. No torch, no sampling, no models.
 
-Charter: admission, the token budget of a step, blocks and slots, and preemption when blocks run
-out. A running request prefills (computes known tokens without K/V) or decodes (computes its last
-token and verifies the drafts after it). Requests are admitted in order of arrival, and the youngest
+A running request prefills (computes known tokens without K/V) or decodes (computes its last token
+and verifies the drafts after it). Requests are admitted in order of arrival, and the youngest
 running request is preempted when an older request needs a block. The oldest request is never
-preempted for another, and the pool is large enough for any single request. So every request comes
-to its end. A request with a lower `priority` counts as older than all requests with a higher one;
-these may have to wait without end.
+preempted for another, and the pool is large enough for any single request, so every request
+finishes. But a request with a lower `priority` counts as older than all requests with a higher one,
+which may wait for ever.
 
 A step may be scheduled before the result of the last one is known. Then blocks are reserved as if
 all drafts of the last step were accepted, its known tokens count as computed, and the prefix index
@@ -39,7 +38,7 @@ class Schedule:
         admitted: requests that got a slot.
         new_blocks: (slot, first column, block ids): entries to append to block tables, in the order
             in which to write them.
-        fresh_blocks: blocks handed out, which still hold the data of their last owner.
+        fresh_blocks: allocated blocks, which still hold the data of former requests.
         left_slots: slots of requests that were preempted.
     """
 
@@ -53,44 +52,29 @@ class Schedule:
 class Scheduler:
     """First come, first served, with chunked prefill next to decoding.
 
-    `waiting` and `running` are in order of arrival; preempted requests wait, too.
+    Args:
+        num_behind: see `Drafter`.
+        control: chooses K of requests if the engine's K is `auto`.
+        pace: bounds the prompt tokens of steps in which requests decode; None: only
+            `max_num_batched_tokens` bounds them, as in steps without decoding requests.
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool = True,
-        num_behind: int = 0,
-        control: DraftControl | None = None,
-        pace: Pace | None = None,
-    ) -> None:
-        """A scheduler without requests.
-
-        Args:
-            num_behind: see `Drafter`.
-            control: chooses K of requests if the engine's K is `auto`.
-            pace: bounds the prompt tokens of steps in which requests decode; None: only
-                `max_num_batched_tokens` bounds them, as in steps without decoding requests.
-        """
-        self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True, num_behind: int = 0,
+        control: DraftControl | None = None, pace: Pace | None = None,
+    ) -> None:  # fmt: skip
+        self.pool, self.control, self.pace, self.num_behind = pool, control, pace, num_behind
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_behind = num_behind
-        self.control = control
-        self.pace = pace
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # in order of arrival; preempted requests wait, too
+        self.running: list[Request] = []  # in order of arrival
         self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._next = Schedule()  # collects the changes for the next step
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
@@ -102,8 +86,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Admit waiting requests that fit, and return the next step.
 
-        A decoding request always gets its token and all its drafts. If drafts were dropped to make
-        room for other requests, its sampled tokens would depend on them. Prompts get the rest of
+        A decoding request always gets its token and all its drafts: if drafts were dropped to make
+        room for other requests, its tokens would depend on these. Prompts get the rest of
         `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:
@@ -130,7 +114,7 @@ class Scheduler:
                 self._enter_blocks(request)
             else:
                 self.pool.forget(request.block_ids)
-            self._leave(request)
+            self._release(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
@@ -145,7 +129,7 @@ class Scheduler:
             missing = self.pool.blocks_for(num_tokens) - first
             if missing <= self.pool.num_free:
                 if missing > 0:
-                    self._hand_out(request, missing)
+                    self._allocate(request, missing)
                     self._next.new_blocks.append((request.slot, first, request.block_ids[first:]))
                 return
             self.preempt(self.running[-1])
@@ -174,14 +158,9 @@ class Scheduler:
         return leader.status is Status.RUNNING and leader.num_computed < shared
 
     def _take_blocks(self, request: Request) -> bool:
-        """Take blocks for all known tokens of a request that is to be admitted.
-
-        Cached blocks are reused. One block stays free for each running request: otherwise the next
-        request that grows might undo the admission.
-
-        Returns:
-            False if too few blocks are free; then none are taken.
-        """
+        """Give a waiting request blocks for all known tokens, cached blocks among them; False if
+        too few are free. One block stays free for each running request: otherwise the next request
+        that grows might undo the admission."""
         cached = []
         if self.enable_prefix_caching and not request.needs_prompt_logits:
             # At least one token is left to prefill: the last token of a prompt is always computed,
@@ -197,11 +176,10 @@ class Scheduler:
         request.block_serials = [serial for _, serial in cached]
         request.num_computed = len(cached) * self.pool.block_size
         self.pool.take(request.block_ids)
-        self._hand_out(request, missing)
+        self._allocate(request, missing)
         return True
 
-    def _hand_out(self, request: Request, count: int) -> None:
-        """Append `count` newly allocated blocks to a request's blocks."""
+    def _allocate(self, request: Request, count: int) -> None:
         fresh = self.pool.allocate(count)
         request.block_ids += fresh
         self._next.fresh_blocks.extend(fresh)
@@ -220,8 +198,8 @@ class Scheduler:
             serials.append(pool.enter(parent, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
-        """Schedule all decoding requests, and chunks of prompts as far as there is room."""
-        # Known tokens to compute, of each request that prefills.
+        """Schedule all decoding requests, and chunks of prompts while there is room."""
+        # By request that prefills: known tokens to compute.
         missing = {r: count for r in self.running if (count := r.num_prefill)}
         drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
         chunks = self._chunks(missing, drafts) if missing else {}
@@ -239,24 +217,24 @@ class Scheduler:
     ) -> dict[Request, int]:
         """The number of prompt tokens in the step, by request.
 
-        The decoding requests leave a number of tokens for prompts. A quarter of them goes to the
-        oldest prompts, the rest to the prompts with the fewest missing tokens, priority by
-        priority. So a short prompt does not wait for a long one, and no long prompt waits for ever.
-        Of prompts that arrive together, the first gets its token before the others are computed.
+        A quarter of the tokens that decoding requests leave for prompts goes to the oldest prompts,
+        the rest to the prompts with the fewest missing tokens, priority by priority. So a short
+        prompt does not wait for a long one, and no long prompt waits for ever. Of prompts that
+        arrive together, the first is completed before the next begins.
 
         Args:
             missing: prompt tokens still to compute, by request in order of arrival.
-            drafts: drafts of each decoding request.
+            drafts: number of drafts, by decoding request.
         """
-        most = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
+        max_tokens = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
         room = None
         if self.pace is not None and drafts:
             room = self.pace.room([*drafts.values()], sum(r.num_scheduled + 1 for r in drafts))
         chunks = dict.fromkeys(missing, 0)
 
-        def deal(requests: Iterable[Request], part: float) -> None:
+        def distribute(requests: Iterable[Request], part: float) -> None:
             """Give tokens to requests in this order, up to `part` of all tokens and of the time."""
-            left = ceil(part * most) - sum(chunks.values())
+            left = ceil(part * max_tokens) - sum(chunks.values())
             for request in requests:
                 chunk = min(missing[request] - chunks[request], left)
                 if chunk and room is not None:
@@ -264,22 +242,22 @@ class Scheduler:
                 chunks[request] += chunk
                 left -= chunk
 
-        deal(missing, part=0.25)
-        deal(sorted(missing, key=lambda r: (r.params.priority, missing[r])), part=1.0)
+        distribute(missing, part=0.25)
+        distribute(sorted(missing, key=lambda r: (r.params.priority, missing[r])), part=1.0)
         return chunks
 
     def preempt(self, request: Request) -> None:
         """Take slot and blocks from a running request and queue it again; it keeps its tokens."""
         self._enter_blocks(request)
         self._next.left_slots.append(request.slot)
-        self._leave(request)
+        self._release(request)
         request.num_computed = 0
         request.num_preemptions += 1
         request.group.metrics.num_preemptions += 1
         request.status = Status.WAITING
         insort(self.waiting, request, key=_BY_ARRIVAL)
 
-    def _leave(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Take slot and blocks from a running request."""
         self.running.remove(request)
         self.pool.free(request.block_ids)
@@ -307,7 +285,7 @@ def _root(request: Request) -> Parent:
 
 
 def _check_request(request: Request, status: Status) -> None:
-    """Raise `IntegrityError` for a request that contradicts the queue that it is in."""
+    """Raise `IntegrityError` if a request cannot be in the queue of this status."""
     name, num_known = request.group.request_id, len(request.token_ids)
     if request.status is not status:
         raise IntegrityError(f"{name} is queued as {status} but is {request.status}")

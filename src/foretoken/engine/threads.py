@@ -1,11 +1,10 @@
-"""The number of computing threads, PyTorch's and the kernels'.
+"""The number of threads that compute, of PyTorch and of the kernels.
 
 On 2 cores that other processes also used, two OpenMP threads slowed a decode step from 7 to 77 ms,
-because all OpenMP threads wait for the slowest one at every loop. The threads of the native pool do
-not wait for each other: they take small pieces of work. If the native pool runs the target, OpenMP
-gets one thread, because its idle threads would spin on the cores that the pool needs. Only real
-steps show whether other processes use the machine. So steps with one thread and with all threads
-are timed.
+because all OpenMP threads wait for the slowest one at every loop. The threads of the native pool
+take small pieces of work and do not wait for each other. If that pool runs the target, OpenMP gets
+one thread: idle OpenMP threads would spin on the cores that the pool needs. Only real steps show
+whether other processes use the machine, so steps with one thread and with all threads are timed.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import torch
 from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
-_OPENMP_THREADS = torch.get_num_threads()  # before we set it
-_STEPS = 3  # thread counts are compared by the median of so many steps
+_OPENMP_THREADS = torch.get_num_threads()  # before it is set here
+_COMPARED_STEPS = 3  # thread counts are compared by the median of so many steps
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
-_CLEARLY = 0.95  # the other count is used if its time is less than this share of the present one's
-_HOPELESS = 2.0  # a trial ends at the first step that takes so many times as long
-_PER_TRIAL = 20  # least steps between trials, times the ratio of the slower to the faster time
+_CHANGE_RATIO = 0.95  # the other count is used if its time is less than so much of the present time
+_HOPELESS_RATIO = 2.0  # a trial ends at the first step that takes so many times as long
+_PAUSE_PER_RATIO = 20  # least steps between trials, per ratio of the slower to the faster time
 
 
 def usable_cores(
@@ -49,45 +48,38 @@ def usable_cores(
         usable = range(system.cpu_count() or 1)
     count = len({_siblings(cpus / f"cpu{cpu}") or str(cpu) for cpu in usable})
     with suppress(OSError, ValueError):
-        time_used, period = quota.read_text(encoding="ascii").split()
-        count = min(count, int(int(time_used) / int(period)))  # `max` raises: no quota
+        microseconds, period = quota.read_text(encoding="ascii").split()
+        count = min(count, int(int(microseconds) / int(period)))  # "max", no quota, raises
     return max(count, 1)
 
 
 class StepThreads:
-    """Sets the process's number of threads for every step of one engine.
-
-    Every step overwrites a number that was set by `torch.set_num_threads`.
+    """Sets the process's number of threads for every step of one engine, overwriting a number that
+    was set by `torch.set_num_threads`.
 
     Args:
         count: the number of threads. None chooses for steps of each size the faster of one thread
             and all usable cores (at most `openmp_threads`), by timing.
         backend: the threads of its kernels are set, too.
-        native_target: the native decoder runs the target, so PyTorch gets one thread. If a draft
-            model runs in PyTorch's operators, it is small, and one thread is as fast.
+        native_target: the native decoder runs the target, so PyTorch gets one thread, which is also
+            enough for a draft model in PyTorch's operators.
         clock: returns seconds.
-        openmp_threads: OpenMP's threads when this module was imported: `OMP_NUM_THREADS`, if set.
+        openmp_threads: threads of OpenMP by default: `OMP_NUM_THREADS`, if set.
         cores: the number of usable cores; None: `usable_cores()`.
     """
 
     def __init__(
-        self,
-        count: int | None,
-        backend: Backend,
-        native_target: bool,
-        clock: Callable[[], float] = time.perf_counter,
-        openmp_threads: int = _OPENMP_THREADS,
+        self, count: int | None, backend: Backend, native_target: bool,
+        clock: Callable[[], float] = time.perf_counter, openmp_threads: int = _OPENMP_THREADS,
         cores: int | None = None,
-    ) -> None:
-        self.most = min(cores or usable_cores(), openmp_threads) if count is None else count
-        self.chooses = count is None and self.most > 1
-        self._backend = backend
-        self._native_target = native_target
-        self._clock = clock
-        self._for_size: dict[int, _FasterCount] = {}
+    ) -> None:  # fmt: skip
+        self.max_threads = min(cores or usable_cores(), openmp_threads) if count is None else count
+        self.chooses = count is None and self.max_threads > 1
+        self._backend, self._native_target, self._clock = backend, native_target, clock
+        self._for_size: dict[int, _FasterCount] = {}  # for decode steps, by `_rounded` tokens
         # Exists only while decode steps take many times as long with all threads.
         self._for_prompts: _FasterCount | None = None
-        self._use(self.most)
+        self._use(self.max_threads)
 
     @contextmanager
     def during(self, shares: Sequence[Share]) -> Iterator[None]:
@@ -95,20 +87,20 @@ class StepThreads:
 
         Steps with prompts use all threads, because their sizes differ too much for comparison. But
         while decode steps are many times slower with all threads, steps with prompts use one
-        thread. Then all threads are tried now and then, and compared by the time per token.
+        thread. Then single steps try all threads, and are compared by the time per token.
         """
-        faster, tokens, decodes = None, 0, False
+        faster, tokens, all_decode = None, 0, False
         if self.chooses and shares:
             tokens = sum(share.num_tokens + share.max_drafts for share in shares)
-            decodes, faster = all(share.num_tokens == 1 for share in shares), self._for_prompts
-            if decodes:
-                size = _rounded(tokens)
+            all_decode, faster = all(share.num_tokens == 1 for share in shares), self._for_prompts
+            if all_decode:
+                size, counts = _rounded(tokens), (self.max_threads, 1)
                 if size not in self._for_size:
-                    counts = (1, self.most) if self._for_prompts else (self.most, 1)
+                    counts = counts[::-1] if self._for_prompts else counts
                     self._for_size[size] = _FasterCount(*counts)
                 faster = self._for_size[size]
         if faster is None:
-            self._use(self.most)
+            self._use(self.max_threads)
             yield
             return
         count = faster.next()
@@ -116,11 +108,10 @@ class StepThreads:
         start = self._clock()
         yield
         faster.observe(count, (self._clock() - start) / tokens)
-        # `_for_prompts` goes once all threads suit decode steps again.
-        if decodes and not faster.crowded:
+        if all_decode and not faster.crowded:
             self._for_prompts = None
         elif self._for_prompts is None:
-            self._for_prompts = _FasterCount(1, self.most, collapsed=True)
+            self._for_prompts = _FasterCount(1, self.max_threads, second_is_hopeless=True)
 
     def _use(self, count: int) -> None:
         self._backend.set_num_threads(count)
@@ -135,46 +126,43 @@ class _FasterCount:
     At first both counts are tried in turns. The slower count is tried again after 64 steps, and
     each time that it stays slower the pause doubles; the pause is longer if its steps take very
     long. If steps of the present count become slower than the last steps of the other count, the
-    other count is used at once.
+    other count is used from the next step on.
 
     Args:
         first, second: the two counts; `first` is used at the start.
-        collapsed: `second` counts as tried, with infinitely long steps.
+        second_is_hopeless: `second` counts as tried, with infinitely long steps.
 
     Attributes:
         crowded: one thread is used because steps with all threads took many times as long.
     """
 
-    def __init__(self, first: int, second: int, collapsed: bool = False) -> None:
+    def __init__(self, first: int, second: int, second_is_hopeless: bool = False) -> None:
         self._present, self._other = first, second
-        self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (first, second)}
-        if collapsed:
-            self._seconds[second].extend([math.inf] * _STEPS)
+        self._seconds = {n: deque[float](maxlen=_COMPARED_STEPS) for n in (first, second)}
+        if second_is_hopeless:
+            self._seconds[second].extend([math.inf] * _COMPARED_STEPS)
         self._wait = self._pause = _PAUSE
         self.crowded = first == 1
 
     def next(self) -> int:
-        """The count for the coming step."""
-        if len(self._seconds[self._other]) < min(_STEPS, len(self._seconds[self._present])):
-            return self._other
-        return self._present
+        num_present = len(self._seconds[self._present])
+        needs_trial = len(self._seconds[self._other]) < min(_COMPARED_STEPS, num_present)
+        return self._other if needs_trial else self._present
 
     def observe(self, count: int, seconds: float) -> None:
-        """Learn the seconds per token of a step with `count` threads, and choose the faster count.
-
-        The choice needs `_STEPS` times of both counts.
-        """
+        """Learn the seconds per token of a step with `count` threads, and choose the faster count
+        once there are `_COMPARED_STEPS` times of both."""
         present, other = self._seconds[self._present], self._seconds[self._other]
         is_trial = count == self._other
         own, rival = (other, present) if is_trial else (present, other)
-        if len(own) < _STEPS and rival and seconds > _HOPELESS * median(rival):
-            own.extend([seconds] * _STEPS)  # one step that slow is enough
+        if len(own) < _COMPARED_STEPS and rival and seconds > _HOPELESS_RATIO * median(rival):
+            own.extend([seconds] * _COMPARED_STEPS)  # one step that slow is enough
         own.append(seconds)
-        if min(len(present), len(other)) < _STEPS:
+        if min(len(present), len(other)) < _COMPARED_STEPS:
             return
         self._wait -= 1
         ratio = median(other) / median(present)
-        if ratio < _CLEARLY:
+        if ratio < _CHANGE_RATIO:
             self._present, self._other, ratio = self._other, self._present, 1 / ratio
             self._pause = _PAUSE
         elif is_trial:
@@ -183,18 +171,18 @@ class _FasterCount:
             if self._wait <= 0:
                 other.clear()  # begins the next trial
             return
-        self._wait = max(self._pause, int(_PER_TRIAL * ratio))
-        self.crowded = self._present == 1 and ratio > _HOPELESS
+        self._wait = max(self._pause, int(_PAUSE_PER_RATIO * ratio))
+        self.crowded = self._present == 1 and ratio > _HOPELESS_RATIO
 
 
 def _rounded(tokens: int) -> int:
-    """`tokens` with only its two leading bits. Steps of one rounded size take similar times."""
+    """`tokens` with only the two leading bits. Steps of one rounded size take similar times."""
     shift = max(tokens.bit_length() - 2, 0)
     return tokens >> shift << shift
 
 
 def _siblings(cpu: Path) -> str:
-    """The list of logical processors on the same core, as the system writes it; "" if unknown."""
+    """The list of logical processors on the same core, as Linux writes it; "" if unknown."""
     try:
         return (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
     except OSError:

@@ -24,12 +24,10 @@ class StepTrace:
             advance, observe (if there is a drafter), read, commit. On a GPU, by the device's clock:
             gap (idle since the step before), draft, forward, verify, observe, read.
         total: sum of `seconds`.
-        num_requests: requests in the step.
-        num_decoding: how many of them decoded: computed one known token and verified drafts.
+        num_decoding: requests that computed one known token and verified drafts.
         num_tokens: tokens that the target computed.
         num_context: earlier tokens of the requests, of which the target read keys and values. Not
             counted are accepted drafts of a step that was under way when this step was launched.
-        num_drafts, num_accepted: verified and accepted drafts of all requests.
         asked_drafts: item k: how many deciding requests were scheduled with k as the most drafts.
     """
 
@@ -44,7 +42,7 @@ class StepTrace:
     asked_drafts: list[int] = field(default_factory=list)
 
     def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
-        """Add up shares and outcomes, except of requests that had ended before the commit."""
+        """Add up shares and outcomes of requests that had not ended before the commit."""
         counts = Counter(share.max_drafts for share in shares if share.decides)
         self.asked_drafts = [counts[k] for k in range(max(counts, default=-1) + 1)]
         for share in shares:
@@ -64,11 +62,11 @@ class StepTrace:
         Args:
             seconds: the times to schedule, to launch and to commit, in the `Engine.step` that
                 launched this step.
-            result: has the runner's phases. The rest of the launch counts as `admit`.
+            result: has the times of other phases of the launch; the rest counts as `admit`.
         """
         (schedule, launch, commit), phases = seconds, dict(result.phases)
-        admit = phases.pop("admit", 0.0)
-        admit += launch - admit - sum(phases.values())
+        phases.pop("admit", 0.0)
+        admit = launch - sum(phases.values())
         self.seconds = {"schedule": schedule, "admit": admit, **phases, "commit": commit}
         self.total = schedule + launch + commit
 
@@ -92,32 +90,28 @@ OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase; costs nothing in steps that are not timed.
-
-    On a GPU, events are recorded between the stages of a step. The times between the events are
-    known once the step has ended: see `device_phases`.
-    """
+    """Adds up the seconds between marks, by phase; costs nothing in steps that are not timed. On a
+    GPU it also records events between the stages of a step, for `device_phases`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._seconds: dict[str, float] | None = None
         self._is_gpu = device is not None and device.type == "cuda"
         self._last = 0.0
         self._events: list[tuple[str, Any]] = []
-        self._latest: Any = None  # the latest event, maybe of an earlier step
+        self._latest: Any = None  # the latest event, perhaps of an earlier step
 
     def start(self, *, timed: bool) -> None:
-        """Begin a step; `timed`: whether to time its phases."""
         self._seconds = {} if timed else None
         self._last = time.perf_counter()
 
-    def begin(self) -> None:
-        """Record the begin of a step's first stage on a GPU."""
+    def begin_stages(self) -> None:
+        """On a GPU, record the beginning of a step's first stage."""
         if self._seconds is not None and self._is_gpu:
             self._events = [("gap", self._latest)] if self._latest is not None else []
             self._record("begin")
 
     def mark(self, phase: str) -> None:
-        """End the phase of this name, which began at the mark before."""
+        """End the phase of this name, which began at the previous mark."""
         if self._seconds is not None:
             now = time.perf_counter()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
@@ -135,7 +129,7 @@ class PhaseClock:
         self._events.append((phase, self._latest))
 
     def take(self) -> tuple[dict[str, float], list[tuple[str, Any]]]:
-        """End the timing of a step; returns its seconds by phase, and its (phase, event) pairs."""
+        """End the timing of a step; returns the seconds by phase, and the (phase, event) pairs."""
         seconds, events = self._seconds or {}, self._events
         self._seconds, self._events = None, []
         return seconds, events

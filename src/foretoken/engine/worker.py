@@ -1,15 +1,14 @@
-"""Access to an engine: from its own process only, by one thread at a time.
+"""Access to an engine, which one thread at a time may use, in the process that made it.
 
-Charter: an engine is not safe for two threads, and its native decoder keeps scratch memory between
-calls. Threads that share an `LLM` take turns, first come, first served: each turn is one step, and
-every step serves the requests of all threads. (A plain lock would go to the thread that just
-released it.)
+Threads that share an `LLM` take turns (`Turns`), first come, first served: each turn is one step,
+which serves the requests of all threads. (A plain lock would go to the thread that just released
+it.)
 
-The engine of an `AsyncEngine` belongs to a thread of its own. Event loops send it commands through
-a queue under one condition; without work the thread sleeps on that condition. Outputs go into
-mailboxes, and their readers are woken by `call_soon_threadsafe`, on a host when the next pass
-begins (see `ops/passes.py`). Prompts that take long to encode are encoded in another thread, so
-that neither an event loop nor a step waits for them; short prompts are encoded between two steps.
+The engine of an `AsyncEngine` belongs to a thread of its own (`Worker`). Event loops queue commands
+for this thread; without work it sleeps. Outputs go into mailboxes. Readers are woken by
+`call_soon_threadsafe`: on a host when the next pass of the target begins (`ops/passes.py`). Short
+prompts are encoded between two steps, long prompts in another thread, so that neither an event loop
+nor a step waits for them.
 """
 
 from __future__ import annotations
@@ -36,31 +35,33 @@ from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 _Answer = TypeVar("_Answer")
-_LONG = 2**12
-"""Characters or ids. Longer prompts go to the encoder's thread: they take 4 ms and more to encode;
-the other thread costs 0.1 ms."""
-_ENCODER = "foretoken-encoder"
-_COMMANDS_S = 0.02
-"""After so many seconds of commands, a step is computed before further commands."""
+# Characters or ids. Longer prompts take 4 ms and more to encode, and go to the encoder's thread,
+# which costs 0.1 ms.
+_LONG_PROMPT = 2**12
+_ENCODER_THREAD = "foretoken-encoder"
+_MAX_COMMAND_SECONDS = 0.02  # after so many seconds of commands, a step is computed first
 
 
-class HomeProcess:
-    """The process that made an engine. A forked child has the engine's memory, not its threads."""
+class OwnerProcess:
+    """The process that made an engine. A forked child has the engine's memory, not its threads.
 
-    def __init__(self, owner: str) -> None:
-        self._owner, self._pid = owner, os.getpid()
+    Args:
+        kind: name of the owner's class, `LLM` or `AsyncEngine`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._pid = kind, os.getpid()
 
     @property
     def is_forked(self) -> bool:
-        """Whether the present process is a forked child."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
         """Raise `UsageError` in a forked child: there a computation would wait for ever."""
         if self.is_forked:
             raise UsageError(
-                f"this {self._owner} belongs to process {self._pid}, and this is a fork of it "
-                f"(process {os.getpid()}): make the {self._owner} after the fork, or start "
+                f"this {self._kind} belongs to process {self._pid}, and this is a fork of it "
+                f"(process {os.getpid()}): make the {self._kind} after the fork, or start "
                 "processes by `spawn`"
             )
 
@@ -68,7 +69,7 @@ class HomeProcess:
 class Turns:
     """A lock that threads get in the order in which they ask: `with turns:`.
 
-    An exception in a waiting thread (Ctrl-C) takes the thread out of the line and has no other
+    An exception in a waiting thread (Ctrl-C) takes the thread out of the queue and has no other
     effect.
 
     Raises, on entering:
@@ -77,12 +78,12 @@ class Turns:
     """
 
     def __init__(self, owner: str) -> None:
-        self.home = HomeProcess(owner)
-        # One lock per thread, in line; the first thread has the turn. A waiting thread blocks on
-        # its own lock, which the thread before it releases when it leaves.
-        self._line: deque[threading.Lock] = deque()
-        self._threads: set[int] = set()
-        self._work: deque[Callable[[], None]] = deque()
+        self.owner_process = OwnerProcess(owner)
+        # One lock per thread, in order; the first thread has the turn. A waiting thread blocks on
+        # its lock, which the thread before it releases at the end of its turn.
+        self._queue: deque[threading.Lock] = deque()
+        self._threads: set[int] = set()  # that have or await their turn
+        self._deferred: deque[Callable[[], None]] = deque()
 
     @property
     def inside(self) -> bool:
@@ -90,65 +91,63 @@ class Turns:
         return threading.get_ident() in self._threads
 
     def __enter__(self) -> None:
-        """Wait for the thread's turn."""
-        self.home.check()
+        self.owner_process.check()
         if self.inside:
             raise UsageError(
-                "this call came from within another one of the same thread, from a signal handler "
-                "or a finalizer: let the handler set a flag and make the call when the other ended"
+                "a signal handler or a finalizer made this call while another call of the same "
+                "thread was running: let it set a flag, and make the call when the other has ended"
             )
-        place = threading.Lock()
-        place.acquire()
+        lock = threading.Lock()
+        lock.acquire()
         try:
             self._threads.add(threading.get_ident())
-            self._line.append(place)
-            if self._line[0] is not place:
-                place.acquire()
+            self._queue.append(lock)
+            if self._queue[0] is not lock:
+                lock.acquire()
         except BaseException:
-            self._leave(place)
+            self._leave(lock)
             raise
 
     def __exit__(self, *raised: object) -> None:
-        """Do the work of `later`, and end the turn."""
         try:
-            while self._work:
-                self._work.popleft()()
+            while self._deferred:
+                self._deferred.popleft()()
         finally:
-            self._leave(self._line[0])
+            self._leave(self._queue[0])
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` at the end of this thread's present turn; without one, take a turn for it.
 
-        This serves finalizers, which may run during another call. It also serves work that must not
-        be lost: if waiting for the turn is interrupted, the next turn of any thread does the work.
+        This is for finalizers, which may run during another call, and for work that must not be
+        lost: if waiting for the turn is interrupted, the next turn of any thread does the work.
         Does nothing in a forked child.
         """
-        if self.home.is_forked:
+        if self.owner_process.is_forked:
             return
-        self._work.append(work)
+        self._deferred.append(work)
         if not self.inside:
             with self:
                 pass
 
-    def _leave(self, place: threading.Lock) -> None:
-        """Give up a place in the line and wake the first thread, even if Ctrl-C comes between."""
+    def _leave(self, lock: threading.Lock) -> None:
+        """Remove a lock from the queue and wake the first thread, even if Ctrl-C comes between."""
         try:
-            self._give_up(place)
+            self._remove_and_wake(lock)
         except BaseException:
-            self._give_up(place)
+            self._remove_and_wake(lock)
             raise
 
-    def _give_up(self, place: threading.Lock) -> None:
-        """Leave the line, in steps that may be repeated.
+    def _remove_and_wake(self, lock: threading.Lock) -> None:
+        """As `_leave`, in steps that may be repeated.
 
         Waking a thread that is awake does no harm, so no step here needs a lock. The thread counts
         as inside until the last step: otherwise a finalizer that runs in between would take a turn
         and wait for its own thread.
         """
-        with suppress(ValueError):  # interrupted before it was in the line
-            self._line.remove(place)
+        with suppress(ValueError):  # interrupted before the lock was in the queue
+            self._queue.remove(lock)
         with suppress(IndexError, RuntimeError):  # no thread waits, or it is awake already
-            self._line[0].release()
+            self._queue[0].release()
         self._threads.discard(threading.get_ident())
 
 
@@ -158,8 +157,7 @@ class EngineStatus:
 
     Attributes:
         num_open: requests with an iterator that has not ended.
-        num_running: samples that have a slot.
-        num_waiting: samples that wait for a slot.
+        num_running, num_waiting: samples that have a slot, and that wait for one.
         kv_cache_usage: share of the cache's blocks that running samples hold, 0..1.
         failure: why nothing is served any more, or None.
     """
@@ -180,22 +178,20 @@ class Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
-        self.loop = loop
-        self.deltas = deltas
+        self.loop, self.deltas = loop, deltas
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
         self._reader: asyncio.Future[None] | None = None  # used only on the loop
 
-    def put(self, news: RequestOutput | RequestDelta) -> bool:
-        """From the engine's thread: add news of a request; returns whether the reader must be
-        woken."""
+    def put(self, output: RequestOutput | RequestDelta) -> bool:
+        """From the engine's thread: add an output; returns whether the reader must be woken."""
         with self._lock:
             was_empty = not self._unread
             if self.deltas:
-                self._unread.append(news)
+                self._unread.append(output)
             else:  # never empty in between: the reader looks without the lock
-                self._unread = [news]
+                self._unread = [output]
         return was_empty
 
     def fail(self, error: ForetokenError) -> None:
@@ -230,13 +226,13 @@ def wake_readers(mailboxes: Iterable[Mailbox]) -> list[Mailbox]:
     by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
     for mailbox in mailboxes:
         by_loop.setdefault(mailbox.loop, []).append(mailbox)
-    closed = []
-    for loop, its_mailboxes in by_loop.items():
+    unreachable = []
+    for loop, loop_mailboxes in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_wake_all, its_mailboxes)
+            loop.call_soon_threadsafe(_wake_all, loop_mailboxes)
         except RuntimeError:
-            closed += its_mailboxes
-    return closed
+            unreachable += loop_mailboxes
+    return unreachable
 
 
 def _wake_all(mailboxes: Sequence[Mailbox]) -> None:
@@ -249,28 +245,27 @@ class Worker:
     the worker's own thread unless they say otherwise.
 
     A forked child has no such thread, and its copy of the condition may stay locked for ever. So in
-    a forked child `enter` and `abort` raise `UsageError`, and `leave`, `ask_to_stop` and `stop` do
-    nothing.
+    a forked child `open_request`, `call` and `abort` raise `UsageError`, and `close_request`,
+    `ask_to_stop` and `stop` do nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.home = HomeProcess("AsyncEngine")
+        self.owner_process = OwnerProcess("AsyncEngine")
         self.metrics = SpeculationMetrics()
         self._engine = engine
-        self._wake = threading.Condition()  # guards the six fields below
+        self._condition = threading.Condition()  # guards the six fields below
         self._commands: deque[Callable[[], None]] = deque()
         self._calls: set[Future[Any]] = set()
-        self._open: dict[str, Mailbox] = {}
+        self._open: dict[str, Mailbox] = {}  # by name of the request
         self._num_requests = 0
         self._is_closing = False
         self._failure: BaseException | None = None
-        self._groups: dict[Mailbox, RequestGroup] = {}
-        self._with_news: list[Mailbox] = []  # mailboxes with readers to wake
+        self._groups: dict[Mailbox, RequestGroup] = {}  # of requests that the engine has
+        self._to_wake: list[Mailbox] = []  # mailboxes with new outputs
         self._aborted: set[Mailbox] = set()  # of requests that were aborted before they were queued
-        self._encoder = ThreadPoolExecutor(1, _ENCODER)
+        self._encoder = ThreadPoolExecutor(1, _ENCODER_THREAD)
         if engine.tokenizer is not None:
-            # The first call resets a fast tokenizer's truncation. After it threads may share the
-            # tokenizer.
+            # The first call resets a fast tokenizer's truncation; after that, threads may share it.
             with suppress(Exception):
                 engine.tokenizer.encode("a")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
@@ -284,20 +279,17 @@ class Worker:
         except AttributeError:
             raise _closed_error() from None
 
-    def enter(
-        self,
-        request_id: str | None,
-        mailbox: Mailbox,
-        prompt: Prompt | ChatPrompt,
+    def open_request(
+        self, request_id: str | None, mailbox: Mailbox, prompt: Prompt | ChatPrompt,
         params: SamplingParams,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Add a request; returns its name: `request_id`, or the next free number if that is None.
 
         Raises:
             RequestError: another open request has this name.
             UsageError, StepError: the thread serves no request any more.
         """
-        with self._wake_to_serve():
+        with self._condition_if_serving():
             name = request_id
             while name is None or (request_id is None and name in self._open):
                 self._num_requests += 1
@@ -313,22 +305,17 @@ class Worker:
         return name
 
     def call(self, work: Callable[[Engine], _Answer], text: Any = None) -> Future[_Answer]:
-        """Do `work` between two steps; the future gets the answer or the exception.
-
-        Args:
-            text: the input of `work`, if `work` uses nothing but the tokenizer. If the input is
-                long, the encoder's thread does the work.
-        """
+        """Do `work` between two steps, or in the encoder's thread if it uses only the tokenizer and
+        the input `text` is long; the future gets the answer or the exception."""
         future: Future[_Answer] = Future()
-        with self._wake_to_serve():
+        with self._condition_if_serving():
             self._calls.add(future)
             post = self._encoder.submit if takes_long(text) else self._post
-            post(partial(self._answer, future, work))
+            post(partial(self._run_call, future, work))
         return future
 
     def status(self) -> EngineStatus:
-        """How busy the engine is, from any thread."""
-        with self._wake:
+        with self._condition:
             num_open, failure = len(self._open), self._failure
         try:
             engine = self._engine
@@ -342,45 +329,45 @@ class Worker:
         usage = 1 - pool.num_free / pool.num_blocks
         return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
-    def leave(self, name: str, mailbox: Mailbox) -> None:
-        """Free the name of a request and end it, because the reader of its mailbox has left."""
-        if self.home.is_forked:
+    def close_request(self, name: str, mailbox: Mailbox) -> None:
+        """Free the name of a request and end it, because its mailbox has no reader any more."""
+        if self.owner_process.is_forked:
             return
-        with self._wake:
+        with self._condition:
             del self._open[name]
             self._post(lambda: self._abandon(mailbox))
 
     def abort(self, name: str) -> bool:
         """End a request now; False if no open request has that name."""
-        self.home.check()
-        with self._wake:
+        self.owner_process.check()
+        with self._condition:
             mailbox = self._open.get(name)
             if mailbox is not None:
                 self._post(lambda: self._abort(mailbox))
         return mailbox is not None
 
     def ask_to_stop(self) -> None:
-        """Let the thread end after the present step; `enter` takes no more requests."""
-        if self.home.is_forked:
+        """Let the thread end after the present step; `open_request` takes no more requests."""
+        if self.owner_process.is_forked:
             return
-        with self._wake:
+        with self._condition:
             self._is_closing = True
-            self._wake.notify()
+            self._condition.notify()
 
     def stop(self) -> None:
         """End all requests and the thread, and wait until the thread has ended."""
         self.ask_to_stop()
         # A finalizer may call this in any thread. The worker's own threads must not wait.
         caller = threading.current_thread()
-        is_own = caller is self._thread or caller.name.startswith(_ENCODER)
-        if not is_own and not self.home.is_forked:
+        is_own = caller is self._thread or caller.name.startswith(_ENCODER_THREAD)
+        if not is_own and not self.owner_process.is_forked:
             self._thread.join()
 
     @contextmanager
-    def _wake_to_serve(self) -> Iterator[None]:
-        """Inside, any thread holds the condition; raises if no further command will be served."""
-        self.home.check()
-        with self._wake:
+    def _condition_if_serving(self) -> Iterator[None]:
+        """In any thread: hold the condition; raises if the thread serves no more commands."""
+        self.owner_process.check()
+        with self._condition:
             if self._failure is not None:
                 raise _died_error(self._failure)
             if self._is_closing:
@@ -388,9 +375,9 @@ class Worker:
             yield
 
     def _post(self, command: Callable[[], None]) -> None:
-        """From any thread that holds the condition: queue a command."""
+        """In any thread that holds the condition: queue a command."""
         self._commands.append(command)
-        self._wake.notify()
+        self._condition.notify()
 
     def _run(self) -> None:
         """Run commands and steps until the thread is asked to stop; then end all requests."""
@@ -406,7 +393,7 @@ class Worker:
                 self._abort(mailbox)
             self._wake_readers()
         except BaseException as error:  # readers and callers must not wait for ever
-            with self._wake:
+            with self._condition:
                 self._failure = error
                 readers, callers = [*self._open.values()], [*self._calls]
             for mailbox in readers:
@@ -419,20 +406,20 @@ class Worker:
             del self._engine
 
     def _run_commands(self) -> bool:
-        """Sleep until there is something to do, and run commands; False: the thread shall end."""
-        with self._wake:
+        """Sleep until there is something to do, and run commands; False: the thread must end."""
+        with self._condition:
             while not (self._commands or self._is_closing or self._engine.has_work):
-                self._wake.wait()
-            has_commands, is_over = bool(self._commands), self._is_closing
+                self._condition.wait()
+            has_commands, must_end = bool(self._commands), self._is_closing
         if has_commands:
             self._wake_readers()  # before commands, because a prompt may take long to encode
-        end = perf_counter() + _COMMANDS_S
+        end = perf_counter() + _MAX_COMMAND_SECONDS
         while self._commands and (perf_counter() < end or not self._engine.has_work):
             self._commands.popleft()()
-        return not is_over
+        return not must_end
 
     def _step(self) -> None:
-        """Run one step, and deliver what is new in its requests."""
+        """Run one step, and deliver the new outputs of its requests."""
         changed = {*self._engine.step()}
         self._wake_readers()  # if the step had no pass
         self.metrics = self._engine.metrics.copy()
@@ -445,7 +432,7 @@ class Worker:
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
     ) -> None:
-        """In this thread or the encoder's: encode a prompt and queue it, unless its reader left."""
+        """In this thread or the encoder's: encode a prompt and queue it, if it has a reader."""
         if self._open.get(name) is not mailbox:
             return
         try:
@@ -462,11 +449,11 @@ class Worker:
         if threading.current_thread() is self._thread:
             command()
         else:
-            with self._wake:
+            with self._condition:
                 self._post(command)
 
     def _submit(self, mailbox: Mailbox, submission: Submission) -> None:
-        """Queue an encoded prompt in the engine, unless its reader has left."""
+        """Queue an encoded prompt in the engine, if it still has a reader."""
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:
@@ -477,11 +464,9 @@ class Worker:
         if mailbox in self._aborted:
             self._abort(mailbox)
 
-    def _answer(self, future: Future[_Answer], work: Callable[[Engine], _Answer]) -> None:
-        """In this thread or the encoder's: do `work` and set the future.
-
-        The future may be cancelled already, or have the error of a thread that died.
-        """
+    def _run_call(self, future: Future[_Answer], work: Callable[[Engine], _Answer]) -> None:
+        """In this thread or the encoder's: do `work` and set the future."""
+        # The future may be cancelled already, or have the error of a thread that died.
         with suppress(InvalidStateError):
             if not future.done() and future.set_running_or_notify_cancel():
                 try:
@@ -490,16 +475,13 @@ class Worker:
                     raise
                 except Exception as error:
                     future.set_exception(error)
-        with self._wake:
+        with self._condition:
             self._calls.discard(future)
 
     def _abort(self, mailbox: Mailbox) -> None:
-        """End a request and deliver its output so far.
-
-        A request that is not queued yet ends when `_submit` has queued it.
-        """
+        """End a request and deliver its output so far."""
         group = self._groups.get(mailbox)
-        if group is None:
+        if group is None:  # not queued yet: `_submit` queues it and then ends it
             self._aborted.add(mailbox)
         else:
             self._engine.abort(group)
@@ -507,28 +489,27 @@ class Worker:
             self._wake_readers()
 
     def _abandon(self, mailbox: Mailbox) -> None:
-        """End a request that has no reader any more."""
         self._aborted.discard(mailbox)
         group = self._groups.pop(mailbox, None)
         if group is not None:
             self._engine.abort(group)
 
     def _deliver(self, mailbox: Mailbox, group: RequestGroup) -> None:
-        """Put what is new in a request into its mailbox; forget the request if it has ended."""
-        news: RequestDelta | RequestOutput | None = (
-            take_delta(self._engine, group) if mailbox.deltas else build_output(self._engine, group)
-        )
-        if news is not None and mailbox.put(news):
-            self._with_news.append(mailbox)
+        """Put a request's new output into its mailbox; forget the request if it has ended."""
+        make_output: Callable[..., RequestDelta | RequestOutput | None]
+        make_output = take_delta if mailbox.deltas else build_output
+        output = make_output(self._engine, group)
+        if output is not None and mailbox.put(output):
+            self._to_wake.append(mailbox)
         if group.finished:
             del self._groups[mailbox]
 
     def _wake_readers(self) -> None:
         """Wake the readers of new outputs. Requests of closed loops end before the next step."""
-        mailboxes, self._with_news = self._with_news, []
-        if closed := wake_readers(mailboxes):
-            with self._wake:
-                for mailbox in closed:
+        mailboxes, self._to_wake = self._to_wake, []
+        if unreachable := wake_readers(mailboxes):
+            with self._condition:
+                for mailbox in unreachable:
                     self._post(partial(self._abandon, mailbox))
 
 
@@ -537,8 +518,9 @@ def takes_long(prompt: Any) -> bool:
     if isinstance(prompt, Mapping):
         return any(map(takes_long, prompt.values()))
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], str):
-        return sum(map(len, prompt)) > _LONG
-    return isinstance(prompt, ChatPrompt) or (isinstance(prompt, Sized) and len(prompt) > _LONG)
+        return sum(map(len, prompt)) > _LONG_PROMPT
+    is_long = isinstance(prompt, Sized) and len(prompt) > _LONG_PROMPT
+    return is_long or isinstance(prompt, ChatPrompt)
 
 
 def _raise(error: Exception) -> None:
@@ -550,9 +532,6 @@ def _closed_error() -> UsageError:
 
 
 def _died_error(cause: BaseException) -> StepError:
-    """The error of readers and callers when the engine's thread has died of `cause`."""
-    error = StepError(
-        f"the engine's thread ended by {type(cause).__name__}: {cause}. This is a bug in Foretoken."
-    )
-    error.__cause__ = cause
-    return error
+    name = type(cause).__name__
+    text = f"the engine's thread ended by {name}: {cause}. This is a bug in Foretoken."
+    return StepError(text).caused_by(cause)

@@ -100,7 +100,7 @@ def _bandwidth(engine: Engine) -> float:
     """Measure the read bandwidth of the engine's device; on a CPU with the engine's threads."""
     device, threads = engine.runner.model.device, torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(engine.threads.most)
+        torch.set_num_threads(engine.threads.max_threads)
     try:
         return read_bandwidth(device)
     except torch.OutOfMemoryError as error:

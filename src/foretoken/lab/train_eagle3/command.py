@@ -321,7 +321,7 @@ class Training:
         settings = (options.batch_size, options.real_share, options.seed)
         batches = Batches(own_NL, real_NL.to(device), *settings)
         interrupt = Interrupt("return")
-        with interrupt.noticed():
+        with interrupt.caught():
             self._loop(trainer, batches, interrupt)
             self._save(trainer, held_NL)
         interrupt.deliver([])

@@ -20,7 +20,7 @@ from foretoken import LLM, EngineConfig, SamplingParams
 from foretoken.cache.kv_pool import KVPool
 from foretoken.engine import build
 from foretoken.engine.build import EngineParts
-from foretoken.engine.gauge import Gauge, gauge_of
+from foretoken.engine.step_costs import Gauge, gauge_of
 from foretoken.errors import EngineMemoryError
 from foretoken.models import CausalLM, load_model
 from foretoken.ops import ForwardOutput, VerifyBatch
@@ -199,7 +199,7 @@ def test_what_does_not_run_is_computed_from_what_does(target: Path) -> None:
 
 def test_not_even_one_request(target: Path) -> None:
     device = Device(total=52 * MIB)
-    with pytest.raises(EngineMemoryError, match="one request: 50 MiB are taken"):
+    with pytest.raises(EngineMemoryError, match="one request: weights and kernels take 50 MiB"):
         device.start(target)
 
 

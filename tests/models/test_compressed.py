@@ -27,12 +27,7 @@ from foretoken.models.families import stays_compressed
 from foretoken.models.loader import load_plain
 from foretoken.ops.stack import Dense, Grouped, Stack, linears, parts_of
 from tests.models import families
-from tests.models.compressed_models import (
-    VOCABULARY,
-    Scheme,
-    Written,
-    packed,
-)
+from tests.models.compressed_models import VOCABULARY, Scheme, Written, packed
 from tests.models.families import change_config, change_tensors
 from tests.models.walk import logits_of
 from tests.support.kernels import needs_kernels

@@ -22,14 +22,7 @@ from benchmarks.ops.cases import Case, Goal, chosen, cpu_cases, gpu_cases
 from benchmarks.ops.inputs import Pools, make, rows_of
 from benchmarks.ops.timing import enough, in_turns
 from foretoken.lab.results import Spread, read
-from foretoken.ops import (
-    DraftCache,
-    Noise,
-    Rows,
-    Rule,
-    Verdict,
-    VerifyBatch,
-)
+from foretoken.ops import DraftCache, Noise, Rows, Rule, Verdict, VerifyBatch
 
 CPU = torch.device("cpu")
 V = 1200
@@ -231,9 +224,7 @@ def test_rates_are_conditional() -> None:
     assert rates(torch.tensor([0, 0]), 2).tolist() == [0.0, 0.0]
 
 
-def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(
-    session: run.Session,
-) -> None:
+def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(session: run.Session) -> None:
     goals = (Goal("ratio", 1e9), Goal("eager_us", 0.0), Goal("graph_us", 1.0))
     case = verify_case("synthetic", goals=goals)
     rows = run.measure(session, [case], Pools(CPU))

@@ -330,9 +330,7 @@ def expect(case: Case) -> Expected:
     near = {name: torch.zeros(len(value)).bool() for name, value in first.decisions.items()}
     for trial in range(PERTURBATIONS):
         copy = replace(
-            case,
-            raw_NV=perturbed(case.raw_NV, trial),
-            raw_SKV=perturbed(case.raw_SKV, trial + 100),
+            case, raw_NV=perturbed(case.raw_NV, trial), raw_SKV=perturbed(case.raw_SKV, trial + 100)
         )
         other = outcome(oracle, copy, first)
         for name, value in other.decisions.items():

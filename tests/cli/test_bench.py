@@ -123,7 +123,7 @@ def test_before_anything_was_measured_nothing_is_written(target: Path, tmp_path:
         (["--prompts", "mine"], "`prompts` is 'mine': must be `heldout`, `random`, or a file"),
         (["--output", "x.png"], "`output` is 'x.png': must be a file that ends in .json"),
         (["--output", "/no/such/x.json"], "`output` is '/no/such/x.json': must be a file in"),
-        (["--sweep", "k=3"], "`sweep` is 'k=...': must be left out where nothing is drafted."),
+        (["--sweep", "k=3"], "`sweep` is 'k=...': must be left out without drafts."),
         (["--temperature", "-1"], "`temperature` is -1.0"),
         (["--max-num-seqs", "4"], "`max_num_seqs` is 4: must be at least 16"),
         (["--input-len", "251"], "`prompts` is None: must be requests that fit"),

@@ -18,11 +18,11 @@ from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.engine.worker import Mailbox, wake_readers
 from foretoken.errors import ProcessingError, StepError
+from foretoken.lab.bench.command import charts, results, tables
 from foretoken.lab.bench.figures import UNITS, figures, unit_of
 from foretoken.lab.bench.load import BenchRequest, Record, RequestFailedError, Run, Step, drive
 from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions, Load, engine_cases
-from foretoken.lab.bench.report import charts, results, tables
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Section, Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file

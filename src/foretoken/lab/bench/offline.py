@@ -24,9 +24,8 @@ from foretoken.sampling.params import SamplingParams
 class Engines(Client):
     """Engines of one target in this process, loaded one after another.
 
-    Plain and speculative decoding use the same engine: plain requests have K = 0. So both have the
-    same weights, kernels and caches, and plain figures include the drafter's cost of drafting
-    nothing.
+    Plain and speculative decoding use the same engine; plain requests have K = 0. Plain figures
+    thus include what the drafter costs when it drafts nothing.
 
     Args:
         options: options of `AsyncEngine`, with a parsed `speculative_config`.
@@ -64,7 +63,6 @@ class Engines(Client):
         return self._shapes
 
     def _describe(self, engine: AsyncEngine, floor: Floor) -> dict[str, Any]:
-        """The settings of an engine, for `shapes`."""
         config, model = engine.config, engine.engine.runner.model
         speculation = self._options["speculative_config"]
         return {
@@ -92,18 +90,15 @@ class Engines(Client):
             all_sent.set()
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
-        """See `Client.send`; an error of the engine ends the run."""
         fields: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
         params = replace(self._params, ignore_eos=True, **fields, **case.fields)
-        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
-        submit = self._engine.chat if is_chat else self._engine.generate
+        submit = self._engine.chat if request.is_chat else self._engine.generate
         try:
             await self._read(submit(request.prompt, params, deltas=True), record)
         except RequestError as error:  # the prompt is too long, or there is no chat template
             raise RequestFailedError(str(error)) from error
 
     async def _read(self, deltas: Any, record: Record) -> None:
-        """Add the pieces of an answer to a record as they arrive."""
         async with aclosing(deltas):
             async for delta in deltas:
                 if delta.error is not None:
@@ -136,7 +131,7 @@ class Engines(Client):
         self._engine.engine.on_step = None if steps is None else add
 
     async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, by the checkpoint's tokenizer; empty if it has none."""
+        """The token ids of a text; empty if the checkpoint has no tokenizer."""
         return await self._engine.encode(text) if self._engine.engine.tokenizer else []
 
     def vocabulary(self) -> list[int]:

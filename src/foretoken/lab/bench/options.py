@@ -15,7 +15,7 @@ SYNTHETIC = {"length": "synthetic_acceptance_length", "rate": "synthetic_accepta
 SWEPT: dict[str, type] = {
     "k": int, "drafter": str, "rule": str, "temperature": float, "length": float, "rate": float,
 }  # fmt: skip
-"""The options that can be swept, and the types of their values."""
+"""The options that can be swept, with the types of their values."""
 
 
 class Load(NamedTuple):
@@ -54,16 +54,12 @@ class BenchCase:
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Read texts such as `k=2,4`; returns the values by name.
-
-    Raises:
-        ConfigError: a name is unknown or repeated, or a value is wrong.
-    """
+    """Read texts such as `k=2,4`; returns the values by name."""
     sweep: dict[str, list[Any]] = {}
     for text in texts:
         name, _, values = text.partition("=")
-        bound = f"NAME=VALUE,VALUE with NAME one of {', '.join(SWEPT)}, each of them once"
         if name not in SWEPT or name in sweep:
+            bound = f"NAME=VALUE,VALUE with NAME one of {', '.join(SWEPT)}, each of them once"
             raise ConfigError("sweep", text, bound)
         try:
             sweep[name] = [SWEPT[name](value.strip()) for value in values.split(",")]
@@ -90,9 +86,8 @@ def engine_cases(
     """
     if speculation is None:
         if others := [name for name in sweep if name != "temperature"]:
-            bound = "left out where nothing is drafted"
             remedy = "Say how to draft with --speculative-config."
-            raise ConfigError("sweep", f"{others[0]}=...", bound, remedy)
+            raise ConfigError("sweep", f"{others[0]}=...", "left out without drafts", remedy)
         return [_plain(sweep, temperature)]
     swept = [name for name in SYNTHETIC if name in sweep]
     if len(swept) > 1:
@@ -127,7 +122,7 @@ def server_cases(
     """The cases of a server. Requests can set more than a temperature only if it speculates."""
     known = {"k", "drafter", "rule", "temperature"} if speculates else {"temperature"}
     if others := [name for name in sweep if name not in known]:
-        bound = f"of {', '.join(sorted(known))}: no more can be set by requests to this server"
+        bound = f"one of {', '.join(sorted(known))}: requests to this server can set nothing else"
         raise ConfigError("sweep", f"{others[0]}=...", bound)
     plain = _plain(sweep, temperature) if speculates and compare else []
     method = "speculative" if speculates else "server"
@@ -135,7 +130,7 @@ def server_cases(
 
 
 def speculation_of(config: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
-    """The engine's speculative options, with a case's options in place of the engine's."""
+    """The engine's speculative options, except those that the case sets."""
     if config is None:
         return None
     values = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -163,7 +158,7 @@ def _drafting(
     temperature: float,
     method: str,
     ks: Sequence[int | str | None],
-    own_rule: str | None,
+    unswept_rule: str | None,
 ) -> list[BenchCase]:
     """The cases with drafts: every combination of the swept fields of a request.
 
@@ -174,7 +169,7 @@ def _drafting(
         ks,
         sweep.get("temperature", [temperature]),
         sweep.get("drafter", [None]),
-        sweep.get("rule", [own_rule]),
+        sweep.get("rule", [unswept_rule]),
     ):
         name = f"{drafter or method}" + (f", K={k}" if k is not None else "")
         name += f", {rule}" if "rule" in sweep else ""
@@ -189,8 +184,6 @@ def _drafting(
 DATASETS = (".jsonl", ".json")
 SLO = ("ttft", "tpot", "itl", "e2e")
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-# Default numbers of requests: at least so many at a fixed concurrency; so many under a rate.
-_MIN_REQUESTS, _REQUESTS_UNDER_RATE = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +199,9 @@ class BenchOptions:
             are measured one after another; None: 1,4,16, if there is no `request_rate`.
         request_rate: requests that arrive in a second, at random intervals (a Poisson process);
             several rates are separated by commas.
-        num_requests: requests of each run; or several numbers, separated by commas, one for each
-            load. If it is equal to the concurrency, all requests are sent at once. None: twice the
-            concurrency and at least 8, or 32 under a rate.
+        num_requests: requests of each run, or one number for each load, separated by commas; if it
+            is equal to the concurrency, all requests are sent at once. None: twice the concurrency
+            and at least 8, or 32 under a rate.
         input_len: tokens of a prompt; for two numbers with a dash, such as 64-256, each prompt's
             length is drawn between them.
         output_len: tokens that a request generates, or two numbers as for `input_len`; no answer
@@ -276,14 +269,13 @@ class BenchOptions:
         if concurrency is None and self.request_rate is None:
             concurrency = "1,4,16"
         loads = [Load(int(n)) for n in numbers("concurrency", concurrency, "integers >= 1", int)]
-        bound = "numbers > 0"
-        rates = numbers("request_rate", self.request_rate, bound, float)
+        rates = numbers("request_rate", self.request_rate, "numbers > 0", float)
         return loads + [Load(0, rate) for rate in rates]
 
     def requests_of(self, load: Load) -> int:
         if counts := self._counts:
             return counts[self.loads.index(load) if len(counts) > 1 else 0]
-        return _REQUESTS_UNDER_RATE if load.rate else max(_MIN_REQUESTS, 2 * load.concurrency)
+        return 32 if load.rate else max(8, 2 * load.concurrency)
 
     @property
     def _counts(self) -> list[int]:
@@ -297,7 +289,6 @@ class BenchOptions:
 
     @property
     def output_lengths(self) -> tuple[int, int]:
-        """The smallest and the largest number of tokens of an output."""
         return _read_range("output_len", self.output_len)
 
     @property
@@ -320,8 +311,7 @@ class BenchOptions:
         """The engine's options, with default sizes that have room for the largest load.
 
         Args:
-            engine: the options that the user gave: fields of `EngineConfig`. Sizes among them are
-                not changed.
+            engine: the fields of `EngineConfig` that the user gave; they are not changed.
 
         Raises:
             ConfigError: `max_num_seqs` is smaller than the largest concurrency.
@@ -332,9 +322,8 @@ class BenchOptions:
         sized["speculative_config"] = speculation
         max_num_seqs = sized["max_num_seqs"]
         if largest > max_num_seqs:
-            raise ConfigError(
-                "max_num_seqs", max_num_seqs, f"at least {largest}, the most concurrency"
-            )
+            bound = f"at least {largest}, the highest concurrency"
+            raise ConfigError("max_num_seqs", max_num_seqs, bound)
         ks = parse_sweep(self.sweep).get("k", [speculation.num_drafts if speculation else 0])
         tokens = max(_DEFAULTS["max_num_batched_tokens"], max_num_seqs * (1 + max(ks)))
         sized.setdefault("max_num_batched_tokens", tokens)
@@ -354,8 +343,7 @@ class BenchOptions:
 def numbers(name: str, texts: str | None, bound: str, kind: type) -> list[float]:
     """Read positive numbers separated by commas; None gives an empty list.
 
-    Raises:
-        ConfigError: option `name` has a wrong number; `bound` says which numbers are allowed.
+    `ConfigError`: option `name` has a wrong number; `bound` says which numbers are allowed.
     """
     values = []
     for text in texts.split(",") if texts is not None else ():

@@ -1,8 +1,6 @@
 """Measure the costs of an engine's steps on this machine, from some hundred steps.
 
-Charter: run a few requests at a time, sort the steps by kind, average each kind, make a profile.
-Each repeat makes one run of every setup, so that a disturbance of the machine affects all sizes
-alike.
+Each repeat makes one run of every setup: a disturbance of the machine affects all sizes alike.
 """
 
 from __future__ import annotations
@@ -27,19 +25,20 @@ from foretoken.engine.request import RequestGroup
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import device_seconds
+from foretoken.lab.desk import Report
 from foretoken.lab.plan.profile import EngineLimits, Profile
 from foretoken.lab.plan.simulate import Ask, Served, Step
 from foretoken.lab.results import commit, hardware
 from foretoken.sampling.params import SamplingParams
 
-Clock = Callable[[], float]
+Clock = Callable[[], float]  # returns seconds
 
 
 class Timed(NamedTuple):
     """A step, and its seconds of drafting.
 
-    The time of a step is that between the result of the previous step (or the start of the run) and
-    its own result. (An engine that runs ahead launches the next step in this time.)
+    The time of a step begins with the result of the previous step, or with the run, and ends with
+    the step's result. (An engine that runs ahead launches the next step in this time.)
     """
 
     step: Step
@@ -57,18 +56,17 @@ class _Live:
 
 @dataclass
 class Drive:
-    """A run of a real engine: requests all wait at the start, `concurrency` of them run at a time.
+    """A run of a real engine, with the same records as `Simulation.run`.
 
-    It is the counterpart of `Simulation.run`, with the same records. Each request has its own
-    noise.
+    All requests wait at the start, and `concurrency` of them run at a time. Their noise differs.
 
     Attributes:
         params: parameters of each request, except for `max_tokens`.
         text: token ids to cut prompts from; if empty, prompts are random tokens.
-        clock: returns seconds. A clock of the process's CPU time ignores other processes on its
-            cores; it is right only if a single thread computes everything.
-        served: records of the requests that have ended so far.
-        timed: all steps so far.
+        clock: a clock of the process's CPU time ignores other processes on its cores; it is right
+            only if a single thread computes everything.
+        served: records of the requests that have ended.
+        timed: all steps of the run.
     """
 
     engine: Engine
@@ -81,15 +79,11 @@ class Drive:
     timed: list[Timed] = field(default_factory=list)
 
     def run(self, asks: Sequence[Ask]) -> list[Served]:
-        """Serve all requests.
-
-        Raises:
-            ForetokenError: a request failed.
-        """
+        """Serve all requests; raises the `ForetokenError` of a request that failed."""
         random_, engine, clock = random.Random(self.seed), self.engine, self.clock
         waiting, live = list(enumerate(asks))[::-1], list[_Live]()
         traces: list[StepTrace] = []
-        former, engine.on_step = engine.on_step, traces.append
+        former_on_step, engine.on_step = engine.on_step, traces.append
         start = last_result = clock()
         try:
             while waiting or live:
@@ -105,17 +99,14 @@ class Drive:
                 traces.clear()
                 live = [request for request in live if not self._ends(request, now - start)]
         finally:
-            engine.on_step = former
+            engine.on_step = former_on_step
             for request in live:
                 engine.abort(request.group)
         return self.served
 
     def _add(self, number: int, ask: Ask, random_: random.Random) -> RequestGroup:
-        """Submit request `number` to the engine."""
-        params = replace(
-            self.params, max_tokens=ask.output_len, ignore_eos=True,
-            seed=self.seed * 10_000 + number,
-        )  # fmt: skip
+        seed = self.seed * 10_000 + number
+        params = replace(self.params, max_tokens=ask.output_len, ignore_eos=True, seed=seed)
         if self.text:
             first = random_.randrange(max(len(self.text) - ask.input_len, 0) + 1)
             prompt = list(self.text[first : first + ask.input_len])
@@ -137,30 +128,26 @@ class Drive:
 
 
 def _timed(trace: StepTrace, seconds: float) -> Timed:
-    share = device_seconds(trace)["draft"] / max(trace.total, 1e-9)
+    drafting_share = device_seconds(trace)["draft"] / max(trace.total, 1e-9)
     counts = (getattr(trace, name) for name in Step._fields[1:])
-    return Timed(Step(seconds, *counts), share * seconds)
+    return Timed(Step(seconds, *counts), drafting_share * seconds)
 
 
 _STEPS = 20  # approximate number of steps of a run
-# The first decode steps after a prompt take up to twice as long if they have few rows, until caches
-# and clock rate recover. This loss per request does not grow with its length, so these steps are
-# left out.
+# The first decode steps after a prompt are dropped: with few rows they take up to twice as long,
+# until caches and clock rate recover, however long the request is.
 _SETTLING = 4
 _MIN_STEPS = 4  # settled steps that every setup must have
-# In a single repeat, other processes might use the machine.
-_MIN_REPEATS = 2
+_MIN_REPEATS = 2  # during a single repeat, other processes might use the machine
 _SHORT = 48  # tokens of a prompt; fewer if a step cannot compute a whole batch of such prompts
 _LONG = 512  # tokens of a prompt that shows the cost of a context, if the model takes as many
 _PROMPTS = (4, 32, 240)  # tokens of the timed prompts
 _PROMPT_BATCHES = (2, 4, 8)  # so many of the longest prompt are also timed together
-_DRAFTS = (1, 2, 4, 8, 16, 32)
-# Smallest ratio of prompt lengths that separates the cost of pairs from the cost of tokens.
-_MIN_RATIO = 1.5
-# Steps that decode after every prompt, as in real use, before the next prompt is timed: after
-# replayed graphs, a host takes up to twice as long for a prompt as right after another prompt (8B,
-# H200).
-_AFTER = 8
+_DRAFTS = (1, 2, 4, 8, 16, 32)  # the K that are timed, up to the engine's
+_MIN_RATIO = 1.5  # of prompt lengths, to separate the cost of pairs from the cost of tokens
+# Output tokens of every timed prompt: prompts mostly follow decode steps in real use, too, and
+# after replayed graphs a host takes up to twice as long for a prompt (8B, H200).
+_PROMPT_OUTPUT = 8
 _STALL = 3.0  # a step that takes more than so many times the median counts as so many
 
 
@@ -174,12 +161,9 @@ class BatchSetup(NamedTuple):
 
 
 class PromptStep(NamedTuple):
-    """Prompt steps of one kind.
+    """The prompt steps of one kind: tokens, mean seconds, and the number of such steps.
 
-    tokens:  tokens of a step
-    pairs:   pairs of a token and an earlier token of its prompt
-    seconds: mean seconds of a step
-    times:   number of steps
+    pairs: pairs of a token and an earlier token of its prompt
     """
 
     tokens: int
@@ -235,8 +219,8 @@ class Calibration:
         max_drafts = engine.config.num_drafts
         self._drafts = sorted({0, max_drafts, *(k for k in _DRAFTS if k < max_drafts)})
         self._sizes = sorted({1, *sizes})
-        # The batch that shows the cost of contexts. It is as large as possible, since a single
-        # context costs little; but one step must compute all of its long prompts.
+        # The batch that shows the cost of contexts: as large as possible, since a context costs
+        # little, but one step must compute all of its long prompts.
         limit = engine.config.max_num_batched_tokens // _LONG
         self._context_batch = max((size for size in self._sizes if size <= limit), default=1)
         self._timings = defaultdict[BatchSetup, _Timings](_Timings)
@@ -252,7 +236,7 @@ class Calibration:
             bound = f"at least {self._sizes[-1]}, the largest batch"
             raise ConfigError("max_num_seqs", config.max_num_seqs, bound)
         output = self._decode_setup(1, self._drafts[-1]).output
-        needed = max(_PROMPTS[-1] + _AFTER, _SHORT + output + 1)
+        needed = max(_PROMPTS[-1] + _PROMPT_OUTPUT, _SHORT + output + 1)
         if limits.max_model_len < needed:
             bound = f"at least {needed}, to time steps"
             raise ConfigError("max_model_len", limits.max_model_len, bound)
@@ -271,22 +255,20 @@ class Calibration:
         return BatchSetup(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
 
     def _decode_setups(self) -> Iterator[BatchSetup]:
-        """Every batch size with every K; then long contexts, with the least and the largest K."""
+        """Every batch size with every K; then long contexts, with the least and largest K."""
         for batch, drafts in product(self._sizes, self._drafts):
             yield self._decode_setup(batch, drafts)
         for drafts in (0, self._drafts[-1]):
             yield self._decode_setup(self._context_batch, drafts, self._long)
 
     def _warm_up_setups(self) -> list[BatchSetup]:
-        """The setups to run before any setup is timed.
-
-        On a GPU these are all setups, since kernels are compiled and graphs captured for each of
-        them. On a CPU they are short, since only the batch size matters there.
-        """
-        if not self._engine.runner.on_host:
+        if not self._engine.runner.on_host:  # each needs kernels compiled and graphs captured
             return self._setups
+        # On a CPU only the batch size matters: the requests are short.
         setups = (self._decode_setup(b, k) for b, k in product(self._sizes, self._drafts))
-        return [setup._replace(length=min(setup.length, 4), output=_AFTER) for setup in setups]
+        return [
+            setup._replace(length=min(setup.length, 4), output=_PROMPT_OUTPUT) for setup in setups
+        ]
 
     @property
     def _long(self) -> int:
@@ -301,36 +283,32 @@ class Calibration:
         config, longest = self._engine.config, _PROMPTS[-1]
         counts = [(1, n) for n in _PROMPTS]
         counts += [(b, longest) for b in _PROMPT_BATCHES if b <= config.max_num_seqs]
-        # As many tokens as a step can compute, in short prompts and in long ones: then costs need
-        # not be extrapolated.
+        # Full steps of short prompts and of long ones: so costs need not be extrapolated.
         half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
-        for length in (max(longest, half + 1), self._engine.limits.max_model_len - _AFTER):
+        for length in (
+            max(longest, half + 1),
+            self._engine.limits.max_model_len - _PROMPT_OUTPUT,
+        ):
             counts.append(self._full_step(length))
         for batch, length in dict.fromkeys(counts):
             if 0 < batch * length <= config.max_num_batched_tokens:
-                yield BatchSetup(batch, 0, length, _AFTER)
+                yield BatchSetup(batch, 0, length, _PROMPT_OUTPUT)
 
     def _full_step(self, length: int) -> tuple[int, int]:
-        """(number of prompts, their length) of a full step.
-
-        The step has as many prompts of this length as it can compute and the cache holds. If not
-        even one prompt fits, its length is cut.
-        """
+        """(number, length) of prompts that fill a step; a prompt that does not fit is cut."""
         config, pool = self._engine.config, self._engine.scheduler.pool
         room = pool.num_blocks * pool.block_size
-        length = min(length, config.max_num_batched_tokens, room - _AFTER - pool.block_size)
-        request_room = -(-(length + _AFTER) // pool.block_size) * pool.block_size
+        length = min(length, config.max_num_batched_tokens, room - _PROMPT_OUTPUT - pool.block_size)
+        request_room = -(-(length + _PROMPT_OUTPUT) // pool.block_size) * pool.block_size
         prompts = min(config.max_num_batched_tokens // length, room // request_room)
         return min(prompts, config.max_num_seqs), length
 
-    def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> Profile:
+    def run(self, report: Report = lambda done, next_run: None) -> Profile:
         """Measure all setups; a second call adds to the measurements of the first call.
 
-        Args:
-            report: called with the number of runs done, and the name of the next run.
+        `ConfigError`: the cache holds no whole batch for long enough to time its steps.
 
-        Raises:
-            ConfigError: the cache does not hold a whole batch for long enough to time its steps.
+        report: called with the number of runs done, and the name of the next run
         """
         start, done = 0.0, 0
         for repeat in range(self._repeats + 1):
@@ -349,7 +327,6 @@ class Calibration:
         return self._profile()
 
     def _run(self, setup: BatchSetup, seed: int) -> Sequence[Timed]:
-        """Run a setup once; returns its steps."""
         drafts = setup.drafts if self._drafts[-1] else None
         params = replace(self._params, num_speculative_tokens=drafts)
         drive = Drive(self._engine, params, setup.batch, seed, self._text, self._clock)
@@ -374,19 +351,17 @@ class Calibration:
     def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
         """Means over the settled steps of a setup: seconds, seconds of drafting, context.
 
-        Raises:
-            ConfigError: too few steps, because the cache does not hold all requests of the setup.
+        `ConfigError`: too few steps, since the cache does not hold all requests of the setup.
         """
         steps = self._timings[setup].steps
         if len(steps) < _MIN_STEPS:
             blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output
             bound = f"enough for {setup.batch} requests of {tokens} tokens at a time"
             raise ConfigError("num_blocks", blocks, bound, "Raise it, or lower `batch_size`.")
-        seconds, drafting, context = (_mean(x) for x in zip(*steps, strict=True))
+        seconds, drafting, context = map(_mean, zip(*steps, strict=True))
         return seconds, drafting, context
 
     def _profile(self) -> Profile:
-        """The profile from all timings so far."""
         engine, runner = self._engine, self._engine.runner
         context = self._context_costs()
         rest, draft, missed = list[list[float]](), list[list[float]](), [0.0]
@@ -433,10 +408,7 @@ class Calibration:
         )  # fmt: skip
 
     def _context_costs(self) -> list[float]:
-        """Seconds per token of context for each K.
-
-        Measured for K = 0 and for the largest K, linear in between.
-        """
+        """Seconds per token of context by K: measured for the least and largest, else linear."""
         ends = (0, self._drafts[-1])
         slopes = []
         for drafts in ends:
@@ -476,31 +448,25 @@ class Calibration:
 def of_pairs(steps: Sequence[PromptStep]) -> float:
     """Seconds per pair of a token and an earlier token; 0 if prompt lengths are too similar.
 
-    In the largest steps, the seconds per token are linear in the number of earlier tokens: the
-    result is the slope. Smaller steps are left out, since they take a minimum time for any number
-    of tokens: with them the slope was 37 times too steep on a GPU.
+    It is the slope of the seconds per token over the number of earlier tokens, in the largest steps
+    only: smaller steps take a minimum time for any number of tokens, and with them the slope was 37
+    times too steep on a GPU.
     """
     max_tokens = max((step.tokens for step in steps), default=0)
     large = [step for step in steps if step.tokens >= max_tokens / 2]
     half_lengths = [step.pairs / step.tokens for step in large]  # of prompts
     if not half_lengths or max(half_lengths) < _MIN_RATIO * min(half_lengths):
         return 0.0
-    weights, token_seconds = (
-        np.sqrt([s.times for s in large]),
-        [s.seconds / s.tokens for s in large],
-    )
-    slope = np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]
-    return max(float(slope), 0.0)
+    token_seconds = [step.seconds / step.tokens for step in large]
+    weights = np.sqrt([step.times for step in large])
+    return max(float(np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]), 0.0)
 
 
 def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
-    """The mean seconds of a step by its number of tokens, without the cost of pairs.
+    """The mean seconds of a step by its number of tokens, without `pair` seconds for each pair.
 
     Steps with equally many tokens, in prompts of different lengths, are averaged with their counts
     as weights.
-
-    Args:
-        pair: seconds per pair.
     """
     by_tokens = defaultdict[int, list[tuple[float, int]]](list)
     for step in steps:
@@ -522,7 +488,7 @@ def _mean(seconds: Sequence[float]) -> float:
 def rising(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing numbers (pool adjacent violators).
 
-    More drafts or tokens never take less time. Measurements in which they do were disturbed.
+    More drafts or tokens never take less time: measurements in which they do were disturbed.
     """
     pools = list[tuple[float, int]]()
     for value in values:

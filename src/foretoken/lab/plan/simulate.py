@@ -1,9 +1,9 @@
 """The engine's own scheduler, with a clock instead of a model. No torch.
 
-Charter: requests arrive, `Scheduler` decides which tokens of which request a step computes, a
-profile gives the times, and random numbers decide how many drafts are accepted. The rest of
-`Simulation` does what `Engine.step` and `Engine.commit` do with requests. `Outlook` needs no
-requests: it has the rates of a decoding batch that never changes.
+`Scheduler` decides which tokens of which request a step computes, a profile gives the times, and
+random numbers decide how many drafts are accepted. The rest of `Simulation` does what `Engine.step`
+and `Engine.commit` do with requests. `Outlook` needs no requests: it has the rates of a decoding
+batch that never changes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ class Simulation:
         joint_K: chances that draft i and all drafts before it are accepted, up to the largest K.
         num_drafts: K of every request; None: K is chosen step by step, as with `auto`.
         concurrency: at most so many requests are under way; further requests arrive when one ends.
-        seed: seed of the random acceptance.
-        on_step: called with every step.
         now: seconds after the start.
     """
 
@@ -108,8 +106,7 @@ class Simulation:
     def run(self, asks: Iterable[Ask]) -> list[Served]:
         """Serve all requests; returns their records in the order in which they ended.
 
-        Raises:
-            CapacityError: a request is longer than the engine allows.
+        `CapacityError`: a request is longer than the engine allows.
         """
         waiting = sorted(asks, key=lambda ask: ask.arrival)[::-1]
         limit = self.concurrency or len(waiting)
@@ -134,15 +131,14 @@ class Simulation:
         done: Sequence[Share] = plan.shares
         if self.profile.runs_ahead:
             done, self._unread = self._unread, done
-        # A step that was launched ahead may contain requests that have ended since. On a host they
-        # do not run. On a GPU, which drafts in lockstep, they run: the step has already begun.
+        # Requests that have ended since the launch still run on a GPU (which drafts in lockstep),
+        # where the step has already begun, but not on a host.
         live, ended = list[Share](), list[Share]()
         for share in done:
             (ended if share.request.status is Status.FINISHED else live).append(share)
         self._commit(live, ended if self.profile.lockstep else ())
 
     def _add(self, ask: Ask) -> None:
-        """Submit a request to the scheduler."""
         limits = self.profile.limits
         length = ask.input_len + ask.output_len
         max_len = min(limits.max_model_len, limits.num_blocks * limits.block_size)
@@ -234,10 +230,7 @@ class StepClock:
         self._seen: dict[int, int] = {}  # by slot, the number of tokens that its drafter has seen
 
     def seconds(self, shares: Sequence[Share], ended: Sequence[Share] = ()) -> float:
-        """Seconds of a step with these shares, and with shares of ended requests.
-
-        0 if there are no shares.
-        """
+        """Seconds of a step with these shares and those of ended requests; 0 without shares."""
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
         drafts = [share.max_drafts for share in (*decoding, *ended)]
@@ -263,12 +256,12 @@ class StepClock:
 class Outlook:
     """Rates of a batch in which all requests decode, by its size, K, and tokens of context each.
 
-    most: the largest K
+    max_drafts: the largest K
     """
 
     def __init__(self, profile: Profile, acceptance: Acceptance) -> None:
-        self.most = min(profile.most_drafts, acceptance.most)
-        self._lengths = [1 + sum(acceptance.joint(k)) for k in range(self.most + 1)]
+        self.max_drafts = min(profile.max_drafts, acceptance.max_drafts)
+        self._lengths = [1 + sum(acceptance.joint(k)) for k in range(self.max_drafts + 1)]
         self.profile, self.acceptance, self._clock = profile, acceptance, StepClock(profile)
 
     def seconds(self, batch: int, drafts: int, context: int) -> float:
@@ -280,7 +273,7 @@ class Outlook:
 
     def best(self, batch: int, context: int) -> int:
         """The K with the highest rate; the smallest such K if rates are equal."""
-        return max(range(self.most + 1), key=lambda k: (self.rate(batch, k, context), -k))
+        return max(range(self.max_drafts + 1), key=lambda k: (self.rate(batch, k, context), -k))
 
     def need(self, batch: int, drafts: int, context: int) -> float:
         """The mean tokens per round, bonus included, above which this K is faster than no drafts.
@@ -293,13 +286,6 @@ class Outlook:
         """The largest batch at which some K is faster than plain decoding; 0: no batch."""
         batches = range(self.profile.limits.max_num_seqs, 0, -1)
         return next((b for b in batches if self.best(b, context)), 0)
-
-
-# Many engines at once -----------------------------------------------------------------------------
-# The scheduler's policy on arrays, for capacities and fleets: first come, first served; prompts are
-# computed in the same steps as decoding. Preemption is left out: a request gets its slot once the
-# cache can hold all its tokens. All prompts have one length, so that older prompts are complete
-# before newer ones begin. `tests/lab/test_plan.py` compares this policy with the simulation.
 
 
 class FleetTimes(NamedTuple):
@@ -319,7 +305,12 @@ class FleetTimes(NamedTuple):
 
 @dataclass
 class Fleet:
-    """Engines of one kind, with requests of one length.
+    """Engines of one kind, with requests of one length: the scheduler's policy on arrays.
+
+    First come, first served; prompts are computed in the same steps as decoding, and older prompts
+    are complete before newer ones begin. There is no preemption: a request gets its slot once the
+    cache can hold all its tokens. `tests/lab/test_plan.py` compares this policy with the
+    simulation.
 
     Shapes: E engines, each with N requests; A requests that have a slot; T sizes of batches.
 
@@ -340,13 +331,13 @@ class Fleet:
             bound = f"at most {limits.num_blocks * limits.block_size} tokens of cache"
             raise ConfigError("input_len + output_len", self.input_len + self.output_len, bound)
         drafts, profile = len(self.joint_K), self.profile
-        # Whether a step that was launched ahead also computes requests that have ended since.
-        # Without drafts the end of a request is known in advance.
+        # Whether a step launched ahead also computes requests that have ended since. Without drafts
+        # the end of a request is known in advance.
         self.computes_ended = profile.runs_ahead and profile.lockstep and drafts > 0
         sizes = range(self.slots + 1)
         self.seconds_T = np.array([clock.decoding([drafts] * b, 0) for b in sizes])
         one_token_T = np.array([clock.decoding([drafts] * b, b) for b in sizes])
-        # Seconds per token of context.
+        # In seconds per token of context.
         self.context_T = np.divide(one_token_T - self.seconds_T, np.maximum(sizes, 1))
 
     def run(self, arrival_EN: Array, seed: int = 0) -> FleetTimes:
@@ -355,24 +346,19 @@ class Fleet:
 
 
 class _Run:
-    """The state of all engines of a fleet. In each turn every engine makes one step.
+    """The state of all engines of a fleet. In a turn every engine makes one step.
 
-    Steps of different engines take different times. Arrays with suffix A have an entry per request
-    that has a slot, in the order in which the requests got their slots.
+    Suffix A: an entry per request that has a slot, in the order in which requests got their slots.
     """
 
     def __init__(self, fleet: Fleet, arrival_EN: Array, seed: int) -> None:
         self._fleet, self._random = fleet, np.random.default_rng(seed)
         self._engines, self._count = arrival_EN.shape
         self._now_E = np.zeros(self._engines)
-        self._admitted_E = np.zeros(
-            self._engines, dtype=np.int64
-        )  # requests that got a slot so far
-        self._active_E = np.zeros(self._engines, dtype=np.int64)
-        # Requests that arrived until `_launch_E` take part in the next step. If it was launched
-        # ahead, it also contains the `_ended_E` requests that ended in the last step.
-        self._launch_E = np.zeros(self._engines)
-        self._ended_E = np.zeros(self._engines, dtype=np.int64)
+        # Numbers of requests that have got a slot, that have one, and that ended in the last step
+        # (a step that was launched ahead contains them).
+        self._admitted_E, self._active_E, self._ended_E = np.zeros((3, self._engines), np.int64)
+        self._launch_E = np.zeros(self._engines)  # the next step has requests that came before
         self._next_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
         self._prompt_A = self._left_A = self._engine_A  # tokens left to compute, and to emit
@@ -464,14 +450,12 @@ class _Run:
         older_tokens, start = sum_of_older(prompt), self._fleet.input_len - prompt
         chunk = np.clip(room_E[engine] - older_tokens, 0, prompt)
         if limits.max_step_seconds is not None and prompts is not None:
-            room = Room.of_step(
-                prompts, limits.max_step_seconds, decoding_E[engine], rows_E[engine]
-            )
+            limit = limits.max_step_seconds
+            room = Room.of_step(prompts, limit, decoding_E[engine], rows_E[engine])
             room.tokens = older_tokens
             room.pairs = sum_of_older(prompt * (start + prompt / 2))
-            # The oldest prompt always gets one token.
-            one_token = np.minimum(chunk, older_tokens == 0)
-            fitting = np.maximum(room.fitting(start, chunk), one_token)
+            oldest_gets = np.minimum(chunk, older_tokens == 0)  # at least one token
+            fitting = np.maximum(room.fitting(start, chunk), oldest_gets)
             chunk = np.where(rows_E[engine] > 0, fitting, chunk)
         chunk_A = np.zeros_like(self._prompt_A)
         chunk_A[index] = chunk

@@ -35,17 +35,15 @@ from foretoken.models.eagle3_config import (
 )
 from foretoken.ops.stack import plain
 
+# Temperatures of the texts that the target writes, each with its share; greedy texts soon repeat.
 SAMPLING = ((1.0, 0.35), (0.8, 0.4), (0.0, 0.25))
-"""Temperatures of the texts that the target writes, each with its share. Greedy texts soon repeat
-themselves."""
 
 
 class Documents(NamedTuple):
     """The contents of a data file.
 
-    Attributes:
-        texts: texts to learn as they are, and to continue.
-        prompts: texts that are only continued.
+    texts: texts to learn as they are, and to continue
+    prompts: texts that are only continued
     """
 
     texts: list[str]
@@ -110,14 +108,13 @@ class Batches:
         parts = []
         for rows_NL, count, seed in self._parts:
             numbers, size = range(index * count, (index + 1) * count), len(rows_NL)
-            rows = [_order(seed, i // size, size)[i % size] for i in numbers]
+            rows = [_row_order(seed, i // size, size)[i % size] for i in numbers]
             parts += [rows_NL[rows].long()] if rows else []
         return torch.cat(parts)
 
 
 @lru_cache(maxsize=4)  # the last two epochs of each part: a batch may span both
-def _order(seed: int, epoch: int, size: int) -> list[int]:
-    """The random order of `size` rows in an epoch."""
+def _row_order(seed: int, epoch: int, size: int) -> list[int]:
     generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
     order: list[int] = torch.randperm(size, generator=generator).tolist()
     return order
@@ -142,12 +139,10 @@ def pick_prompts(
 
     The file's prompts alternate with random windows of its texts. Of long prompts the end is used.
 
-    Args:
-        stream: the ids of all texts, from `encode`.
+    stream: the ids of all texts, from `encode`
     """
     generator = torch.Generator().manual_seed(seed)
-    prompts = [tokenizer.encode(prompt)[-length:] for prompt in documents.prompts]
-    prompts = [prompt for prompt in prompts if prompt]
+    prompts = [ids for p in documents.prompts if (ids := tokenizer.encode(p)[-length:])]
     starts = torch.randint(max(1, len(stream) - length), (count,), generator=generator).tolist()
     for i, start in enumerate(starts):
         if prompts and (not stream or i % 2):
@@ -166,8 +161,7 @@ def describe_head(
 ) -> dict[str, Any]:
     """The `config.json` of a head for a target: one Llama layer with the target's sizes.
 
-    Args:
-        target: the target's Transformers configuration.
+    target: the target's Transformers configuration
 
     Raises:
         ConfigError: `draft_vocab_size` is larger than the target's vocabulary.
@@ -179,11 +173,10 @@ def describe_head(
             f"No head can be trained for this `{text.model_type}`: it takes 3 layers or more, the "
             f"target has {text.num_hidden_layers}."
         )
-    drafted = draft_vocab_size or text.vocab_size
-    if drafted > text.vocab_size:
+    num_draft_ids = draft_vocab_size or text.vocab_size
+    if num_draft_ids > text.vocab_size:
         bound = f"at most {text.vocab_size}, the target's"
         raise ConfigError("draft_vocab_size", draft_vocab_size, bound)
-
     width, heads = text.hidden_size, text.num_attention_heads
     rope = _get(text, "rope_parameters", {})
     if rope.get("rope_type") not in ROPE_TYPES:
@@ -203,7 +196,7 @@ def describe_head(
         "vocab_size": text.vocab_size,
         "hidden_act": "silu",
         "num_hidden_layers": 1,
-        "draft_vocab_size": drafted,
+        "draft_vocab_size": num_draft_ids,
         "fc_norm": fc_norm,
         "norm_output": norm_output,
         "norm_before_residual": False,
@@ -224,9 +217,8 @@ def _get(config: Any, name: str, default: Any) -> Any:
 def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | None) -> None:
     """Write `model.safetensors` in bfloat16, in the layout of the original heads.
 
-    Args:
-        weights: the tensors by the names of `speculators`.
-        target_ids: as in `Trainer`.
+    weights: the tensors by the names of `speculators`
+    target_ids: as in `Trainer`
     """
     from safetensors.torch import save_file
 
@@ -275,7 +267,7 @@ class Training:
 
     Args:
         say: called with lines of progress.
-        note: called with a line about the work done so far, which Ctrl-C reports.
+        note: called with a line about the work done, which Ctrl-C reports.
 
     Attributes:
         trainer: the class that does the steps; a subclass may set it.
@@ -288,28 +280,22 @@ class Training:
     ) -> None:
         self._say, self._note = say, note
         self.folder = Path(options.output)
-        self._begun = self.folder / "training" / "options.json"
+        self._options_file = self.folder / "training" / "options.json"
         self._state = self.folder / "training" / "state.safetensors"
         self._texts = self.folder / "training" / "texts.safetensors"
         if options.resume != self._state.exists():
-            bound = "a folder with" if options.resume else "a folder without"
+            bound = f"a folder {'with' if options.resume else 'without'} a checkpoint"
             remedy = "" if options.resume else "`resume` goes on from it."
-            raise ConfigError(
-                "output", options.output, f"{bound} a checkpoint (`{self._state}`)", remedy
-            )
+            raise ConfigError("output", options.output, f"{bound} (`{self._state}`)", remedy)
         if options.resume:
-            with reading(self._begun):
-                options = options.resumed(json.loads(self._begun.read_text(encoding="utf-8")))
+            with reading(self._options_file):
+                options = options.resumed(
+                    json.loads(self._options_file.read_text(encoding="utf-8"))
+                )
         self.options = options
 
     def run(self) -> None:
-        """Train, or resume a training, and write the folder.
-
-        The folder is written even if Ctrl-C or SIGTERM ends the training early.
-
-        Raises:
-            ConfigError, CheckpointError, UnsupportedModelError.
-        """
+        """Train, or resume a training, and write the folder, also after Ctrl-C or SIGTERM."""
         options, device = self.options, choose_device(self.options.device)
         config = self._describe()
         own_NL, real_NL = self._read_texts() if options.resume else self._make_texts()
@@ -329,7 +315,7 @@ class Training:
     def _describe(self) -> Eagle3Config:
         """Write the head's `config.json` and the options; returns the head's configuration.
 
-        Raises an error before any other work if the target cannot have a head.
+        An error comes before any other work if the target cannot have a head.
         """
         options = self.options
         folder = resolve_checkpoint(options.model)
@@ -338,15 +324,14 @@ class Training:
         names = ("draft_vocab_size", "intermediate_size", "fc_norm", "norm_output")
         config = describe_head(target, **{name: getattr(options, name) for name in names})
         self._texts.parent.mkdir(parents=True, exist_ok=True)
-        self._begun.write_text(json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8")
+        self._options_file.write_text(
+            json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8"
+        )
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return read_eagle3_config(self.folder)
 
     def _make_texts(self) -> tuple[Tensor, Tensor]:
-        """The rows that the target writes, and the rows of the data, int32 [N, length].
-
-        They are also written to a file for `resume`.
-        """
+        """Rows written by the target, and rows of the data, int32; kept in a file for `resume`."""
         from safetensors.torch import save_file
 
         from foretoken import LLM, SamplingParams
@@ -373,7 +358,6 @@ class Training:
         return texts["own"], texts["real"]
 
     def _read_texts(self) -> tuple[Tensor, Tensor]:
-        """The rows that `_make_texts` wrote to a file."""
         from safetensors.torch import load_file
 
         with reading(self._texts):
@@ -385,13 +369,9 @@ class Training:
         options, target_ids = self.options, None
         layers = config.aux_layers or ()
         model = load_model(
-            options.model,
-            device=device,
-            dtype=options.dtype,
-            backend="torch",
-            max_model_len=options.length,
-            view=TargetView(layers, head=True, module=True),
-        )
+            options.model, device=device, dtype=options.dtype, backend="torch",
+            max_model_len=options.length, view=TargetView(layers, head=True, module=True),
+        )  # fmt: skip
         model.module.set_attn_implementation("sdpa")  # whole texts instead of a paged cache
         target = Target(model.module, plain(model.embedding), plain(model.head), layers)
         if config.draft_vocab_size < config.vocab_size:
@@ -399,13 +379,10 @@ class Training:
             commonest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]
             target_ids = commonest.sort().values
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
-        sample_BT = own_NL[: options.batch_size].long()
-        return self.trainer(
-            config, target, recipe, sample_BT, target_ids=target_ids, tied=options.tied_head
-        )
+        sample_BT, tied = own_NL[: options.batch_size].long(), options.tied_head
+        return self.trainer(config, target, recipe, sample_BT, target_ids=target_ids, tied=tied)
 
     def _loop(self, trainer: Trainer, batches: Batches, interrupt: Interrupt) -> None:
-        """Train until all steps are made, or until an interrupt."""
         options, report_every = self.options, max(1, self.options.steps // _REPORTS)
         start, first = time.perf_counter(), trainer.step
         while trainer.step < options.steps and interrupt.name is None:
@@ -440,9 +417,8 @@ class Training:
         facts["steps"] = f"{trainer.step} of {options.steps}"
         for temperature in (1.0, 0.5):
             rates = trainer.evaluate(held_NL, options.batch_size, temperature)
-            shown = ", ".join(f"{rate:.3f}" for rate in rates)
             name = f"accepted at T={temperature:g} on texts that it was not trained on, by position"
-            facts[name] = shown
-            self._say(f"{name}: {shown}")
+            facts[name] = ", ".join(f"{rate:.3f}" for rate in rates)
+            self._say(f"{name}: {facts[name]}")
         write_card(self.folder, facts, trainer.history)
         self._say(f"Wrote `{self.folder}`.")

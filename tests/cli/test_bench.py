@@ -68,7 +68,7 @@ def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -
         assert row.case in result.stdout
         assert row.case in report.read_text()
     assert "Speed-up over plain decoding" in result.stdout
-    assert "memory that reads 40.0 GB/s (given)" in result.stdout
+    assert "memory of 40.0 GB/s (given)" in result.stdout
     assert "my-run.svg" in result.stderr
     assert list(ElementTree.parse(figure).getroot().iter("{http://www.w3.org/2000/svg}rect"))
 

@@ -78,7 +78,7 @@ def test_loads_lengths_and_bounds() -> None:
     assert options.loads == [Load(2), Load(9), Load(0, 0.5)]
     assert [load.name for load in options.loads][1:] == ["concurrency 9", "0.5 requests/s"]
     assert [options.requests_of(load) for load in options.loads] == [8, 18, 32]
-    assert (options.input_lengths, options.output_lengths) == ((7, 11), (64, 64))
+    assert options.lengths == ((7, 11), (64, 64))
     assert options.bounds == {"ttft_ms": 200.0, "itl_ms": 9.5}
     assert [load.concurrency for load in BenchOptions().loads] == [1, 4, 16]
     assert BenchOptions(request_rate="3").loads == [Load(0, 3.0)]
@@ -148,7 +148,7 @@ def test_synthetic_rates_take_an_engine_each() -> None:
 def test_prompts_are_as_long_as_asked_and_differ() -> None:
     def made(source: PromptSource, seed: int = 0, size: str = "24") -> Workload:
         options = BenchOptions(input_len=size, output_len="5-9", seed=seed)
-        return Workload(source, (options.input_lengths, options.output_lengths), seed)
+        return Workload(source, options.lengths, seed)
 
     for source in (PromptSource(range(900)), PromptSource([3, 5, 9], shuffled=True)):
         workload = made(source)

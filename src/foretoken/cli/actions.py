@@ -47,8 +47,10 @@ class Actions:
     ) -> None:
         """Measure an engine, or a server."""
         with desk.status("Starting"):
+            import asyncio
+
             from foretoken.lab.bench.command import run
-        run(desk, options, params, engine)
+        asyncio.run(run(desk, options, params, engine))
 
     def audit(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, product
 from typing import Any
@@ -139,10 +138,8 @@ def _remarks(bench: Bench, rows: Sequence[Row]) -> list[str]:
     if any(row.labels["rule"] == "synthetic" for row in rows):
         remarks.append("Acceptance was set by the rule `synthetic`; it is no drafter's.")
     if any("speedup" in row.values for row in rows):
-        remarks.append(
-            "plain: the same engine or server, with K = 0 for every request. Speed-ups are taken "
-            "turn by turn."
-        )
+        plain = "plain: the same engine or server, with K = 0 for every request."
+        remarks.append(f"{plain} Speed-ups are taken turn by turn.")
     if bench.options.repeats < _MIN_REPEATS:
         remarks.append(f"Fewer than {_MIN_REPEATS} repeats: the spread says little.")
     for row in rows:
@@ -252,11 +249,7 @@ def cell(row: Row, name: str, digits: int, ranged: bool = False) -> str:
 
 
 def charts(rows: Sequence[Row]) -> list[str]:
-    """All charts of a benchmark, as SVG; charts without a value are left out.
-
-    They show speed-up by load, a user's speed against the total speed, the parts of a token's time,
-    and acceptance.
-    """
+    """All charts of a benchmark, as SVG; charts without a value are left out."""
 
     def rows_with(name: str) -> list[Row]:
         return [row for row in rows if name in row.values]
@@ -315,21 +308,16 @@ def _time_per_token(rows: Sequence[Row]) -> str:
     bars = []
     for row in rows:
         tokens = _spread(row, "tokens_per_step").median
-        parts = {
-            part.replace("_", " "): _spread(row, f"{part}_ms").median / tokens for part in _PARTS
-        }
-        floor = _spread(row, "floor_ms").median / tokens
+        ms = {part: _spread(row, f"{part}_ms").median / tokens for part in (*_PARTS, "floor")}
+        parts = {part.replace("_", " "): ms[part] for part in _PARTS}
         name = f"K={row.labels['k']}" if row.labels["k"] else "plain"
-        bars.append(Bar(name, _load(row), parts, mark=floor))
+        bars.append(Bar(name, _load(row), parts, mark=ms["floor"]))
     title = "Where the time of a token goes, in decode steps"
     return bar_chart(title, "ms per token of a request", bars, mark="floor: reading memory")
 
 
 def _positions(rows: Sequence[Row], colours: Colours) -> str:
-    """A chart of acceptance by position, unconditional and conditional.
-
-    Conditional lines are level if later drafts are as good as earlier ones.
-    """
+    """Acceptance by position; conditional lines are level if later drafts are as good as first."""
     series = []
     for row in rows:
         name = _decoding(row)
@@ -405,14 +393,10 @@ async def make_bench(
     return Bench(options, server, server_cases(sweep, temperature, **switches))
 
 
-def run(desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]) -> None:
-    """Measure and report. After an exception, the finished runs are still reported."""
-    asyncio.run(_run(desk, options, params, engine))
-
-
-async def _run(
+async def run(
     desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> None:
+    """Measure and report. After an exception, the finished runs are still reported."""
     bench, notes, num_ended = await make_bench(options, params, engine), list[str](), 0
 
     def count(ended: int, run_name: str) -> None:

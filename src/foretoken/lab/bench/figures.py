@@ -86,9 +86,7 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
     ITL need answers of more than one piece. An answer of several tokens in one piece fails every
     bound on TPOT and ITL. For percentiles, which cover several runs, see `percentiles`.
 
-    Args:
-        floor: the floor of the engine, if it is in this process.
-        bounds: the SLO of each request: ms by name in `LATENCIES`.
+    bounds: the SLO of each request: ms by name in `LATENCIES`
     """
     done = run.done
     result: dict[str, float] = {"requests": len(done), "failed_requests": len(run.failed)}
@@ -174,9 +172,9 @@ def _throughput(run: Run) -> dict[str, float]:
 def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
     """Numbers of accepted and of rejected drafts, by draft index.
 
-    A draft counts only if all drafts before it were accepted. A client that knows the origins of
-    tokens counts those. Otherwise a server's counts are used, as if every verification had as many
-    drafts as the longest.
+    A draft counts only if all drafts before it were accepted. If the client does not know the
+    origins of tokens, a server's counts are used, as if every verification had as many drafts as
+    the longest.
     """
     accepted, rejected = Counter[int](), Counter[int]()
     for record in run.records:

@@ -35,9 +35,8 @@ class ServerGoneError(Exception):
 class BenchRequest(NamedTuple):
     """A request of a benchmark.
 
-    Attributes:
-        prompt: token ids, a text, or the messages of a chat.
-        num_output: tokens to generate; fewer if the server cannot ignore an end of text.
+    prompt: token ids, a text, or the messages of a chat
+    num_output: tokens to generate; fewer if the server cannot ignore an end of text
     """
 
     prompt: str | list[int] | list[dict[str, Any]]
@@ -61,7 +60,6 @@ class Record:
         arrivals: the arrival time of each piece of the answer that contained tokens.
         ended: the time at which the answer was complete; None: it is not complete.
         num_input: tokens of the prompt, 0 if unknown.
-        num_output: tokens of the answer.
         origins: the origin of each token (`CompletionOutput.origins`), if the client knows it.
         error: the reason why the request failed, or None.
         sent: under a rate, the time at which the client began to connect.
@@ -119,8 +117,6 @@ class Run:
 class Client(ABC):
     """The connection to the system under test: engines in this process, or a server.
 
-    The defaults of this class are for a system of which only the answers are known.
-
     Attributes:
         floor: the floor of the last engine, or None.
         notes: lines for readers of the results.
@@ -143,10 +139,8 @@ class Client(ABC):
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
         """Send a request, and add its answer to `record`, piece by piece.
 
-        Raises:
-            RequestFailedError: the answer is wrong, incomplete or late.
-            ServerGoneError: there is no connection.
-            ForetokenError: the engine failed.
+        `RequestFailedError`: a wrong, incomplete or late answer; `ServerGoneError`: no connection;
+        another `ForetokenError`: the engine failed.
         """
 
     @abstractmethod
@@ -179,9 +173,7 @@ async def drive(
 ) -> None:
     """Send all requests and wait for their answers; `run` always holds the records up to now.
 
-    Args:
-        requests: each with the seconds since the previous request, which count only under a rate.
-        on_end: called when a request has ended.
+    requests: each with the seconds since the previous request, which count only under a rate
     """
     counts_before, run.concurrency = await client.counts(), load.concurrency
     client.watch(run.steps)

@@ -27,10 +27,8 @@ class Engines(Client):
     Plain and speculative decoding use the same engine; plain requests have K = 0. Plain figures
     thus include what the drafter costs when it drafts nothing.
 
-    Args:
-        options: options of `AsyncEngine`, with a parsed `speculative_config`.
-        params: sampling parameters of all requests.
-        bandwidth: GB/s at which the device reads its memory; None: it is measured.
+    options: options of `AsyncEngine`, with a parsed `speculative_config`
+    bandwidth: GB/s at which the device reads its memory; None: it is measured
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class Engines(Client):
 
     @asynccontextmanager
     async def opened(self, cases: Sequence[BenchCase]) -> AsyncIterator[None]:
-        """A context with an engine for these cases: loaded at its start, closed at its end."""
         speculation = speculation_of(self._options["speculative_config"], cases[-1])
         start = time.perf_counter()
         self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
@@ -114,7 +111,6 @@ class Engines(Client):
                     record.origins += sample.origins
 
     async def counts(self) -> SpeculationMetrics:
-        """Counts of drafts since the engine was loaded."""
         counts: SpeculationMetrics = self._engine.metrics
         return counts
 
@@ -131,11 +127,9 @@ class Engines(Client):
         self._engine.engine.on_step = None if steps is None else add
 
     async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text; empty if the checkpoint has no tokenizer."""
         return await self._engine.encode(text) if self._engine.engine.tokenizer else []
 
     def vocabulary(self) -> list[int]:
-        """The ids of all tokens that are not special."""
         engine = self._engine.engine
         special = set(getattr(engine.tokenizer, "all_special_ids", ()))
         return [i for i in range(engine.limits.vocab_size) if i not in special]

@@ -122,7 +122,7 @@ def server_cases(
     """The cases of a server. Requests can set more than a temperature only if it speculates."""
     known = {"k", "drafter", "rule", "temperature"} if speculates else {"temperature"}
     if others := [name for name in sweep if name not in known]:
-        bound = f"one of {', '.join(sorted(known))}: requests to this server can set nothing else"
+        bound = f"of {', '.join(sorted(known))}: requests to this server can set nothing else"
         raise ConfigError("sweep", f"{others[0]}=...", bound)
     plain = _plain(sweep, temperature) if speculates and compare else []
     method = "speculative" if speculates else "server"
@@ -131,10 +131,7 @@ def server_cases(
 
 def speculation_of(config: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
     """The engine's speculative options, except those that the case sets."""
-    if config is None:
-        return None
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return SpeculativeConfig(**{**values, **case.speculation})
+    return None if config is None else replace(config, **case.speculation)
 
 
 def _plain(
@@ -199,9 +196,9 @@ class BenchOptions:
             are measured one after another; None: 1,4,16, if there is no `request_rate`.
         request_rate: requests that arrive in a second, at random intervals (a Poisson process);
             several rates are separated by commas.
-        num_requests: requests of each run, or one number for each load, separated by commas; if it
-            is equal to the concurrency, all requests are sent at once. None: twice the concurrency
-            and at least 8, or 32 under a rate.
+        num_requests: requests of each run; or several numbers, separated by commas, one for each
+            load. If it is equal to the concurrency, all requests are sent at once. None: twice the
+            concurrency and at least 8, or 32 under a rate.
         input_len: tokens of a prompt; for two numbers with a dash, such as 64-256, each prompt's
             length is drawn between them.
         output_len: tokens that a request generates, or two numbers as for `input_len`; no answer
@@ -259,7 +256,7 @@ class BenchOptions:
                 raise ConfigError(name, "given", "left out without --url")
         if self.url is not None and self.bandwidth is not None:
             raise ConfigError("bandwidth", self.bandwidth, "left out with --url")
-        _ = self.input_lengths, self.output_lengths, self.bounds, parse_sweep(self.sweep)
+        _ = self.lengths, self.bounds, parse_sweep(self.sweep)
         check_outputs(self.output)
 
     @property
@@ -278,18 +275,13 @@ class BenchOptions:
         return 32 if load.rate else max(8, 2 * load.concurrency)
 
     @property
-    def _counts(self) -> list[int]:
-        """`num_requests` as numbers; empty if it was left out."""
+    def _counts(self) -> list[int]:  # empty without `num_requests`
         return [int(n) for n in numbers("num_requests", self.num_requests, "integers >= 1", int)]
 
     @property
-    def input_lengths(self) -> tuple[int, int]:
-        """The smallest and the largest number of tokens of a prompt."""
-        return _read_range("input_len", self.input_len)
-
-    @property
-    def output_lengths(self) -> tuple[int, int]:
-        return _read_range("output_len", self.output_len)
+    def lengths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The smallest and largest number of tokens of a prompt, and of an output."""
+        return _read_range("input_len", self.input_len), _read_range("output_len", self.output_len)
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -310,11 +302,8 @@ class BenchOptions:
     def sized(self, engine: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options, with default sizes that have room for the largest load.
 
-        Args:
-            engine: the fields of `EngineConfig` that the user gave; they are not changed.
-
-        Raises:
-            ConfigError: `max_num_seqs` is smaller than the largest concurrency.
+        engine: the fields of `EngineConfig` that the user gave; `ConfigError` if its `max_num_seqs`
+            is smaller than the largest concurrency
         """
         speculation = SpeculativeConfig.parse(engine.get("speculative_config"))
         largest = max(load.concurrency for load in self.loads)
@@ -335,7 +324,7 @@ class BenchOptions:
             device = choose_device(engine.get("device", "auto"))
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more block per request: the scheduler keeps a free block for each running request.
-            blocks = -(-(self.input_lengths[1] + self.output_lengths[1]) // block_size) + 1
+            blocks = -(-sum(longest for _, longest in self.lengths) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
 

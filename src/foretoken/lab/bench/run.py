@@ -32,12 +32,11 @@ class Item(NamedTuple):
 class PromptSource(NamedTuple):
     """The material from which requests are cut or chosen.
 
-    Attributes:
-        ids: token ids; prompts are pieces of them.
-        text: a text to cut prompts from, if its tokens are not known.
-        shuffled: prompts are random ids out of `ids` instead of pieces.
-        items: entries of a dataset, each a request.
-        notes: lines about entries that cannot be sent.
+    ids: token ids; prompts are pieces of them
+    text: a text to cut prompts from, if its tokens are not known
+    shuffled: prompts are random ids out of `ids` instead of pieces
+    items: entries of a dataset, each a request
+    notes: lines about entries that cannot be sent
     """
 
     ids: Sequence[int] = ()
@@ -55,13 +54,9 @@ class Workload:
     for the next: there, pieces of a text begin one token later for each case, and each case has
     separate entries of a dataset.
 
-    Args:
-        lengths: smallest and largest number of tokens of prompts, and of outputs. The numbers of a
-            request are drawn between these.
-        distinct_cases: number of cases that must not share prompts; 1: all cases have equal ones.
-
-    Raises:
-        ConfigError: the text has fewer tokens than a prompt.
+    lengths: smallest and largest number of tokens of prompts, and of outputs; `ConfigError` if the
+        text has fewer tokens than a prompt
+    distinct_cases: number of cases that must not share prompts; 1: all cases have equal ones
     """
 
     def __init__(
@@ -85,9 +80,8 @@ class Workload:
     ) -> list[tuple[float, BenchRequest]]:
         """The requests of one run, each with the seconds since the previous request; deterministic.
 
-        Args:
-            before: number of requests of all earlier runs of the case.
-            case: number of the case; ignored if all cases have equal prompts.
+        before: number of requests of all earlier runs of the case
+        case: number of the case; ignored if all cases have equal prompts
         """
         random_, requests = random.Random(f"{self._seed} {load.name} {before}"), []
         case %= self._distinct_cases
@@ -233,12 +227,9 @@ class Bench:
     async def run(self, report: Report = lambda num_ended, run_name: None) -> None:
         """Measure all cases. `measured` holds all finished runs, even after an error.
 
-        Args:
-            report: called with the number of ended requests, warm-up included, and the current run.
+        `ConfigError`: requests failed; the other requests were measured nevertheless.
 
-        Raises:
-            ConfigError: requests failed; the other requests were measured nevertheless.
-            ForetokenError: the engine failed.
+        report: called with the number of ended requests, warm-up included, and the current run
         """
         num_ended = 0
         for cases in self.groups:
@@ -287,7 +278,6 @@ class Bench:
                 measured.samples[name] += values
 
     def _requests_before(self, load: Load, repeat: int) -> int:
-        """The number of requests of each case before this run."""
         options, runs = self.options, self.options.warmup + self.options.repeats
         earlier = options.loads[: options.loads.index(load)]
         return runs * sum(map(options.requests_of, earlier)) + repeat * options.requests_of(load)
@@ -319,9 +309,8 @@ class Bench:
                     raise ConfigError("prompts", prompts, bound, remedy)
                 self.notes.append("The server tells no tokens: prompts have 4 characters for each.")
         self.notes += source.notes
-        lengths = self.options.input_lengths, self.options.output_lengths
         distinct_cases = max(map(len, self.groups)) if client.keeps_prefixes else 1
-        self._workload = Workload(source, lengths, self.options.seed, distinct_cases)
+        self._workload = Workload(source, self.options.lengths, self.options.seed, distinct_cases)
         needed = self.num_requests // sum(map(len, self.groups)) * distinct_cases
         if len(source.items) < needed and source.items:
             repeated = f"{len(source.items)} lines for {needed} requests: they are sent again"

@@ -41,14 +41,10 @@ _COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$",
 class Server(Client):
     """A server, and the fields that it takes.
 
-    Args:
-        url: the server's root, with or without `/v1`.
-        model: None: the first model that the server lists.
-        api_key: sent as a bearer token.
-        timeout: seconds without data after which a request has failed.
-
-    Attributes:
-        speculates: whether the server drafts, and requests can choose how.
+    url: the server's root, with or without `/v1`
+    model: None: the first model that the server lists
+    timeout: seconds without data after which a request has failed
+    speculates: whether the server drafts, and requests can choose how
     """
 
     def __init__(
@@ -75,10 +71,7 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Find out which model the server has and which fields it takes.
-
-        `ConfigError`: the server does not answer, or lists no model.
-        """
+        """Find out model and fields; `ConfigError`: the server gives no answer, or no model."""
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
@@ -174,9 +167,8 @@ class Server(Client):
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
         """Send a request; yields the status, and the body as a stream of pieces.
 
-        Raises:
-            RequestFailedError: the answer is incomplete, late, or no HTTP.
-            ServerGoneError: there is no connection.
+        `RequestFailedError`: an answer that is incomplete, late, or no HTTP; `ServerGoneError`: no
+        connection.
         """
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_MAX_LINE)
         try:
@@ -226,16 +218,14 @@ class Server(Client):
             yield piece
 
     async def counts(self) -> SpeculationMetrics | None:
-        """Counts from the server's Prometheus metrics, named as by vLLM and Foretoken."""
-        try:
+        try:  # metrics are named as by vLLM and Foretoken
             return _read_metrics(str(await self.get("/metrics")))
         except (ServerGoneError, RequestFailedError, ValueError, OverflowError):
             return None
 
     async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, from the server's `/tokenize`; empty if it has none."""
-        body = {"model": self.model, "prompt": text}
         try:
+            body = {"model": self.model, "prompt": text}
             status, answer = await self.call("POST", "/tokenize", body)
             tokens = json.loads(answer)["tokens"] if status == 200 else []
         except (RequestFailedError, ValueError, KeyError, TypeError):
@@ -260,10 +250,7 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
 
 
 def _read_metrics(text: str) -> SpeculationMetrics | None:
-    """Counts from the text of `/metrics`; None if it has no counts of drafts.
-
-    `ValueError` or `OverflowError` for a count that is no number.
-    """
+    """Counts from the text of `/metrics`, None without counts of drafts; errors as of `int`."""
     metrics, has_totals = SpeculationMetrics(), False
     by_name = defaultdict[str, Counter[int]](Counter)
     for _, name, labels, value in _COUNT.findall(text):
@@ -280,10 +267,7 @@ def _read_metrics(text: str) -> SpeculationMetrics | None:
 
 
 def _note(event: Mapping[str, Any], record: Record) -> None:
-    """Add an event of a stream to a request's record.
-
-    `AttributeError`, `TypeError` or `ValueError` if it has not the form of a completion.
-    """
+    """Add an event to a record; Attribute-, Type- or ValueError if it is no completion."""
     usage = event.get("usage") or {}
     counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
     if min(counts) < 0 or not all(isinstance(count, int) for count in counts):

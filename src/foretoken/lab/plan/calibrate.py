@@ -27,18 +27,18 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import device_seconds
 from foretoken.lab.desk import Report
 from foretoken.lab.plan.profile import EngineLimits, Profile
-from foretoken.lab.plan.simulate import Ask, Served, Step
+from foretoken.lab.plan.simulate import RequestSpec, Served, Step
 from foretoken.lab.results import commit, hardware
 from foretoken.sampling.params import SamplingParams
 
 Clock = Callable[[], float]  # returns seconds
 
 
-class Timed(NamedTuple):
+class TimedStep(NamedTuple):
     """A step, and its seconds of drafting.
 
-    The time of a step begins with the result of the previous step, or with the run, and ends with
-    the step's result. (An engine that runs ahead launches the next step in this time.)
+    The time of a step is that between the result of the previous step, or the start, and its
+    result.
     """
 
     step: Step
@@ -46,16 +46,14 @@ class Timed(NamedTuple):
 
 
 @dataclass
-class _Live:
-    """A request under way; times in seconds after the start, `first` of the first token."""
-
+class _LiveRequest:
     group: RequestGroup
-    arrival: float
-    first: float | None = None
+    arrival: float  # in seconds after the start
+    first_token: float | None = None
 
 
 @dataclass
-class Drive:
+class EngineRun:
     """A run of a real engine, with the same records as `Simulation.run`.
 
     All requests wait at the start, and `concurrency` of them run at a time. Their noise differs.
@@ -76,12 +74,12 @@ class Drive:
     text: Sequence[int] = ()
     clock: Clock = time.perf_counter
     served: list[Served] = field(default_factory=list)
-    timed: list[Timed] = field(default_factory=list)
+    timed: list[TimedStep] = field(default_factory=list)
 
-    def run(self, asks: Sequence[Ask]) -> list[Served]:
+    def run(self, specs: Sequence[RequestSpec]) -> list[Served]:
         """Serve all requests; raises the `ForetokenError` of a request that failed."""
         random_, engine, clock = random.Random(self.seed), self.engine, self.clock
-        waiting, live = list(enumerate(asks))[::-1], list[_Live]()
+        waiting, live = list(enumerate(specs))[::-1], list[_LiveRequest]()
         traces: list[StepTrace] = []
         former_on_step, engine.on_step = engine.on_step, traces.append
         start = last_result = clock()
@@ -89,12 +87,12 @@ class Drive:
             while waiting or live:
                 while waiting and len(live) < self.concurrency:
                     group = self._add(*waiting.pop(), random_)
-                    live.append(_Live(group, clock() - start))
+                    live.append(_LiveRequest(group, clock() - start))
                 engine.step()
                 now = clock()
                 for trace in traces:
                     if trace.num_requests:  # a step that was launched ahead may have none
-                        self.timed.append(_timed(trace, now - last_result))
+                        self.timed.append(_timed_step(trace, now - last_result))
                         last_result = now
                 traces.clear()
                 live = [request for request in live if not self._ends(request, now - start)]
@@ -104,33 +102,34 @@ class Drive:
                 engine.abort(request.group)
         return self.served
 
-    def _add(self, number: int, ask: Ask, random_: random.Random) -> RequestGroup:
+    def _add(self, number: int, spec: RequestSpec, random_: random.Random) -> RequestGroup:
         seed = self.seed * 10_000 + number
-        params = replace(self.params, max_tokens=ask.output_len, ignore_eos=True, seed=seed)
+        params = replace(self.params, max_tokens=spec.output_len, ignore_eos=True, seed=seed)
         if self.text:
-            first = random_.randrange(max(len(self.text) - ask.input_len, 0) + 1)
-            prompt = list(self.text[first : first + ask.input_len])
+            first = random_.randrange(max(len(self.text) - spec.input_len, 0) + 1)
+            prompt = list(self.text[first : first + spec.input_len])
         else:
-            prompt = random_.choices(range(self.engine.limits.vocab_size), k=ask.input_len)
+            prompt = random_.choices(range(self.engine.limits.vocab_size), k=spec.input_len)
         name = f"plan-{self.seed}-{number}"
         return self.engine.add(*prepare(self.engine, name, prompt, params))
 
-    def _ends(self, live: _Live, now: float) -> bool:
+    def _ends(self, request: _LiveRequest, now: float) -> bool:
         """Note a request's first token and its end; returns whether it has ended."""
-        group, tokens = live.group, live.group.samples[0].num_output
+        group, tokens = request.group, request.group.samples[0].num_output
         if group.error is not None:
             raise group.error
-        if live.first is None and tokens:
-            live.first = now
+        if request.first_token is None and tokens:
+            request.first_token = now
         if group.finished:
-            self.served.append(Served(live.arrival, live.first or now, now, tokens))
+            first = request.first_token or now
+            self.served.append(Served(request.arrival, first, now, tokens))
         return group.finished
 
 
-def _timed(trace: StepTrace, seconds: float) -> Timed:
+def _timed_step(trace: StepTrace, seconds: float) -> TimedStep:
     drafting_share = device_seconds(trace)["draft"] / max(trace.total, 1e-9)
     counts = (getattr(trace, name) for name in Step._fields[1:])
-    return Timed(Step(seconds, *counts), drafting_share * seconds)
+    return TimedStep(Step(seconds, *counts), drafting_share * seconds)
 
 
 _STEPS = 20  # approximate number of steps of a run
@@ -176,11 +175,10 @@ class PromptStep(NamedTuple):
 class _Timings:
     """Seconds of the steps of one setup.
 
-    Attributes:
-        steps: settled steps in which all requests decode: seconds, seconds of drafting, and mean
-            tokens of context of a request.
-        first: the first decode step of a run, in which a draft model computes the prompts.
-        prompts: steps that compute all prompts and nothing else.
+    steps: settled steps in which all requests decode: seconds, seconds of drafting, and mean
+        tokens of context of a request
+    first: the first decode step of a run, in which a draft model computes the prompts
+    prompts: steps that compute all prompts and nothing else
     """
 
     steps: list[tuple[float, float, float]] = field(default_factory=list)
@@ -194,13 +192,11 @@ class Calibration:
     Args:
         sizes: batch sizes; 1 is always added.
         text: token ids to cut prompts from; if given, acceptance is measured, too.
-        clock: see `Drive`.
         patience: after so many seconds no further repeat begins, but two are always made. On a busy
             machine repeats take long, and in each of them some setup is disturbed.
 
     Attributes:
         num_runs: number of runs if all repeats are made.
-        num_repeats: number of repeats made.
     """
 
     def __init__(
@@ -224,13 +220,12 @@ class Calibration:
         limit = engine.config.max_num_batched_tokens // _LONG
         self._context_batch = max((size for size in self._sizes if size <= limit), default=1)
         self._timings = defaultdict[BatchSetup, _Timings](_Timings)
-        self._check()
+        self._check_room()
         self._setups = [*self._decode_setups(), *self._prompt_setups()]
         self._warm_up = self._warm_up_setups()
         self.num_runs = len(self._warm_up) + len(self._setups) * repeats
 
-    def _check(self) -> None:
-        """Raise `ConfigError` if the setups do not fit the engine."""
+    def _check_room(self) -> None:
         limits, config = self._engine.limits, self._engine.config
         if self._sizes[-1] > config.max_num_seqs:
             bound = f"at least {self._sizes[-1]}, the largest batch"
@@ -241,15 +236,14 @@ class Calibration:
             bound = f"at least {needed}, to time steps"
             raise ConfigError("max_model_len", limits.max_model_len, bound)
         if self._long <= _SHORT:
-            blocks = self._engine.scheduler.pool.num_blocks
-            remedy = "Raise it, or `max_model_len`."
-            raise ConfigError("num_blocks", blocks, "enough to time long contexts", remedy)
+            blocks, bound = self._engine.scheduler.pool.num_blocks, "enough to time long contexts"
+            raise ConfigError("num_blocks", blocks, bound, "Raise it, or `max_model_len`.")
 
     def _decode_setup(self, batch: int, drafts: int, length: int | None = None) -> BatchSetup:
         """A setup for decode steps; `length` defaults to a short prompt.
 
-        All short prompts of the batch fit into one step: if they did not, the first requests would
-        decode, and perhaps end, before the last prompt is computed.
+        All short prompts of the batch fit into one step: else the first requests would decode, and
+        perhaps end, before the last prompt is computed.
         """
         short = min(_SHORT, self._engine.config.max_num_batched_tokens // batch)
         return BatchSetup(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
@@ -266,9 +260,7 @@ class Calibration:
             return self._setups
         # On a CPU only the batch size matters: the requests are short.
         setups = (self._decode_setup(b, k) for b, k in product(self._sizes, self._drafts))
-        return [
-            setup._replace(length=min(setup.length, 4), output=_PROMPT_OUTPUT) for setup in setups
-        ]
+        return [s._replace(length=min(s.length, 4), output=_PROMPT_OUTPUT) for s in setups]
 
     @property
     def _long(self) -> int:
@@ -278,18 +270,14 @@ class Calibration:
         output = self._decode_setup(1, self._drafts[-1]).output
         return min(_LONG, max_len - output, room - output - pool.block_size)
 
-    def _prompt_setups(self) -> Iterator[BatchSetup]:
-        """Setups for prompt steps, each with all its prompts in one step."""
+    def _prompt_setups(self) -> Iterator[BatchSetup]:  # each has all its prompts in one step
         config, longest = self._engine.config, _PROMPTS[-1]
         counts = [(1, n) for n in _PROMPTS]
         counts += [(b, longest) for b in _PROMPT_BATCHES if b <= config.max_num_seqs]
         # Full steps of short prompts and of long ones: so costs need not be extrapolated.
         half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
-        for length in (
-            max(longest, half + 1),
-            self._engine.limits.max_model_len - _PROMPT_OUTPUT,
-        ):
-            counts.append(self._full_step(length))
+        lengths = max(longest, half + 1), self._engine.limits.max_model_len - _PROMPT_OUTPUT
+        counts += [self._full_step(length) for length in lengths]
         for batch, length in dict.fromkeys(counts):
             if 0 < batch * length <= config.max_num_batched_tokens:
                 yield BatchSetup(batch, 0, length, _PROMPT_OUTPUT)
@@ -307,8 +295,6 @@ class Calibration:
         """Measure all setups; a second call adds to the measurements of the first call.
 
         `ConfigError`: the cache holds no whole batch for long enough to time its steps.
-
-        report: called with the number of runs done, and the name of the next run
         """
         start, done = 0.0, 0
         for repeat in range(self._repeats + 1):
@@ -326,14 +312,14 @@ class Calibration:
         report(self.num_runs, "done")
         return self._profile()
 
-    def _run(self, setup: BatchSetup, seed: int) -> Sequence[Timed]:
+    def _run(self, setup: BatchSetup, seed: int) -> Sequence[TimedStep]:
         drafts = setup.drafts if self._drafts[-1] else None
         params = replace(self._params, num_speculative_tokens=drafts)
-        drive = Drive(self._engine, params, setup.batch, seed, self._text, self._clock)
-        drive.run([Ask(0.0, setup.length, setup.output)] * setup.batch)
-        return drive.timed
+        run = EngineRun(self._engine, params, setup.batch, seed, self._text, self._clock)
+        run.run([RequestSpec(0.0, setup.length, setup.output)] * setup.batch)
+        return run.timed
 
-    def _sort(self, setup: BatchSetup, timed: Sequence[Timed]) -> None:
+    def _sort(self, setup: BatchSetup, timed: Sequence[TimedStep]) -> None:
         """Add a run's steps to the setup's timings by kind; steps of other kinds are dropped."""
         timings, decoded, context = self._timings[setup], 0, setup.length + 1.0
         for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
@@ -349,12 +335,9 @@ class Calibration:
                 context += 1 + accepted / requests
 
     def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
-        """Means over the settled steps of a setup: seconds, seconds of drafting, context.
-
-        `ConfigError`: too few steps, since the cache does not hold all requests of the setup.
-        """
+        """Mean seconds, drafting and context of settled steps; `ConfigError` if there are few."""
         steps = self._timings[setup].steps
-        if len(steps) < _MIN_STEPS:
+        if len(steps) < _MIN_STEPS:  # the cache does not hold all requests of the setup
             blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output
             bound = f"enough for {setup.batch} requests of {tokens} tokens at a time"
             raise ConfigError("num_blocks", blocks, bound, "Raise it, or lower `batch_size`.")
@@ -368,9 +351,9 @@ class Calibration:
         for batch in self._sizes:
             setups = [self._decode_setup(batch, drafts) for drafts in self._drafts]
             step_seconds, draft_seconds, lengths = zip(*map(self._step, setups), strict=True)
-            draft.append(rising(draft_seconds))
+            draft.append(nearest_rising(draft_seconds))
             reading = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
-            parts = zip(rising(step_seconds), draft[-1], reading, strict=True)
+            parts = zip(nearest_rising(step_seconds), draft[-1], reading, strict=True)
             rest.append([max(step - drafting - read, 0.0) for step, drafting, read in parts])
             for setup, seconds in zip(setups[1:], step_seconds[1:], strict=True):
                 extra = _mean(self._timings[setup].first) - seconds
@@ -429,15 +412,12 @@ class Calibration:
             for (n, length), seconds in by_size.items()
             if seconds
         ]
-        pair = of_pairs(steps)
-        seconds_of = without_pairs(steps, pair)
-        return PromptCosts([*seconds_of], rising([*seconds_of.values()]), pair)
+        pair = seconds_per_pair(steps)
+        seconds_of = seconds_without_pairs(steps, pair)
+        return PromptCosts([*seconds_of], nearest_rising([*seconds_of.values()]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
-        """Chances that a draft and all before it are accepted, measured on the text.
-
-        None without drafts or text, and with synthetic acceptance.
-        """
+        """Chances that a draft and all before it are accepted; None if not measured on a text."""
         metrics = self._engine.metrics
         if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
             return None
@@ -445,7 +425,7 @@ class Calibration:
         return tuple(accumulate((hits / max(tries, 1) for hits, tries in counts), min))
 
 
-def of_pairs(steps: Sequence[PromptStep]) -> float:
+def seconds_per_pair(steps: Sequence[PromptStep]) -> float:
     """Seconds per pair of a token and an earlier token; 0 if prompt lengths are too similar.
 
     It is the slope of the seconds per token over the number of earlier tokens, in the largest steps
@@ -462,7 +442,7 @@ def of_pairs(steps: Sequence[PromptStep]) -> float:
     return max(float(np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]), 0.0)
 
 
-def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
+def seconds_without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
     """The mean seconds of a step by its number of tokens, without `pair` seconds for each pair.
 
     Steps with equally many tokens, in prompts of different lengths, are averaged with their counts
@@ -485,7 +465,7 @@ def _mean(seconds: Sequence[float]) -> float:
     return float(np.minimum(seconds, _STALL * median(seconds)).mean())
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def nearest_rising(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing numbers (pool adjacent violators).
 
     More drafts or tokens never take less time: measurements in which they do were disturbed.

@@ -20,7 +20,7 @@ from foretoken.lab.desk import Desk, Report, Section, Table
 from foretoken.lab.plan.fleet import Replicas, engine_options, read_model, replicas_of, sized_for
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.profile import Acceptance, Profile, estimate
-from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation, Step
+from foretoken.lab.plan.simulate import Fleet, Outlook, RequestSpec, Served, Simulation, Step
 from foretoken.lab.results import Label, Row, collect, stem
 from foretoken.sampling.params import SamplingParams
 
@@ -104,7 +104,7 @@ class Planner:
         options, joint, steps = self.options, self.joint(drafts), list[Step]()
         simulation = Simulation(self.profile, joint, drafts, batch, options.seed, steps.append)
         count = options.requests or max(4 * batch, 20)
-        served = simulation.run([Ask(0.0, options.input_len, options.output_len)] * count)
+        served = simulation.run([RequestSpec(0.0, options.input_len, options.output_len)] * count)
         return self._figures(served, steps, {})
 
     def _figures(
@@ -136,12 +136,12 @@ class Planner:
                     "fits": int(blocks <= limits.num_blocks),
                 }  # fmt: skip
                 for k in self.drafts[1:]:
-                    values[f"need_length_{k}"] = self.outlook.need(batch, k, context)
+                    values[f"need_length_{k}"] = self.outlook.break_even_length(batch, k, context)
                 name = f"batch {batch}, {context} tokens of context"
                 self._add("outlook", name, values, batch=batch, context=context)
             if not self.outlook.max_drafts:
                 continue
-            last = self.outlook.last_that_pays(context)
+            last = self.outlook.largest_paying_batch(context)
             limit, name = limits.max_num_seqs, f"break-even, {context} tokens of context"
             self._add("break-even", name, {"last_batch": last}, context=context, up_to=limit)
 
@@ -164,11 +164,12 @@ class Planner:
         report(self.num_runs - 1, "fleet")
         count, random = math.ceil(rate / capacities[best]), np.random.default_rng(options.seed)
         gaps = random.exponential(count / rate, size=5 * _REQUESTS)
-        asks = [Ask(t, options.input_len, options.output_len) for t in np.cumsum(gaps).tolist()]
+        lengths = options.input_len, options.output_len
+        specs = [RequestSpec(arrival, *lengths) for arrival in np.cumsum(gaps).tolist()]
         steps = list[Step]()
         profile, joint = self.profile, self.joint(best)
         simulation = Simulation(profile, joint, best, seed=options.seed, on_step=steps.append)
-        settled = simulation.run(asks)[_REQUESTS:]
+        settled = simulation.run(specs)[_REQUESTS:]
         bounds = {"ttft_ms": options.slo_ttft_ms, "tpot_ms": options.slo_tpot_ms}
         values = self._figures(settled, steps, bounds)
         values |= {"replicas": count, "memory_gib": sum(self.memory().values()) / 2**30}
@@ -356,7 +357,10 @@ class Command:
         if options.fleet is not None:
             model = read_model(options)
             replicas, options = replicas_of(model, options), sized_for(model, options)
-            engine = _options_for_costs(options, engine_options(model, replicas.threads))
+            engine = engine_options(model, replicas.threads)
+            if options.stored is not None or options.bandwidth is not None:
+                used = {"model"} if options.stored is not None else _ESTIMATED
+                engine = {name: engine[name] for name in used}
         profile = self._profile(engine, options, params)
         acceptance = _acceptance(profile, options)
         planner, notes = Planner(profile, acceptance, options, replicas), list[str]()
@@ -373,7 +377,6 @@ class Command:
     def _profile(
         self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams
     ) -> Profile:
-        """The costs of steps: read from a file, estimated, or measured."""
         is_timed = options.stored is None and options.bandwidth is None
         if not is_timed and replace(params, seed=None) != SamplingParams(temperature=0.0):
             bound = "left out where no steps are timed"
@@ -427,15 +430,7 @@ class Command:
         self._desk.write(results, options.output, shown, [Section(charts=charts(rows))])
 
 
-def _options_for_costs(options: PlanOptions, engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine options of a fleet's file that apply to the source of costs."""
-    if options.stored is not None:
-        return {"model": engine["model"]}
-    return engine if options.bandwidth is None else {k: engine[k] for k in _ESTIMATED}
-
-
 def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
-    """The engine's configuration; `max_num_seqs` defaults to the largest batch."""
     values = {name: value for name, value in engine.items() if value is not None}
     values["speculative_config"] = SpeculativeConfig.parse(values.get("speculative_config"))
     values = {"max_num_seqs": max(options.batch_sizes), **values, "enable_prefix_caching": False}
@@ -451,7 +446,6 @@ def _check_unset(engine: Mapping[str, Any], allowed: Set[str], bound: str) -> No
 
 
 def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
-    """The acceptance of drafts: read from a file, stated in options, or measured."""
     drafts = profile.max_drafts
     if not drafts:
         return Acceptance(source="no drafts")
@@ -471,7 +465,6 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
 
 
 def _source_notes(planner: Planner) -> list[str]:
-    """Sentences about the sources and the assumptions of a plan."""
     profile, options = planner.profile, planner.options
     known = planner.acceptance.joint(planner.outlook.max_drafts)
     joint = ", ".join(f"{rate:.2f}" for rate in known)

@@ -41,9 +41,8 @@ class Replicas:
     def capacity(self, engine_rate: float, steps: float, replicas: int) -> float:
         """Requests per second that `replicas` replicas serve within the bounds.
 
-        Args:
-            engine_rate: requests per second of one engine, without the cost of streaming.
-            steps: mean steps per request.
+        engine_rate: requests per second of one engine, without the cost of streaming
+        steps: mean steps per request
         """
         if self.cores is None or not engine_rate:
             return engine_rate * replicas
@@ -61,9 +60,7 @@ class Replicas:
     def sentence(self, needed: int | None, options: PlanOptions, highest: float) -> str:
         """How many replicas are needed, and what the replicas in the file can serve.
 
-        Args:
-            needed: the result of `needed`.
-            highest: requests per second of `max_count` replicas.
+        highest: requests per second of `max_count` replicas
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
         demand = f"{options.rate:g} requests/s within {bounds}"
@@ -99,10 +96,9 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
     count = scale.replicas or 1
     drafts = None if speculation is not None and speculation.is_auto else model.engine.num_drafts
     threads = model.engine.threads or max(int(scale.replica_cpus or 1), 1)
-    return Replicas(
-        model.names[0], count, scale.max_replicas or count, drafts, threads, options.cores,
-        (STREAM_MS if options.stream_ms is None else options.stream_ms) / 1e3,
-    )  # fmt: skip
+    stream_s = (STREAM_MS if options.stream_ms is None else options.stream_ms) / 1e3
+    counts = count, scale.max_replicas or count
+    return Replicas(model.names[0], *counts, drafts, threads, options.cores, stream_s)
 
 
 def sized_for(model: FleetModel, options: PlanOptions) -> PlanOptions:

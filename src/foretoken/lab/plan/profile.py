@@ -48,7 +48,6 @@ class Profile:
     Shapes: J batch sizes, D numbers of drafts. A file has these fields, and `schema`, as JSON.
 
     Attributes:
-        model: the target.
         method: the method of drafting; `plain` without drafts.
         origin: `measured` here, `estimated` from shapes and stated hardware, or `published`.
         drafts: K of the columns, rising from 0.
@@ -58,7 +57,6 @@ class Profile:
         context: [D], seconds per token of context, summed over all requests.
         missed: seconds per prompt token that the drafter computes when it first drafts.
         prompts: costs of prompts; None: unknown, and prompts are left out of all figures.
-        limits: sizes of the engine.
         runs_ahead: whether each step is launched before the result of the previous step is read.
         lockstep: whether every request of a step makes as many draft passes as the request with
             the most drafts.
@@ -212,8 +210,6 @@ def smooth(x: Sequence[float], y_NX: Array, new_x: Array) -> Array:
 
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_PASSES = ("draft_model", "eagle3")  # methods with one model pass per draft
 _CHUNKS = tuple(2**i for i in range(15))
 
 
@@ -221,9 +217,8 @@ _CHUNKS = tuple(2**i for i in range(15))
 class Shape:
     """Sizes of a dense decoder that decide the cost of a pass.
 
-    Attributes:
-        weights: number of parameters that a pass reads; the few rows of the embedding are left out.
-        kv_numbers: numbers in the keys and values of a token, in all layers together.
+    weights: number of parameters that a pass reads; the few rows of the embedding are left out
+    kv_numbers: numbers in the keys and values of a token, in all layers together
     """
 
     weights: int
@@ -233,16 +228,15 @@ class Shape:
     def read(cls, folder: Path, *, is_head: bool = False) -> Shape:
         """Read a model's shape from its config.json.
 
-        Args:
-            is_head: whether the model is an EAGLE-3 head. The cost of its features, which are made
-                once a step, is left out.
+        is_head: whether the model is an EAGLE-3 head. The cost of its features, which are made once
+            a step, is left out.
 
         Raises:
             CheckpointError: there is no config.json, or it lacks a needed field.
             UnsupportedModelError: a mixture of experts, of which each token reads only a part.
         """
         config = config_of(folder)
-        if any(config.get(name) for name in _EXPERTS):
+        if any(map(config.get, ("num_experts", "num_local_experts", "n_routed_experts"))):
             why = "is a mixture of experts: what a token reads of it does not follow from shapes."
             raise UnsupportedModelError(f"{folder} {why} Measure it: leave out --bandwidth.")
         try:
@@ -281,11 +275,10 @@ def _bytes_of_a_weight(path: Path) -> float:
 def _limits(
     config: EngineConfig, folder: Path, block: int, token_bytes: int, length: int
 ) -> EngineLimits:
-    """The limits of an engine. By default the cache holds `max_num_seqs` requests.
+    """An engine's limits; the cache holds `max_num_seqs` requests of `length` tokens by default.
 
     block: tokens of a block
     token_bytes: bytes of the keys and values of a token
-    length: tokens of a request
     """
     limit = config.max_model_len or config_of(folder).get("max_position_embeddings", 4096)
     check_int("max_model_len", limit, 1)
@@ -293,19 +286,16 @@ def _limits(
     if config.kv_cache_gib is not None and config.num_blocks is None:
         blocks = int(config.kv_cache_gib * 2**30 / (block * token_bytes))
         check_int("blocks of `kv_cache_gib`", blocks, 1, remedy="Raise it.")
-    return EngineLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks,
-        config.max_step_seconds,
-    )  # fmt: skip
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks
+    return EngineLimits(*sizes, config.max_step_seconds)
 
 
 def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) -> Profile:
     """The profile of an engine of these options.
 
-    Args:
-        bandwidth: bytes per second.
-        flops: products and sums per second.
-        length: tokens of a request. By default the cache holds `max_num_seqs` such requests.
+    bandwidth: bytes per second
+    flops: products and sums per second
+    length: tokens of a request; by default the cache holds `max_num_seqs` such requests
     """
     from foretoken.models.locate import resolve_checkpoint
 
@@ -315,12 +305,11 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
 
     folder, speculation = find(config.model), config.speculative_config
     target, draft = Shape.read(folder), Shape(0, 0)
-    if speculation is not None and speculation.method in _PASSES:
+    if speculation is not None and speculation.method in ("draft_model", "eagle3"):
         if speculation.model is None:
             why = "The draft's shape is not known: name its folder as `model`"
             raise CheckpointError(f"{why} in --speculative-config.")
         draft = Shape.read(find(speculation.model), is_head=speculation.method == "eagle3")
-
     dtype = config_of(folder).get("dtype") if config.dtype == "auto" else config.dtype
     size = kv_size = float(_BYTES.get(str(dtype), 2))
     if folder.is_file():  # a GGUF file, which runs on a CPU
@@ -366,10 +355,9 @@ class Acceptance:
     They are stated as a rate or a length at the largest K, with the decay of synthetic acceptance,
     as a rate for each position, or in a file.
 
-    Attributes:
-        rates: the known chances, for 1, 2, .. drafts.
-        lengths: in place of rates: mean tokens of a round, bonus included, by K.
-        source: where the numbers come from, for a report.
+    rates: the known chances, for 1, 2, .. drafts
+    lengths: in place of rates: mean tokens of a round, bonus included, by K
+    source: where the numbers come from, for a report
     """
 
     rates: Sequence[float] = ()
@@ -422,9 +410,8 @@ class Acceptance:
         lengths by K, as in public tables of acceptance lengths. Tables may have names, nested ones,
         too, as in `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
 
-        Args:
-            drafts: K of a rate or length.
-            name: the name of a table in the file, nested names joined by `/`; None: the only table.
+        drafts: K of a rate or length
+        name: the name of a table, nested names joined by `/`; None: the only table
         """
         data = _parsed(path)
         source = f"{path.name}{f', {name}' if name else ''}"
@@ -469,10 +456,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _rates_of_results(path: Path, rows: Any) -> tuple[float, ...]:
-    """The rates in the last row with the largest K; acceptance does not depend on batch sizes.
-
-    rows: the rows of `foretoken bench`
-    """
+    """The rates in the last row of `foretoken bench` with the largest K, at any batch size."""
     rates_of_rows = list[list[Any]]()
     for row in rows if isinstance(rows, list) else ():
         values = row.get("values") if isinstance(row, Mapping) else None

@@ -25,7 +25,7 @@ from foretoken.lab.plan.profile import Acceptance, Profile
 from foretoken.sampling.params import SamplingParams
 
 
-class Ask(NamedTuple):
+class RequestSpec(NamedTuple):
     """A request: seconds from the start to its arrival, and its tokens of prompt and of output."""
 
     arrival: float
@@ -34,13 +34,10 @@ class Ask(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The record of a served request: times in seconds after the start, and its output tokens.
-
-    first: time of the first token
-    """
+    """A served request: seconds from the start to its events, and its number of tokens."""
 
     arrival: float
-    first: float
+    first: float  # the first token
     end: float
     tokens: int
 
@@ -56,7 +53,7 @@ class Step(NamedTuple):
     num_accepted: int
 
 
-class Drawn(NamedTuple):
+class DrawnOutcome(NamedTuple):
     """A request's random outcome in a step: the fields of `Outcome` that `DraftControl` reads."""
 
     token_ids: Sequence[int]
@@ -68,11 +65,9 @@ class Drawn(NamedTuple):
 class Simulation:
     """A simulated engine.
 
-    Attributes:
-        joint_K: chances that draft i and all drafts before it are accepted, up to the largest K.
-        num_drafts: K of every request; None: K is chosen step by step, as with `auto`.
-        concurrency: at most so many requests are under way; further requests arrive when one ends.
-        now: seconds after the start.
+    joint_K: chances that draft i and all drafts before it are accepted, up to the largest K
+    num_drafts: K of every request; None: K is chosen step by step, as with `auto`
+    concurrency: at most so many requests are under way; further requests arrive when one ends
     """
 
     profile: Profile
@@ -81,12 +76,15 @@ class Simulation:
     concurrency: int | None = None
     seed: int = 0
     on_step: Callable[[Step], None] = lambda step: None
-    now: float = 0.0
+    now: float = 0.0  # seconds after the start
     served: list[Served] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        profile, control = self.profile, None
-        limits = profile.limits
+        profile, control, pace = self.profile, None, None
+        limits, prompts = profile.limits, profile.prompts
+        if limits.max_step_seconds is not None and prompts is not None:
+            seconds, lockstep = limits.max_step_seconds, profile.lockstep
+            pace = Pace(profile.table, prompts, seconds, lockstep=lockstep)
         if self.num_drafts is None:
             sizes = limits.max_num_seqs, len(self.joint_K)
             control = DraftControl(profile.table, *sizes, profile.widths, lambda: self.now)
@@ -96,19 +94,19 @@ class Simulation:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=False,
             control=control,
-            pace=_pace(profile),
+            pace=pace,
         )
         self._control, self._clock = control, StepClock(profile)
         self._random = np.random.default_rng(self.seed)
         self._unread: Sequence[Share] = ()  # the step that was launched ahead
         self._first: dict[Request, float] = {}  # time of the first token
 
-    def run(self, asks: Iterable[Ask]) -> list[Served]:
+    def run(self, specs: Iterable[RequestSpec]) -> list[Served]:
         """Serve all requests; returns their records in the order in which they ended.
 
         `CapacityError`: a request is longer than the engine allows.
         """
-        waiting = sorted(asks, key=lambda ask: ask.arrival)[::-1]
+        waiting = sorted(specs, key=lambda spec: spec.arrival)[::-1]
         limit = self.concurrency or len(waiting)
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
@@ -138,18 +136,18 @@ class Simulation:
             (ended if share.request.status is Status.FINISHED else live).append(share)
         self._commit(live, ended if self.profile.lockstep else ())
 
-    def _add(self, ask: Ask) -> None:
+    def _add(self, spec: RequestSpec) -> None:
         limits = self.profile.limits
-        length = ask.input_len + ask.output_len
+        length = spec.input_len + spec.output_len
         max_len = min(limits.max_model_len, limits.num_blocks * limits.block_size)
         if length > max_len:
             bound = f"at most {max_len}, what a request of this engine may have"
             raise CapacityError("input_len + output_len", length, bound)
-        params = SamplingParams(max_tokens=ask.output_len, ignore_eos=True)
-        arrival = ask.arrival if self.concurrency is None else self.now
-        group = RequestGroup("", None, [0] * ask.input_len, params, arrival)
+        params = SamplingParams(max_tokens=spec.output_len, ignore_eos=True)
+        arrival = spec.arrival if self.concurrency is None else self.now
+        group = RequestGroup("", None, [0] * spec.input_len, params, arrival)
         request = Request(
-            group, 0, 0, [0] * ask.input_len,
+            group, 0, 0, [0] * spec.input_len,
             num_speculative_tokens=self.num_drafts or 0, adapts=self.num_drafts is None,
         )  # fmt: skip
         group.samples.append(request)
@@ -173,21 +171,20 @@ class Simulation:
             decoding = sum(map(_decodes, shares))
             self.on_step(Step(seconds, len(shares), decoding, tokens, drafts, accepted))
         for share in shares:
-            self._take(share, drawn[share.slot])
+            self._append_tokens(share, drawn[share.slot])
 
-    def _draw(self, share: Share, u: float) -> Drawn:
+    def _draw(self, share: Share, u: float) -> DrawnOutcome:
         """A request's outcome; u is uniform and decides how many drafts are accepted."""
         request = share.request
         if request.launched_share is share:
             request.launched_share = None
         if not share.decides:
-            return Drawn((), 0, 0)
+            return DrawnOutcome((), 0, 0)
         drafts = max(min(share.max_drafts, request.num_remaining - 1), 0)
         accepted = sum(u < rate for rate in self.joint_K[:drafts])
-        return Drawn([0] * (accepted + 1), drafts, accepted)
+        return DrawnOutcome([0] * (accepted + 1), drafts, accepted)
 
-    def _take(self, share: Share, drawn: Drawn) -> None:
-        """Add a step's tokens to a request, and record the request if it ends."""
+    def _append_tokens(self, share: Share, drawn: DrawnOutcome) -> None:
         request = share.request
         if share.num_preemptions == request.num_preemptions:
             request.num_computed += share.num_tokens + drawn.num_accepted
@@ -206,14 +203,6 @@ class Simulation:
             self._clock.release(slot)
             if self._control is not None:
                 self._control.release(slot)
-
-
-def _pace(profile: Profile) -> Pace | None:
-    """The engine's `Pace`; None if step times are not bounded, or prompt costs are not known."""
-    bound, prompts = profile.limits.max_step_seconds, profile.prompts
-    if bound is None or prompts is None:
-        return None
-    return Pace(profile.table, prompts, bound, lockstep=profile.lockstep)
 
 
 def _decodes(share: Share) -> bool:
@@ -249,7 +238,6 @@ class StepClock:
         return seconds
 
     def release(self, slot: int) -> None:
-        """Forget a slot when its request ends or is preempted."""
         self._seen.pop(slot, None)
 
 
@@ -275,14 +263,11 @@ class Outlook:
         """The K with the highest rate; the smallest such K if rates are equal."""
         return max(range(self.max_drafts + 1), key=lambda k: (self.rate(batch, k, context), -k))
 
-    def need(self, batch: int, drafts: int, context: int) -> float:
-        """The mean tokens per round, bonus included, above which this K is faster than no drafts.
-
-        A result above K + 1 cannot be reached.
-        """
+    def break_even_length(self, batch: int, drafts: int, context: int) -> float:
+        """Mean tokens per round, with the bonus, that K needs to pay; it never does above K + 1."""
         return self.seconds(batch, drafts, context) / self.seconds(batch, 0, context)
 
-    def last_that_pays(self, context: int) -> int:
+    def largest_paying_batch(self, context: int) -> int:
         """The largest batch at which some K is faster than plain decoding; 0: no batch."""
         batches = range(self.profile.limits.max_num_seqs, 0, -1)
         return next((b for b in batches if self.best(b, context)), 0)
@@ -299,7 +284,6 @@ class FleetTimes(NamedTuple):
         return self.first_EN - self.arrival_EN
 
     def tpot(self, output_len: int) -> Array:
-        """Seconds per token after the first."""
         return (self.end_EN - self.first_EN) / max(output_len - 1, 1)
 
 
@@ -396,8 +380,7 @@ class _Run:
             arrival = self._times.arrival_EN[e, n]
             self._next_E[e] = np.where(self._admitted_E[e] < self._count, arrival, np.inf)
 
-    def _sum(self, value_A: Array) -> Array:
-        """Sums over each engine's requests, [E]."""
+    def _sum(self, value_A: Array) -> Array:  # over each engine's requests, [E]
         return np.bincount(self._engine_A, value_A, self._engines)
 
     def _step(self) -> None:
@@ -442,8 +425,7 @@ class _Run:
         room_E = np.maximum(limits.max_num_batched_tokens - rows_E, 0).astype(np.int64)
         _, first, group = np.unique(engine, return_index=True, return_inverse=True)
 
-        def sum_of_older(values: Array) -> Array:
-            """For each request, the sum of the values of older requests in its engine."""
+        def sum_of_older(values: Array) -> Array:  # requests of the same engine
             before = np.cumsum(values) - values
             return np.asarray(before - before[first][group])
 

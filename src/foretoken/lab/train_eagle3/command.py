@@ -53,9 +53,8 @@ class Documents(NamedTuple):
 def read_documents(path: Path) -> Documents:
     """Read a data file: a text, or JSON lines with a `text` or a `prompt` each.
 
-    Raises:
-        CheckpointError: the file cannot be read, or is not UTF-8.
-        ConfigError: a line is not such an object, or the file has no text.
+    `CheckpointError`: the file cannot be read as UTF-8; `ConfigError`: a line is no such object, or
+    there is no text.
     """
     with reading(path):
         content = path.read_text(encoding="utf-8")
@@ -88,10 +87,9 @@ def _parse_line(path: Path, number: int, line: str) -> tuple[str, str]:
 class Batches:
     """Batches of rows, in a new order for each epoch; batch i is the same in every run.
 
-    Args:
-        own_NL: rows written by the target; may be empty if `real_NL` is not.
-        real_NL: rows of the data; may be empty.
-        real_share: share of rows of the data in each batch.
+    own_NL: rows written by the target; may be empty if `real_NL` is not
+    real_NL: rows of the data; may be empty
+    real_share: share of rows of the data in each batch
     """
 
     def __init__(
@@ -161,18 +159,15 @@ def describe_head(
 ) -> dict[str, Any]:
     """The `config.json` of a head for a target: one Llama layer with the target's sizes.
 
-    target: the target's Transformers configuration
+    `ConfigError`: `draft_vocab_size` is larger than the target's vocabulary.
+    `UnsupportedModelError`: the target has too few layers.
 
-    Raises:
-        ConfigError: `draft_vocab_size` is larger than the target's vocabulary.
-        UnsupportedModelError: the target has too few layers.
+    target: the target's Transformers configuration
     """
     text = target.get_text_config()
     if text.num_hidden_layers < 3:
-        raise UnsupportedModelError(
-            f"No head can be trained for this `{text.model_type}`: it takes 3 layers or more, the "
-            f"target has {text.num_hidden_layers}."
-        )
+        why = f"it takes 3 layers or more, the target has {text.num_hidden_layers}."
+        raise UnsupportedModelError(f"No head can be trained for this `{text.model_type}`: {why}")
     num_draft_ids = draft_vocab_size or text.vocab_size
     if num_draft_ids > text.vocab_size:
         bound = f"at most {text.vocab_size}, the target's"
@@ -208,8 +203,7 @@ def describe_head(
     }
 
 
-def _get(config: Any, name: str, default: Any) -> Any:
-    """A field of a configuration; the default if it is missing or None."""
+def _get(config: Any, name: str, default: Any) -> Any:  # also for None
     value = getattr(config, name, None)
     return default if value is None else value
 
@@ -265,12 +259,9 @@ _HELD_SHARE = 1 / 32  # share of the texts on which the head is measured, but no
 class Training:
     """One call of `foretoken train-eagle3`.
 
-    Args:
-        say: called with lines of progress.
-        note: called with a line about the work done, which Ctrl-C reports.
-
-    Attributes:
-        trainer: the class that does the steps; a subclass may set it.
+    say: called with lines of progress
+    note: called with a line about the work done, which Ctrl-C reports
+    trainer: the class that does the steps; a subclass may set it
     """
 
     trainer: type[Trainer] = Trainer
@@ -289,16 +280,15 @@ class Training:
             raise ConfigError("output", options.output, f"{bound} (`{self._state}`)", remedy)
         if options.resume:
             with reading(self._options_file):
-                options = options.resumed(
-                    json.loads(self._options_file.read_text(encoding="utf-8"))
-                )
+                begun = json.loads(self._options_file.read_text(encoding="utf-8"))
+                options = options.resumed(begun)
         self.options = options
 
     def run(self) -> None:
         """Train, or resume a training, and write the folder, also after Ctrl-C or SIGTERM."""
         options, device = self.options, choose_device(self.options.device)
         config = self._describe()
-        own_NL, real_NL = self._read_texts() if options.resume else self._make_texts()
+        own_NL, real_NL = self._rows()
         num_held = max(1, int(len(own_NL) * _HELD_SHARE))
         held_NL, own_NL = own_NL[:num_held].to(device), own_NL[num_held:].to(device)
         trainer = self._trainer(config, own_NL, device)
@@ -313,10 +303,7 @@ class Training:
         interrupt.deliver([])
 
     def _describe(self) -> Eagle3Config:
-        """Write the head's `config.json` and the options; returns the head's configuration.
-
-        An error comes before any other work if the target cannot have a head.
-        """
+        """Write the head's `config.json` and the options; an error if no head can be made."""
         options = self.options
         folder = resolve_checkpoint(options.model)
         with quiet_transformers():
@@ -324,18 +311,21 @@ class Training:
         names = ("draft_vocab_size", "intermediate_size", "fc_norm", "norm_output")
         config = describe_head(target, **{name: getattr(options, name) for name in names})
         self._texts.parent.mkdir(parents=True, exist_ok=True)
-        self._options_file.write_text(
-            json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(options.to_resume(), indent=1) + "\n"
+        self._options_file.write_text(text, encoding="utf-8")
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return read_eagle3_config(self.folder)
 
-    def _make_texts(self) -> tuple[Tensor, Tensor]:
+    def _rows(self) -> tuple[Tensor, Tensor]:
         """Rows written by the target, and rows of the data, int32; kept in a file for `resume`."""
-        from safetensors.torch import save_file
+        from safetensors.torch import load_file, save_file
 
         from foretoken import LLM, SamplingParams
 
+        if self.options.resume:
+            with reading(self._texts):
+                texts = load_file(self._texts)
+            return texts["own"], texts["real"]
         options, documents = self.options, read_documents(Path(self.options.data))
         tokenizer = load_tokenizer(options.model)
         if tokenizer is None:
@@ -357,15 +347,7 @@ class Training:
         save_file(texts, self._texts)
         return texts["own"], texts["real"]
 
-    def _read_texts(self) -> tuple[Tensor, Tensor]:
-        from safetensors.torch import load_file
-
-        with reading(self._texts):
-            texts = load_file(self._texts)
-        return texts["own"], texts["real"]
-
     def _trainer(self, config: Eagle3Config, own_NL: Tensor, device: torch.device) -> Trainer:
-        """Load the target, choose the ids that the head drafts, and make the trainer."""
         options, target_ids = self.options, None
         layers = config.aux_layers or ()
         model = load_model(
@@ -406,7 +388,6 @@ class Training:
         self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left:.0f} s left")
 
     def _save(self, trainer: Trainer, held_NL: Tensor) -> None:
-        """Write a checkpoint, the head, and a card with its acceptance on held-out texts."""
         options = self.options
         trainer.save(self._state)
         save_weights(self.folder, trainer.weights, trainer.target_ids)

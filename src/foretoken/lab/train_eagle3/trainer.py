@@ -38,10 +38,8 @@ def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.op
 class HeadOptimizer:
     """Muon (Jordan 2024) for the matrices inside the layer, AdamW for all other weights.
 
-    Args:
-        weights: the weights by name.
-        output_layer: name of the output layer, which AdamW trains, since its rows are tokens.
-        muon_share: Muon's learning rate in units of AdamW's; 0: AdamW trains all weights.
+    output_layer: name of the output layer, which AdamW trains, since its rows are tokens
+    muon_share: Muon's learning rate in units of AdamW's; 0: AdamW trains all weights
     """
 
     def __init__(
@@ -58,13 +56,11 @@ class HeadOptimizer:
         self._parts.append((adamw(others, 0.0, weight_decay), 1.0))
         if inner:
             matrices = [weights[name] for name in sorted(inner)]
-            muon = torch.optim.Muon(
-                matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
+            decay, adjust = weight_decay, "match_rms_adamw"
+            muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=decay, adjust_lr_fn=adjust)
             self._parts.append((muon, muon_share))
 
     def step(self, lr: float) -> None:
-        """Make one step with this learning rate, and clear the gradients."""
         for optimizer, share in self._parts:
             set_learning_rate(optimizer, lr * share)
             optimizer.step()
@@ -80,7 +76,6 @@ class HeadOptimizer:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state that `state` returned."""
         for part, (optimizer, _) in enumerate(self._parts):
             own_state: dict[int, dict[str, Tensor]] = {}
             for key, value in state.items():
@@ -126,15 +121,11 @@ class Recipe(NamedTuple):
 class Target:
     """A Transformers module as a function from texts to hidden states and logits.
 
-    Args:
-        module: the frozen module; its attention takes [B, T].
-        embedding: the embedding of tokens, [V, hidden].
-        head: the output layer, [V, hidden].
-        aux_layers: the hidden states that the EAGLE-3 head reads, numbered as in
-            `ForwardOutput.aux`.
-
-    Attributes:
-        norm: the weight of the norm before the output layer; None if the module has no `norm`.
+    module: the frozen module; its attention takes [B, T]
+    embedding: the embedding of tokens, [V, hidden]
+    head: the output layer, [V, hidden]
+    aux_layers: the hidden states that the EAGLE-3 head reads, numbered as in `ForwardOutput.aux`
+    norm: the weight of the norm before the output layer; None if the module has no `norm`
     """
 
     def __init__(
@@ -157,14 +148,12 @@ class Trainer:
 
     Args:
         sample_BT: some texts, to find the magnitude of hidden states.
-        target_ids: the ids that the head drafts, int64 [draft_vocab_size], ascending; None: all ids
-            of the target.
+        target_ids: the ids that the head drafts, int64 [draft_vocab_size], ascending; None: all.
         tied: whether the head uses the target's output layer.
         fuse: see `Unroll`.
 
     Attributes:
         weights: the head's trained tensors in float32, by the names of `speculators`.
-        step: the number of steps made.
     """
 
     def __init__(
@@ -276,12 +265,11 @@ class Trainer:
         shapes = {name: w.shape for name, w in stored.items() if not name.startswith("optimizer.")}
         own_shapes = {name: weight.shape for name, weight in self.weights.items()}
         if facts.get("recipe") != self.recipe._asdict() or shapes != own_shapes:
-            raise CheckpointError(
-                f"`{path}` was begun with {facts.get('recipe')}, not with {self.recipe._asdict()}, "
-                "or for a head of another shape: resume with the same options."
-            )
-        state = {name: value for name, value in stored.items() if name not in shapes}
-        self._optimizer.load({n.removeprefix("optimizer."): v for n, v in state.items()})
+            options = f"{facts.get('recipe')}, not with {self.recipe._asdict()}"
+            why = "or for a head of another shape: resume with the same options."
+            raise CheckpointError(f"`{path}` was begun with {options}, {why}")
+        state = {n.removeprefix("optimizer."): v for n, v in stored.items() if n not in shapes}
+        self._optimizer.load(state)
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(stored[name])

@@ -1,8 +1,8 @@
 """The training forward of an EAGLE-3 head: several draft steps from every position of a text.
 
-Here are the attention of drafting, for all positions at once, and the losses, which measure how
-often drafts will be rejected. The rest of a head runs in the stock operators of
-`ops/backends/torch/stack.py`, so that training and drafting compute the same.
+Here are the attention for all positions at once, and the losses, which measure how often drafts
+will be rejected. The rest of a head runs in the operators of `ops/backends/torch/stack.py`, so that
+training and drafting compute the same.
 
 Step j of position s stands for a drafter's pass for draft j, after the text up to s + 1. It reads
 the token at s + j + 1, and its output predicts the token at s + j + 2. Step 0 reads the target's

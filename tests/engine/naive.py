@@ -45,13 +45,10 @@ class Truth:
         self.num_prompt = len(prompt)
         temperature, self.bias, self.frequency, self.min_tokens, self.stop_ids = asked
         self.params = SlotParams(
-            key_S=torch.tensor([to_int64(key)]),
-            temperature_S=torch.tensor([temperature]),
-            top_k_S=torch.zeros(1, dtype=torch.int64),
-            top_p_S=torch.ones(1),
-            min_p_S=torch.zeros(1),
-            rule_S=torch.tensor([int(Rule.COUPLED)]),
-        )
+            key_S=torch.tensor([to_int64(key)]), temperature_S=torch.tensor([temperature]),
+            top_k_S=torch.zeros(1, dtype=torch.int64), top_p_S=torch.ones(1),
+            min_p_S=torch.zeros(1), rule_S=torch.tensor([int(Rule.COUPLED)]),
+        )  # fmt: skip
 
     def upto(self, length: int) -> tuple[int, ...]:
         """Its first `length` tokens, prompt included."""

@@ -32,13 +32,9 @@ from tests.engine.doubles import double, failing, llm_of, nth
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]
 PARAMS = SamplingParams(
-    temperature=0.0,
-    max_tokens=20,
-    repetition_penalty=1.1,
-    logprobs=1,
-    prompt_logprobs=1,
+    temperature=0.0, max_tokens=20, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1,
     stop=["never said"],
-)
+)  # fmt: skip
 
 
 class Broken(Exception):
@@ -250,12 +246,9 @@ def test_an_owner_that_cannot_release_gives_the_slot_back(
 
 
 BATCH_PARTS = {
-    "forward": "model",
-    "verify": "sampler",
-    "propose": "drafter",
-    "observe": "drafter",
+    "forward": "model", "verify": "sampler", "propose": "drafter", "observe": "drafter",
     "clear": "drafter",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", BATCH_PARTS)

@@ -173,16 +173,10 @@ def run(command: Documented, folder: Path) -> list[str]:
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:
         done = subprocess.run(
-            ["bash", "-c", command.line],
-            cwd=folder,
-            env=os.environ | {"PATH": places},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=PATIENCE,
-        )
+            ["bash", "-c", command.line], cwd=folder, env=os.environ | {"PATH": places},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, timeout=PATIENCE,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return [f"{command.line}: it took more than {PATIENCE:.0f} s"]
     if done.returncode == wanted:

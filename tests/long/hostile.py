@@ -247,13 +247,9 @@ def main() -> int:
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
     notes = [f"By status, 0 where the server hung up: {statuses}."]
     record(
-        "hostile",
-        options,
-        {"model": TARGET},
-        [Row("hostile", {}, values)],
-        notes,
+        "hostile", options, {"model": TARGET}, [Row("hostile", {}, values)], notes,
         "tests.long.hostile",
-    )
+    )  # fmt: skip
     print(values)
     return int(failed > 0 or num_held > 0 or code != 0)
 

@@ -75,14 +75,11 @@ class Known:
         start = rng.choice(prompts)
         self.prompt = start[: rng.randint(1, min(len(start), 100))]
         self.params = SamplingParams(
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            seed=rng.randrange(2**31),
-            max_tokens=rng.randint(2, 48),
-            n=rng.choice([1, 1, 1, 2]),
+            temperature=rng.choice([0.0, 0.7, 1.0]), seed=rng.randrange(2**31),
+            max_tokens=rng.randint(2, 48), n=rng.choice([1, 1, 1, 2]),
             num_speculative_tokens=rng.choice([None, None, 0, 1, 2]),
-            rejection_sample_method=rng.choice(RULES),
-            **rng.choice(EDITS),
-        )
+            rejection_sample_method=rng.choice(RULES), **rng.choice(EDITS),
+        )  # fmt: skip
         self.served = self.params
         if self.params.edits_logits and not on_host:  # edits need tokens that the host has seen
             self.served = replace(self.params, num_speculative_tokens=0)

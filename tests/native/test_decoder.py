@@ -231,13 +231,9 @@ def test_a_pool_of_another_dtype_is_refused(tmp_path: Path) -> None:
 
 
 LONGROPE = {
-    **ROPE,
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "original_max_position_embeddings": 64,
-    "factor": 8.0,
-}
+    **ROPE, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64, "factor": 8.0,
+}  # fmt: skip
 UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": ("gemma", HEADS, "models of type `gemma` run through their own modules"),
     "heads": ("llama", {"head_dim": 24}, r"heads of sizes \[24\]: not one multiple of"),

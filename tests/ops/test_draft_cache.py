@@ -33,13 +33,9 @@ SLOTS, REQUESTS, K = 70, 60, 3
 def given_params() -> SlotParams:
     """Every rule, temperature and filter, in more slots than there are requests."""
     return make_params(
-        SLOTS,
-        [0.0, 0.7, 1.0, 1.0, 1.3] * 14,
-        [0, 0, 20, 0, 0, 0, 5] * 10,
-        [1.0, 0.9] * 35,
-        [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0] * 10,
-        rule=[0, 0, 1, 3, 2] * 14,
-    )
+        SLOTS, [0.0, 0.7, 1.0, 1.0, 1.3] * 14, [0, 0, 20, 0, 0, 0, 5] * 10, [1.0, 0.9] * 35,
+        [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0] * 10, rule=[0, 0, 1, 3, 2] * 14,
+    )  # fmt: skip
 
 
 def given_drafts(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor]:

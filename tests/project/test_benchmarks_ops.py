@@ -98,13 +98,9 @@ def test_the_cases_are_named_once_and_their_partners_exist() -> None:
         assert all(case.goals for case in chosen(cases, "verify", quick=True))
     values = {goal.value for case in [*gpu_cases(), *cpu_cases()] for goal in case.goals}
     assert values == {
-        "graph_us",
-        "eager_us",
-        "ratio",
-        "extra_memory_share",
-        "ns_per_logit",
+        "graph_us", "eager_us", "ratio", "extra_memory_share", "ns_per_logit",
         "speedup_over_pytorch",
-    }
+    }  # fmt: skip
 
 
 def test_bytes_are_the_rows_that_must_be_read() -> None:
@@ -159,19 +155,10 @@ def test_the_baseline_keeps_the_law(rule: str) -> None:
     p_V, q_V = torch.randn(vocabulary), torch.randn(vocabulary)
     token_BK = q_V.softmax(0).multinomial(trials * k, replacement=True).view(trials, k)
     call = baseline.verify(
-        rule=rule,
-        logits_NV=p_V.expand(trials * (k + 1), -1),
-        draft_logits_BKV=q_V.expand(trials, k, -1),
-        token_BK=token_BK,
-        rate_K=None,
-        seen_BL=None,
-        repetition=1.0,
-        presence=0.0,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-    )
+        rule=rule, logits_NV=p_V.expand(trials * (k + 1), -1),
+        draft_logits_BKV=q_V.expand(trials, k, -1), token_BK=token_BK, rate_K=None, seen_BL=None,
+        repetition=1.0, presence=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
+    )  # fmt: skip
     token_BK1 = call()
     expected = p_V.softmax(0)
     counts = torch.bincount(token_BK1[:, 0], minlength=vocabulary)

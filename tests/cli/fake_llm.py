@@ -43,8 +43,6 @@ class FakeLLM:
 
 
 class WithLLM(Actions):
-    """Commands load nothing; `loaded` has the options of the last load."""
-
     def __init__(self, llm: Any) -> None:
         self.llm, self.loaded = llm, dict[str, Any]()
 

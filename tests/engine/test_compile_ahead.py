@@ -54,8 +54,6 @@ class Compiled(Exception):
 
 
 class NoGauge(Gauge):
-    """Runs, and measures nothing."""
-
     def __init__(self) -> None:
         pass
 

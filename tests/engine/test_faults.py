@@ -45,7 +45,6 @@ ORDERS = ["in turn", "one late"]
 
 
 def make_llm(target: Path, draft: Path, order: str, **options: Any) -> LLM:
-    """Steps are committed in turn, or each after the next one was launched."""
     ahead = order == "one late"
     return LLM(str(target), {"model": str(draft)}, block_size=4, async_scheduling=ahead, **options)
 
@@ -165,7 +164,6 @@ def test_a_fault_in_one_request_ends_it_alone(
 
 
 def failing_pass(llm: LLM, error: Exception, number: int) -> AbstractContextManager[Any]:
-    """Inside, pass `number` of the target, from 1, raises."""
     return double(llm.engine.runner, "model", forward=failing(error, nth(number)))
 
 

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("known_memory")
 
 @pytest.fixture(scope="module")
 def bench(target: Path, draft: Path) -> Bench:
-    """A whole run of a small pair, plain and speculative in turns."""
     options = BenchOptions(**SMALL, concurrency="1,3", slo="ttft=60000")
     speculation = SpeculativeConfig(model=str(draft), num_speculative_tokens=3)
     engine = {"model": str(target), "speculative_config": speculation, "threads": 1}
@@ -161,8 +160,6 @@ def test_a_table_on_a_terminal() -> None:
 
 
 class Failing:
-    """A model that fails in every pass."""
-
     def __init__(self, model: Any) -> None:
         self._model = model
 

@@ -201,7 +201,6 @@ CASES: dict[str, Callable[[], dict[str, bool]]] = {
 
 
 def run(name: str) -> Row:
-    """Run a case in a process of its own; a check that is missing has failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if "no GPU" in name else {}
     command = [sys.executable, "-m", "tests.long.device_faults", "--case", name]
     started = time.perf_counter()

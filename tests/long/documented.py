@@ -66,28 +66,23 @@ class Documented(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of the command, without `< file`."""
         words = shlex.split(self.line.replace("$'", "'"), comments=True)
         return words[: words.index("<")] if "<" in words else words
 
     @property
     def slow(self) -> bool:
-        """Whether it runs only in a trial."""
         return begins(self.line, SLOW) and not self.only_parsed
 
     @property
     def only_parsed(self) -> bool:
-        """Whether only its options are read."""
         return begins(self.line, PARSED)
 
 
 def begins(line: str, places: dict[str, str]) -> bool:
-    """Whether a command is one of a list."""
     return any(re.match(rf"{re.escape(place)}(?!(?<=\w)[\w-])", line) for place in places)
 
 
 def documents() -> list[Path]:
-    """The documents that tell users what to type."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -98,7 +93,6 @@ def blocks(document: Path) -> list[tuple[str, str]]:
 
 
 def commands() -> list[Documented]:
-    """Every documented command once, in order."""
     found: dict[str, Documented] = {}
     for document in documents():
         name = document.relative_to(ROOT).as_posix()
@@ -134,7 +128,6 @@ def _joined(block: str) -> Iterator[str]:
 
 
 def prepare(folder: Path) -> Path:
-    """Make the files that commands name in an empty folder: checkpoints, prompts, a verifier."""
     from foretoken.models.locate import resolve_checkpoint
 
     for name, source in {
@@ -168,7 +161,6 @@ def prepare(folder: Path) -> Path:
 
 
 def run(command: Documented, folder: Path) -> list[str]:
-    """Run a command by a shell in a prepared folder; returns the failures."""
     wanted = 2 if command.shown and command.shown[0].startswith("Error:") else 0
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:

@@ -86,7 +86,6 @@ class Known:
         self.alone: list[Ids] = []
 
     def run(self, engine: Engine) -> None:
-        """Serve only this request."""
         group = engine.add("alone", self.prompt, self.served)
         while not group.finished:
             engine.step()
@@ -96,8 +95,6 @@ class Known:
 
 
 class Crowd:
-    """Requests that arrive, are aborted, and end."""
-
     def __init__(self, engine: Engine, known: list[Known], rng: random.Random, most: int) -> None:
         self.engine, self.known, self.rng, self.most = engine, known, rng, most
         # Those of seldom rules share all their kernels and graphs: each kind takes a second.
@@ -108,7 +105,6 @@ class Crowd:
         self.pause = 0
 
     def step(self) -> None:
-        """Add a wave of requests after a pause, perhaps abort a request, and step."""
         found, self.pause = self.found, self.pause - 1
         if self.pause < 0 or not self.engine.has_work:
             self.pause = self.rng.choice(PAUSES)
@@ -130,7 +126,6 @@ class Crowd:
             self._take(group, self.running.pop(group))
 
     def drain(self) -> None:
-        """Serve the remaining requests; every block and slot must come back."""
         while self.engine.has_work:
             self.engine.step()
         self.engine.step()  # what runs ahead is read
@@ -178,7 +173,6 @@ class Memory:
         self.held = self._now()
 
     def look(self, seconds: float) -> None:
-        """Read the memory, `seconds` after the start."""
         made, host, gpu = self.held
         self.held = self._now()
         if self.held[0] == made and self.looked >= self.limit / 4:
@@ -211,7 +205,6 @@ def learn(known: list[Known], speculation: Any, options: Any, seconds: float) ->
 
 
 def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]:
-    """Run the crowd; returns its duration and the growth of memory."""
     pool, start, limit = crowd.engine.scheduler.pool, time.perf_counter(), 60 * args.minutes
     memory, now, told = Memory(crowd.engine, limit), start, start
     if end - TO_END - start < limit:

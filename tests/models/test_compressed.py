@@ -52,8 +52,6 @@ def name_of(scheme: Scheme) -> str:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Models by family and scheme, each written once."""
-
     @functools.cache
     def write(family: str, scheme: Scheme) -> Written:
         return Written(tmp_path_factory.mktemp("compressed"), family, scheme)

@@ -122,7 +122,6 @@ def test_rows_may_be_apart_and_each_has_its_edits() -> None:
 def cached(
     raw_BKV: Tensor, params: SlotParams, position_B: Tensor, *, fp64: bool = False
 ) -> tuple[Tensor, DraftCache]:
-    """Drafts of slots 0..B-1, and the cache with their q."""
     num, most, vocabulary = raw_BKV.shape
     cache = DraftCache.empty(num, most, vocabulary, raw_BKV.dtype, CPU)
     slot_B = torch.arange(num)

@@ -51,7 +51,6 @@ def given_drafts(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def drawn(cache: DraftCache, params: SlotParams, slot_B: Tensor) -> Tensor:
-    """Draws from the cache's q by `multinomial`, a sampler other than ours."""
     raw_BKV = cache.logits_SKV[slot_B].double()
     scale_B = params.temperature_S[slot_B].double().clamp(min=1e-3)
     x_BKV = raw_BKV.nan_to_num(0) / scale_B[:, None, None]

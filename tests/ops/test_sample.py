@@ -32,7 +32,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def one_key(params: SlotParams) -> SlotParams:
-    """All slots draw the same noise."""
     return replace(params, key_S=params.key_S[:1].expand(len(params.key_S)).contiguous())
 
 

@@ -34,7 +34,6 @@ FEW = ("5, every rule", "2100, likeliest: 0", CHOICES)
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the cases came to where kernels are interpreted."""
     found: dict[str, Any] = json.loads(interpret(interpreted.__name__, *chosen(request)))
     return found
 

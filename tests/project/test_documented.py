@@ -50,14 +50,12 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of a command."""
     monkeypatch.chdir(shelf)
     monkeypatch.syspath_prepend(shelf)
     return shelf
 
 
 def given(command: Documented) -> str:
-    """Standard input."""
     file = re.search(r" < (\S+)$", command.line)
     return Path(file[1]).read_text(encoding="utf-8") if file else ""
 

@@ -32,13 +32,11 @@ class Child(NamedTuple):
     http: httpx.Client
 
     def end(self, by: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
-        """Send a signal and return the exit code."""
         self.process.send_signal(by)
         return self.process.wait(seconds)
 
     @property
     def said(self) -> str:
-        """Its output after its address, once it has ended."""
         return self.process.stdout.read() if self.process.stdout else ""
 
 

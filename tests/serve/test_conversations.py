@@ -29,7 +29,6 @@ SHORT: Any = {"model": "tiny-python", "max_tokens": 60, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The server of `make serve`."""
     engine = AsyncEngine("tiny-python", {"method": "draft_model"}, threads=1, num_blocks=512)
     with running(engine, ServeOptions()) as server:
         yield server.url
@@ -54,7 +53,6 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def prompt(http: httpx.Client, *messages: Any) -> str:
-    """The prompt that the template makes of a conversation."""
     answer = post(http, "/tokenize", messages=[USER, *messages])
     assert "tokens" in answer, answer
     return str(post(http, "/detokenize", tokens=answer["tokens"])["prompt"])

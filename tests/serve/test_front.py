@@ -187,7 +187,6 @@ def scrubbed(value: Any) -> Any:
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events; all events must be whole."""
     *found, end = text.split("\n\n")
     assert end == ""
     data = [re.fullmatch(r"(?:event: (\S+)\n)?data: (.*)", event) for event in found]
@@ -198,7 +197,6 @@ def events(text: str) -> list[Any]:
 
 
 def text_of(event: Any) -> str:
-    """The text that an event of any of the APIs adds."""
     if event == "[DONE]":
         return ""
     delta = event.get("delta", {})

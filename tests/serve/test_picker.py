@@ -70,7 +70,6 @@ func main() {
 
 @pytest.fixture(scope="module")
 def parse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, compiled."""
     folder = tmp_path_factory.mktemp("go")
     (folder / "main.go").write_text(PROGRAM)
     environment = os.environ | {

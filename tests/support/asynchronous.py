@@ -19,7 +19,6 @@ PATIENCE = 300.0  # seconds after which something hangs; a busy machine may take
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Wait for a condition, and fail if it does not come."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"

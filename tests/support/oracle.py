@@ -280,7 +280,6 @@ def evidence_of(backend: Backend, batch: VerifyBatch, verdict: Verdict) -> Tenso
 
 
 def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, DraftCache]:
-    """Every draft of every request, through the cache."""
     slots, most, width = on.raw_SKV.shape
     cache = DraftCache.empty(slots, most, width, on.raw_SKV.dtype, device)
     for tensor in (cache.logits_SKV, cache.threshold_SK, cache.lse_SK):
@@ -302,8 +301,6 @@ def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, D
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's outcome, and by name which of its decisions count and which are near-ties."""
-
     oracle: Outcome
     counts: dict[str, Tensor]
     near: dict[str, Tensor]

@@ -61,7 +61,6 @@ def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> 
 
 
 def part_of(case: Case, index_B: Tensor) -> Case:
-    """Some requests of a case; the parameters promise no more than these need."""
     rows_B = case.num_B + 1
     first_B = rows_B.cumsum(0) - rows_B
     index_N = torch.cat(

@@ -38,12 +38,10 @@ LACKING = {
 }
 # By how they begin, with the reason.
 SLOW = {
-    "foretoken demo": "10 s",
-    "foretoken audit": "60,000 draws of each subject",
-    "foretoken bench": "minutes of load",
-    "foretoken plan": "times steps for half a minute",
+    "foretoken demo": "10 s", "foretoken audit": "60,000 draws of each subject",
+    "foretoken bench": "minutes of load", "foretoken plan": "times steps for half a minute",
     "curl": "needs a server on port 8000, which a trial starts",
-}
+}  # fmt: skip
 PARSED = {
     "foretoken bench --model benchmarks/shapes/": "needs a GPU with 40 GB",
     "foretoken --install-completion": "changes the settings of the user's shell",

@@ -417,11 +417,9 @@ def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
     table = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]])[:, :columns].contiguous()
     attention = replace(first.attention, block_BL=table)
     drafting = DraftRound(
-        make_params(2, [0.8, 0.8]),
-        torch.tensor([1, 0]),
-        torch.tensor([3, 2]),
+        make_params(2, [0.8, 0.8]), torch.tensor([1, 0]), torch.tensor([3, 2]),
         DraftCache.empty(2, 3, model.vocab_size, torch.float32, CPU),
-    )._replace(**changes)
+    )._replace(**changes)  # fmt: skip
     return model.network.draft(first._replace(attention=attention), kv, drafting)
 
 

@@ -95,12 +95,10 @@ def test_an_example_of_the_documents_is_answered(http: httpx.Client, example: Do
 def test_the_template_shows_all_of_a_conversation(http: httpx.Client) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "area", "arguments": '{"w": 1}'}}
     text = prompt(
-        http,
-        {"role": "assistant", "content": "    return 1\n", "tool_calls": [call]},
+        http, {"role": "assistant", "content": "    return 1\n", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "12\n13"},
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "area("},
-    )
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "area("},
+    )  # fmt: skip
     assert text == (
         f"{TEXT}\n    return 1\n"
         '<tool_call>\n{"name": "area", "arguments": {"w": 1}}\n</tool_call>\n'

@@ -29,11 +29,9 @@ pytestmark = [
     ),
 ]
 READS = {
-    "vllm:num_requests_waiting": "",
-    "vllm:num_requests_running": "",
-    "vllm:kv_cache_usage_perc": "",
-    "vllm:cache_config_info": "block_size",
-}
+    "vllm:num_requests_waiting": "", "vllm:num_requests_running": "",
+    "vllm:kv_cache_usage_perc": "", "vllm:cache_config_info": "block_size",
+}  # fmt: skip
 """Families that a picker asks for by default, and the label that it reads in place of a value."""
 PROGRAM = """
 package main

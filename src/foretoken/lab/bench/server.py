@@ -113,16 +113,11 @@ class Server(Client):
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
         body = {
-            "model": self.model,
-            "messages" if request.is_chat else "prompt": request.prompt,
-            "max_tokens": request.num_output,
-            "seed": request.seed,
-            "stream": True,
-            "stream_options": self._stream_options,
-            **self._extra,
-            **self._params,
+            "model": self.model, "messages" if request.is_chat else "prompt": request.prompt,
+            "max_tokens": request.num_output, "seed": request.seed, "stream": True,
+            "stream_options": self._stream_options, **self._extra, **self._params,
             "temperature": case.fields["temperature"],
-        }
+        }  # fmt: skip
         if self.speculates:
             fields = ((_FIELDS.get(name), value) for name, value in case.fields.items())
             body["speculative"] = {k: v for k, v in fields if k is not None and v is not None}

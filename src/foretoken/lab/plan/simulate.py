@@ -89,13 +89,10 @@ class Simulation:
             sizes = limits.max_num_seqs, len(self.joint_K)
             control = DraftControl(profile.table, *sizes, profile.widths, lambda: self.now)
         self.scheduler = Scheduler(
-            BlockPool(limits.num_blocks, limits.block_size),
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            enable_prefix_caching=False,
-            control=control,
-            pace=pace,
-        )
+            BlockPool(limits.num_blocks, limits.block_size), max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens, enable_prefix_caching=False,
+            control=control, pace=pace,
+        )  # fmt: skip
         self._control, self._clock = control, StepClock(profile)
         self._random = np.random.default_rng(self.seed)
         self._unread: Sequence[Share] = ()  # the step that was launched ahead

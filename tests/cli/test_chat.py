@@ -205,11 +205,7 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def interrupt(self, text: str) -> None:
-        """Press Ctrl-C until `text` is shown.
-
-        Python's line editor loses one that comes between a key and its next wait for a key: it
-        takes effect at the next key.
-        """
+        """Press Ctrl-C until `text` is shown: the line editor may take one only at the next key."""
         for _ in range(12):
             self.send("\x03")
             try:

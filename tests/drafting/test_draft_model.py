@@ -134,10 +134,7 @@ def make_pair(folder: Path) -> Iterator[MakePair]:
 
 
 def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
-    """Rounds over some requests of ragged lengths, of which some drafts are accepted.
-
-    Returns the number of drafts.
-    """
+    """The number of drafts in rounds over ragged requests, some drafts of which are accepted."""
     rng = random.Random(seed)
     size = pair.at_once.config.block_size
     columns = -(-(MAX_LEN + MOST) // size)

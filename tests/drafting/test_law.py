@@ -189,10 +189,8 @@ def drafter(
 ) -> MakePropose:
     """The registered drafter of that name; a model it loads is `chain`.
 
-    A draft model of other `TEXTS` has its own chain, equally likely to begin with any token.
-
-    Args:
-        chooser: chooses for requests under `hybrid`.
+    A draft model of other `TEXTS` has its own chain, equally likely to begin with any token. Under
+    `hybrid`, `chooser` chooses for requests.
     """
     members = SEVERAL.get(name)
     name, _, texts = name.partition(" ") if members is None else (name, "", "")

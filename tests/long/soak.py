@@ -65,11 +65,7 @@ RULES = [None, "standard", "block", "coupled"]
 
 
 class Known:
-    """A request, and its samples when nothing else is served.
-
-    Attributes:
-        served: the parameters with the K that the engine gives it.
-    """
+    """A request, its samples when it is served alone, and its parameters with the engine's K."""
 
     def __init__(self, prompts: list[Ids], rng: random.Random, *, on_host: bool) -> None:
         start = rng.choice(prompts)
@@ -162,9 +158,8 @@ class Memory:
 
     What CUDA graphs and kernels take is no growth: stretches in which one was made do not count.
 
-    Attributes:
-        on_host, on_gpu: growth of the process, and of what PyTorch holds on the GPU
-        steady: seconds of the stretches that count
+    on_host, on_gpu: growth of the process, and of what PyTorch holds on the GPU
+    steady: seconds of the stretches that count
     """
 
     def __init__(self, engine: Engine, limit: float) -> None:

@@ -57,9 +57,8 @@ LEAVERS = 12
 class Card(NamedTuple):
     """A request, and what must come of it.
 
-    Attributes:
-        kind: of `structured.read`, where the answer is bound to `schema`.
-        leaves: whether its client does, at a random moment.
+    kind: of `structured.read`, where the answer is bound to `schema`
+    leaves: whether its client does, at a random moment
     """
 
     path: str

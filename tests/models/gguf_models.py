@@ -141,11 +141,7 @@ class Written:
         writer.add_chat_template(TEMPLATE)
 
     def exact_logits(self, tokens: list[int], *, rounds: bool = True) -> torch.Tensor:
-        """[n, V] in float64, by Transformers' module in eager attention.
-
-        Args:
-            rounds: rows are rounded before weights in blocks, as is part of such a model.
-        """
+        """[n, V] in float64, by Transformers; rounds: rows are rounded before weights in blocks."""
         import copy
 
         module = copy.deepcopy(self.module).double()

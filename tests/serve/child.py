@@ -52,10 +52,9 @@ def child(
 ) -> Iterator[Child]:
     """A server that has begun to listen; it is gone afterwards.
 
-    Args:
-        breaks: what the fourth step raises: `device` as a GPU that failed, or `thread`, a bug.
-        expects: steps wait while fewer requests are open.
-        step_seconds: what every step takes more.
+    breaks: what the fourth step raises: `device` as a GPU that failed, or `thread`, a bug
+    expects: steps wait while fewer requests are open
+    step_seconds: what every step takes more
     """
     asked = {
         "engine": {"model": str(model), **(engine or {})}, "options": options,

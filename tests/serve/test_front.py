@@ -63,9 +63,8 @@ Pair = tuple[Replica, Replica]
 class Local:
     """Replicas in this process.
 
-    Attributes:
-        choose: which of them takes a call.
-        left: bytes of an answer after which its replica dies.
+    choose: which of them takes a call
+    left: bytes of an answer after which its replica dies
     """
 
     def __init__(self, names: Sequence[str], *replicas: Replica) -> None:

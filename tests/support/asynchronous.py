@@ -77,9 +77,8 @@ async def first(engine: AsyncEngine, gate: Gate, stream: Any) -> Any:
 class Gate:
     """Lets the engine make a step only when it is told to.
 
-    Attributes:
-        asked: steps that the engine has come to make; the last one may wait here.
-        count: those that were let through.
+    asked: steps that the engine has come to make; the last one may wait here
+    count: those that were let through
     """
 
     def __init__(self, engine: AsyncEngine) -> None:

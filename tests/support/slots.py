@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 class GivenSlots(SlotTable):
     """A table with these parameters; every slot is in use, and may have any number of tokens.
 
-    Args:
-        on_host: False: what a drafter on a GPU is given, on a CPU.
+    on_host: False: what a drafter on a GPU is given, on a CPU
     """
 
     def __init__(
@@ -79,8 +78,7 @@ def observe(
 ) -> None:
     """Show a decode step in which so many drafts of each request were accepted, then token 0.
 
-    Args:
-        batch, aux: the `ForwardBatch` of what the target computed, and its hidden states.
+    batch, aux: the `ForwardBatch` of what the target computed, and its hidden states
     """
     nums, size = drafts.num_B.tolist(), len(slots)
     none = [NONE] * size

@@ -317,7 +317,7 @@ def _time_per_token(rows: Sequence[Row]) -> str:
 
 
 def _positions(rows: Sequence[Row], colours: Colours) -> str:
-    """Acceptance by position; conditional lines are level if later drafts are as good as first."""
+    """Acceptance by position; a conditional line is level if all drafts are equally good."""
     series = []
     for row in rows:
         name = _decoding(row)

@@ -187,13 +187,13 @@ def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
             rejected[index] += origin == "resampled"
             index = 0
     if not any(record.origins for record in run.records) and run.speculation is not None:
-        at_least = _at_least(run.speculation)
+        at_least = _num_accepting(run.speculation)
         accepted.update(dict(enumerate(at_least[1:])))
         rejected.update({i: a - b for i, (a, b) in enumerate(pairwise(at_least))})
     return accepted, rejected
 
 
-def _at_least(counts: SpeculationMetrics) -> list[int]:
+def _num_accepting(counts: SpeculationMetrics) -> list[int]:
     """The numbers of verifications with at least 0, 1, .. accepted drafts.
 
     A server's K may exceed the case's K: indices that were never drafted are left out.
@@ -209,7 +209,7 @@ def _acceptance(
 
     accepted, rejected: the result of `outcomes`
     """
-    verifications, *at_least = _at_least(counts)
+    verifications, *at_least = _num_accepting(counts)
     drafted = counts.drafted_per_position or [verifications] * len(at_least)
     result = {"acceptance_length": counts.mean_acceptance_length}
     result["acceptance_rate"] = counts.acceptance_rate

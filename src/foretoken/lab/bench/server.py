@@ -71,7 +71,7 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Find out model and fields; `ConfigError`: the server gives no answer, or no model."""
+        """Learn the server's model and fields; `ConfigError`: it gives no answer, or no model."""
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
@@ -131,7 +131,7 @@ class Server(Client):
                     if "error" in event:
                         raise RequestFailedError(f"an error in its stream: {event['error']}")
                     try:
-                        _note(event, record)
+                        _record_event(event, record)
                     except (AttributeError, TypeError, ValueError):
                         message = f"no completion in its stream: {json.dumps(event)[:80]}"
                         raise RequestFailedError(message) from None
@@ -245,7 +245,10 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
 
 
 def _read_metrics(text: str) -> SpeculationMetrics | None:
-    """Counts from the text of `/metrics`, None without counts of drafts; errors as of `int`."""
+    """Counts from the text of `/metrics`; None if it has no counts of drafts.
+
+    `ValueError` or `OverflowError`: a count is no number.
+    """
     metrics, has_totals = SpeculationMetrics(), False
     by_name = defaultdict[str, Counter[int]](Counter)
     for _, name, labels, value in _COUNT.findall(text):
@@ -261,20 +264,20 @@ def _read_metrics(text: str) -> SpeculationMetrics | None:
     return metrics if has_totals else None
 
 
-def _note(event: Mapping[str, Any], record: Record) -> None:
-    """Add an event to a record; Attribute-, Type- or ValueError if it is no completion."""
+def _record_event(event: Mapping[str, Any], record: Record) -> None:
+    """Add an event of a stream to a record; it raises an error if the event is no completion."""
     usage = event.get("usage") or {}
     counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
     if min(counts) < 0 or not all(isinstance(count, int) for count in counts):
         raise ValueError(counts)
     record.num_input, record.num_output = map(max, counts, (record.num_input, record.num_output))
-    if any(_holds_tokens(choice) for choice in event.get("choices") or ()):
+    if any(_has_tokens(choice) for choice in event.get("choices") or ()):
         if not record.arrivals:
             record.num_first = record.num_output or 1
         record.arrivals.append(time.perf_counter())
 
 
-def _holds_tokens(choice: Any) -> bool:
+def _has_tokens(choice: Any) -> bool:
     delta = choice.get("delta") or {}
     names = ("content", "reasoning_content", "reasoning", "tool_calls")
     return bool(choice.get("text")) or any(delta.get(name) for name in names)

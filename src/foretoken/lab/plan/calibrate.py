@@ -37,8 +37,8 @@ Clock = Callable[[], float]  # returns seconds
 class TimedStep(NamedTuple):
     """A step, and its seconds of drafting.
 
-    The time of a step is that between the result of the previous step, or the start, and its
-    result.
+    The time of a step ends with its result, and begins with that of the previous step or at the
+    start.
     """
 
     step: Step
@@ -335,7 +335,7 @@ class Calibration:
                 context += 1 + accepted / requests
 
     def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
-        """Mean seconds, drafting and context of settled steps; `ConfigError` if there are few."""
+        """Means of settled steps: seconds, seconds of drafting, context; `ConfigError`: too few."""
         steps = self._timings[setup].steps
         if len(steps) < _MIN_STEPS:  # the cache does not hold all requests of the setup
             blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output

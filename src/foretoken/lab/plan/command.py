@@ -190,12 +190,12 @@ class Planner:
         """Add rows with the capacity of 1, 2, .. replicas, the needed and the allowed number."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
         needed = replicas.needed(engine_rate, steps, rate)
-        highest = replicas.max_count
-        counts = {*range(1, min(highest, _MAX_SHOWN) + 1), highest, needed or 1}
+        max_count = replicas.max_count
+        counts = {*range(1, min(max_count, _MAX_SHOWN) + 1), max_count, needed or 1}
         for count in sorted(counts):
             values = {"capacity": replicas.capacity(engine_rate, steps, count)}
             self._add("replicas", f"{count} replica{'s' * (count > 1)}", values, replicas=count)
-        served = replicas.capacity(engine_rate, steps, highest)
+        served = replicas.capacity(engine_rate, steps, max_count)
         self.sentences.append(replicas.sentence(needed, self.options, served))
 
     def capacity(self, drafts: int) -> float:
@@ -208,7 +208,7 @@ class Planner:
         options, joint = self.options, self.joint(drafts)
         fleet = Fleet(self.profile, joint, options.input_len, options.output_len)
 
-        def highest(rates: Array, count: int) -> list[float]:
+        def kept_rates(rates: Array, count: int) -> list[float]:
             """The highest rate at which each quarter of `count` requests keeps the bounds."""
             gaps = np.random.default_rng(options.seed).exponential(size=(1, _ENGINES, count))
             arrival = np.cumsum(gaps / rates[:, None, None], axis=2).reshape(-1, count)
@@ -218,18 +218,18 @@ class Planner:
             shares = met.reshape(len(rates), _ENGINES, 4, -1).mean(axis=(1, 3)).T
             return [_crossing(rates, share) for share in shares]
 
-        few = 4 * fleet.slots
+        base_count = 4 * fleet.slots
         # An upper bound of the rate, from an engine that is never idle: all requests arrive at
         # once. They run in lockstep; random arrivals can be served at a higher rate, hence 1.3.
-        ends = np.sort(fleet.run(np.zeros((1, 2 * few))).end_EN[0])
-        limit = 1.3 * few / float(ends[3 * few // 2] - ends[few // 2])
-        guess = highest(limit * np.geomspace(0.05, 1, 2 * _RATES), max(few, 48))[3]
+        ends = np.sort(fleet.run(np.zeros((1, 2 * base_count))).end_EN[0])
+        limit = 1.3 * base_count / float(ends[3 * base_count // 2] - ends[base_count // 2])
+        guess = kept_rates(limit * np.geomspace(0.05, 1, 2 * _RATES), max(base_count, 48))[3]
         capacity = 0.0
         for doublings in range(4 if guess else 0):
             rates = np.geomspace(guess / 1.6, min(1.25 * guess, limit), _RATES)
-            _, early, _, late = highest(rates, max(_REQUESTS, 2 * few) << doublings)
-            capacity = min(early, late)
-            if capacity > (1 - _SETTLED) * early:
+            quarters = kept_rates(rates, max(_REQUESTS, 2 * base_count) << doublings)
+            capacity = min(quarters[1], quarters[3])
+            if capacity > (1 - _SETTLED) * quarters[1]:
                 break
             guess = capacity or float(rates[0])
         return capacity

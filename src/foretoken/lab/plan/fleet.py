@@ -57,10 +57,10 @@ class Replicas:
         served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)  # the division rounds
         return count if count <= _MAX_REPLICAS and served >= rate else None
 
-    def sentence(self, needed: int | None, options: PlanOptions, highest: float) -> str:
+    def sentence(self, needed: int | None, options: PlanOptions, max_rate: float) -> str:
         """How many replicas are needed, and what the replicas in the file can serve.
 
-        highest: requests per second of `max_count` replicas
+        max_rate: requests per second of `max_count` replicas
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
         demand = f"{options.rate:g} requests/s within {bounds}"
@@ -71,7 +71,7 @@ class Replicas:
         enough = "enough" if needed <= self.max_count else "too few"
         return (
             f"{demand} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
-            f"{has}, which is {enough}: they serve {highest:.3g} requests/s."
+            f"{has}, which is {enough}: they serve {max_rate:.3g} requests/s."
         )
 
 

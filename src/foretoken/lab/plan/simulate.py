@@ -339,7 +339,7 @@ class _Run:
         # Numbers of requests that have got a slot, that have one, and that ended in the last step
         # (a step that was launched ahead contains them).
         self._admitted_E, self._active_E, self._ended_E = np.zeros((3, self._engines), np.int64)
-        self._launch_E = np.zeros(self._engines)  # the next step has requests that came before
+        self._launch_E = np.zeros(self._engines)  # until when requests join the next step
         self._next_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
         self._prompt_A = self._left_A = self._engine_A  # tokens left to compute, and to emit

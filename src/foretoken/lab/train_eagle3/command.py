@@ -203,7 +203,7 @@ def describe_head(
     }
 
 
-def _get(config: Any, name: str, default: Any) -> Any:  # also for None
+def _get(config: Any, name: str, default: Any) -> Any:  # in place of None, too
     value = getattr(config, name, None)
     return default if value is None else value
 

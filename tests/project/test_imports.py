@@ -34,7 +34,7 @@ TORCH_FREE = [
     "foretoken.outputs", "foretoken.progress", "foretoken.sampling.params",
     "foretoken.cache.block_pool", "foretoken.drafting.control", "foretoken.engine.control",
     "foretoken.engine.pace", "foretoken.engine.request", "foretoken.engine.scheduler",
-    "foretoken.lab.desk", "foretoken.lab.plan.simulate",
+    "foretoken.lab.reporter", "foretoken.lab.plan.simulate",
 ]  # fmt: skip
 
 

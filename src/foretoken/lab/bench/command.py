@@ -18,8 +18,8 @@ from foretoken.lab.bench.options import (
 )
 from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.bench.server import Server
-from foretoken.lab.desk import Desk, Section, Table
 from foretoken.lab.plot import COLOURS, INK, Axes, Bar, Series, bar_chart, line_chart
+from foretoken.lab.reporter import Reporter, Section, Table
 from foretoken.lab.results import Label, Results, Row, Spread, Value, collect, stem
 from foretoken.sampling.params import SamplingParams
 
@@ -394,7 +394,7 @@ async def make_bench(
 
 
 async def run(
-    desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+    reporter: Reporter, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> None:
     """Measure and report. After an exception, the finished runs are still reported."""
     bench, notes, num_ended = await make_bench(options, params, engine), list[str](), 0
@@ -405,7 +405,7 @@ async def run(
         report(ended, run_name)
 
     try:
-        with desk.progress(bench.num_requests, "requests") as report:
+        with reporter.progress(bench.num_requests, "requests") as report:
             await bench.run(count)
     except BaseException as error:
         if num_ended < bench.num_requests:
@@ -414,10 +414,10 @@ async def run(
             notes.append(f"Ended early by {why}, after {runs} measured runs.")
         raise
     finally:
-        if (file := results(bench, desk.typed, notes)) is not None:
+        if (file := results(bench, reporter.command_line, notes)) is not None:
             lines, tables_shown = remarks(file), tables(file.rows)
             if bandwidth := file.shapes.get("bandwidth_gb_per_s"):
                 origin = "given" if file.shapes["bandwidth_given"] else "measured"
                 lines.insert(0, f"The floor is for memory of {bandwidth:.1f} GB/s ({origin}).")
-            desk.show(tables_shown, lines)
-            desk.write(file, options.output, tables_shown, [Section(charts=charts(file.rows))])
+            reporter.show(tables_shown, lines)
+            reporter.write(file, options.output, tables_shown, [Section(charts=charts(file.rows))])

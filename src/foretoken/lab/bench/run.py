@@ -14,7 +14,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import figures, latencies
 from foretoken.lab.bench.load import BenchRequest, Client, Run, drive
 from foretoken.lab.bench.options import DATASETS, BenchCase, BenchOptions, Load
-from foretoken.lab.desk import Report
+from foretoken.lab.reporter import Report
 from foretoken.lab.workloads import heldout
 
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}

@@ -25,9 +25,9 @@ from foretoken.engine.request import RequestGroup
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import device_seconds
-from foretoken.lab.desk import Report
 from foretoken.lab.plan.profile import EngineLimits, Profile
 from foretoken.lab.plan.simulate import RequestSpec, Served, Step
+from foretoken.lab.reporter import Report
 from foretoken.lab.results import commit, hardware
 from foretoken.sampling.params import SamplingParams
 

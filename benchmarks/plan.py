@@ -24,10 +24,10 @@ import numpy as np
 
 from benchmarks.common import TARGET, arguments, goal, record
 from foretoken import LLM, SamplingParams
-from foretoken.lab.plan.calibrate import Calibration, Clock, Drive
+from foretoken.lab.plan.calibrate import Calibration, Clock, EngineRun
 from foretoken.lab.plan.command import figures
 from foretoken.lab.plan.profile import Profile
-from foretoken.lab.plan.simulate import Ask, Fleet, Simulation
+from foretoken.lab.plan.simulate import Fleet, RequestSpec, Simulation
 from foretoken.lab.results import Label, Row, Spread
 from foretoken.sampling.synthetic import conditional_rates, joint_rates
 
@@ -57,17 +57,17 @@ def engine(rate: float, threads: int | None = 1, *, ahead: bool | None = None) -
     )  # fmt: skip
 
 
-def asks(size: int) -> list[Ask]:
+def specs(size: int) -> list[RequestSpec]:
     """Requests of a case: twice as many as are under way, and enough for chance to even out."""
-    return [Ask(0.0, INPUT, OUTPUT)] * max(2 * size, 10)
+    return [RequestSpec(0.0, INPUT, OUTPUT)] * max(2 * size, 10)
 
 
 def measured(
     llm: LLM, drafts: int, size: int, repeat: int, clock: Clock = time.process_time
 ) -> dict[str, float]:
     params = SamplingParams(temperature=PARAMS.temperature, num_speculative_tokens=drafts)
-    drive = Drive(llm.engine, params, size, seed=1000 + repeat, clock=clock)
-    return figures(drive.run(asks(size)), {})
+    engine_run = EngineRun(llm.engine, params, size, seed=1000 + repeat, clock=clock)
+    return figures(engine_run.run(specs(size)), {})
 
 
 def predicted(
@@ -76,7 +76,7 @@ def predicted(
     """Means over simulations: of 20 the engine's own chance is left."""
     joint = joint_rates(conditional_rates(MOST, synthetic_acceptance_rate=rate))
     runs = [
-        figures(Simulation(profile, joint, drafts, size, seed).run(asks(size)), {})
+        figures(Simulation(profile, joint, drafts, size, seed).run(specs(size)), {})
         for seed in range(count)
     ]
     return {name: fmean(run[name] for run in runs) for name in UNITS}

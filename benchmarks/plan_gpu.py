@@ -19,10 +19,10 @@ from benchmarks.common import arguments, record
 from benchmarks.plan import UNITS, Case, compared, summed
 from benchmarks.start import HEAD, TARGET
 from foretoken import LLM, SamplingParams
-from foretoken.lab.plan.calibrate import Calibration, Drive
+from foretoken.lab.plan.calibrate import Calibration, EngineRun
 from foretoken.lab.plan.command import figures
 from foretoken.lab.plan.profile import Profile
-from foretoken.lab.plan.simulate import Ask, Simulation
+from foretoken.lab.plan.simulate import RequestSpec, Simulation
 from foretoken.sampling.synthetic import conditional_rates, joint_rates
 
 RATES, DRAFTS, SIZES = (0.6, 0.3, 0.9), (0, 2, 4), (1, 8, 32)
@@ -44,14 +44,14 @@ def engine(options: Any, rate: float) -> LLM:
     )  # fmt: skip
 
 
-def asks(size: int) -> list[Ask]:
+def specs(size: int) -> list[RequestSpec]:
     """Two waves of requests, three where there is one at a time."""
-    return [Ask(0.0, INPUT, OUTPUT)] * max(2 * size, 3)
+    return [RequestSpec(0.0, INPUT, OUTPUT)] * max(2 * size, 3)
 
 
 def measured(llm: LLM, drafts: int, size: int, seed: int) -> dict[str, float]:
     params = SamplingParams(temperature=PARAMS.temperature, num_speculative_tokens=drafts)
-    return figures(Drive(llm.engine, params, size, seed=seed).run(asks(size)), {})
+    return figures(EngineRun(llm.engine, params, size, seed=seed).run(specs(size)), {})
 
 
 def predicted(profile: Profile, case: Case) -> dict[str, float]:
@@ -59,7 +59,7 @@ def predicted(profile: Profile, case: Case) -> dict[str, float]:
     rate, drafts, size = case
     joint = joint_rates(conditional_rates(MOST, synthetic_acceptance_rate=rate))
     runs = [
-        figures(Simulation(profile, joint, drafts, size, seed).run(asks(size)), {})
+        figures(Simulation(profile, joint, drafts, size, seed).run(specs(size)), {})
         for seed in range(20)
     ]
     return {name: fmean(run[name] for run in runs) for name in UNITS}

@@ -65,7 +65,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """Behind `needs_kernels`."""
     from tests.support.kernels import require_kernels
 
     require_kernels()
@@ -105,7 +104,6 @@ def known_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint, made once per run."""
     from tests.support.checkpoints import save_checkpoint
 
     return save_checkpoint(tmp_path_factory.mktemp("target"), seed=1)

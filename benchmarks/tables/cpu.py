@@ -18,7 +18,7 @@ from benchmarks.tables.driver import (
     where,
 )
 from foretoken.lab.audit.gallery import BUGS
-from foretoken.lab.bench import report
+from foretoken.lab.bench.command import table
 from foretoken.lab.results import Results, Row, Spread, read
 
 COST_UNITS = {"seconds": ("s", 2), "peak_memory": ("MiB", 0), "mebibytes": ("MiB", 0)}
@@ -170,7 +170,7 @@ def bench(results: Results) -> str:
         "speed-up": ("speedup", 2, True),
         "floor/step": ("share_of_floor", 2, False),
     }
-    made = report.table(results.rows, columns)
+    made = table(results.rows, columns)
     return markdown(made.header, made.lines)
 
 

@@ -18,7 +18,7 @@ from benchmarks.tables.curves import curve_figures, curves
 from benchmarks.tables.driver import OfMachines, of_machines
 from benchmarks.tables.goals import NOT_MEASURED, goals, laws
 from benchmarks.tables.gpu import FILES, gpu, ops_figures, ops_times
-from foretoken.lab.bench.report import charts
+from foretoken.lab.bench.command import charts
 from foretoken.lab.plan import command as plan_report
 from foretoken.lab.plot import page
 from foretoken.lab.results import read

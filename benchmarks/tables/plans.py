@@ -9,7 +9,7 @@ from foretoken.engine.pace import PromptCosts
 from foretoken.lab.plan.command import figures, sentences
 from foretoken.lab.plan.command import tables as plan_tables
 from foretoken.lab.plan.profile import Acceptance, EngineLimits, Profile
-from foretoken.lab.plan.simulate import Ask, Outlook, Simulation
+from foretoken.lab.plan.simulate import Outlook, RequestSpec, Simulation
 from foretoken.lab.results import Results, Spread, read
 
 PUBLISHED = {0: (1.0, 7.07), 2: (2.36, 4.32), 3: (2.79, 4.09), 4: (3.08, 4.05), 5: (3.32, 4.13)}
@@ -52,9 +52,9 @@ def plan_beside_bench(folder: Path) -> str:
     counts = dict(zip(bench.shapes["loads"], bench.shapes["num_requests"], strict=True))
     for row in bench.rows:
         concurrency, drafts = (int(row.labels[name] or 0) for name in ("concurrency", "k"))
-        asks = [Ask(0.0, *lengths)] * counts[f"concurrency {concurrency}"]
+        specs = [RequestSpec(0.0, *lengths)] * counts[f"concurrency {concurrency}"]
         joint = tuple(profile.acceptance or ())[:drafts]
-        found = figures(Simulation(profile, joint, drafts, concurrency).run(asks), {})
+        found = figures(Simulation(profile, joint, drafts, concurrency).run(specs), {})
         cells = [row.case]
         for name, digits in {"output_tokens_per_second": 0, "tpot_ms": 2}.items():
             measured = row.values[name]

@@ -20,7 +20,6 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 
 
 def watched_loop() -> WatchedLoop:
-    """The running loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, WatchedLoop)
     return loop

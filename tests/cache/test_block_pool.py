@@ -104,7 +104,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 100), count=st.integers(1, 5))
     def fill(self, pick: int, count: int) -> None:
-        """An owner computes some more of its full blocks and lets them be found."""
         if not self.owners:
             return
         owner = self.owners[pick % len(self.owners)]

@@ -33,22 +33,16 @@ class FakeLLM:
                 raise self.error
             ended = "length" if count == len(self.pieces) else None
             sample = CompletionOutput(
-                index=0,
-                token_ids=list(range(count)),
-                text="".join(self.pieces[:count]),
-                finish_reason=ended,
-                seed=7,
-                origins=["plain"] * count,
+                index=0, token_ids=list(range(count)), text="".join(self.pieces[:count]),
+                finish_reason=ended, seed=7, origins=["plain"] * count,
                 synthetic_acceptance=self.synthetic,
-            )
+            )  # fmt: skip
             metrics = RequestMetrics()
             metrics.observe(2, 1, synthetic=self.synthetic)
             yield RequestOutput("1", prompt, [5, 6], [sample], metrics)
 
 
 class WithLLM(Actions):
-    """Commands load nothing; `loaded` has the options of the last load."""
-
     def __init__(self, llm: Any) -> None:
         self.llm, self.loaded = llm, dict[str, Any]()
 

@@ -39,19 +39,17 @@ ROOT = Path(__file__).parents[2]
 
 
 class Auditing(Actions):
-    """Audits these subjects in place of those that the options name."""
-
     def __init__(self, *subjects: Subject) -> None:
         self.subjects = subjects
 
-    def audit(self, desk: Any, *scope: Any) -> int:
+    def audit(self, reporter: Any, *scope: Any) -> int:
         subjects = self.subjects
 
         class Given(command.AuditScope):
             def subjects(self, status: Any) -> Iterator[Subject]:
                 yield from subjects
 
-        return command.Command(desk).run(Given(*scope))
+        return command.Command(reporter).run(Given(*scope))
 
 
 def run(*args: object, actions: Actions | None = None) -> Any:
@@ -60,7 +58,6 @@ def run(*args: object, actions: Actions | None = None) -> Any:
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The verifier of docs/audit.md, in a folder of its own."""
     document = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", document, flags=re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 10
@@ -201,7 +198,6 @@ def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def audited(url: str, draws: int) -> Any:
-    """An audit that only draws texts, of one prompt with two outcomes."""
     asked = ServerAudit.__new__(ServerAudit)
     asked.client, asked.noise = Client(url, None), 0.03
     null = np.array([0.4995, 0.4995, 0.001])

@@ -34,14 +34,14 @@ class Interrupted(Actions):
     def __init__(self, number: signal.Signals, line: str, times: int) -> None:
         self.number, self.line, self.left = number, line, times
 
-    def bench(self, desk: Any, *given: Any) -> None:
+    def bench(self, reporter: Any, *given: Any) -> None:
         def note(line: str) -> None:
-            desk.note(line)
+            reporter.note(line)
             self.left -= line == self.line
             if line == self.line and not self.left:
                 signal.raise_signal(self.number)
 
-        super().bench(replace(desk, note=note), *given)
+        super().bench(replace(reporter, note=note), *given)
 
 
 def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -
         assert row.case in result.stdout
         assert row.case in report.read_text()
     assert "Speed-up over plain decoding" in result.stdout
-    assert "memory that reads 40.0 GB/s (given)" in result.stdout
+    assert "memory of 40.0 GB/s (given)" in result.stdout
     assert "my-run.svg" in result.stderr
     assert list(ElementTree.parse(figure).getroot().iter("{http://www.w3.org/2000/svg}rect"))
 
@@ -123,7 +123,7 @@ def test_before_anything_was_measured_nothing_is_written(target: Path, tmp_path:
         (["--prompts", "mine"], "`prompts` is 'mine': must be `heldout`, `random`, or a file"),
         (["--output", "x.png"], "`output` is 'x.png': must be a file that ends in .json"),
         (["--output", "/no/such/x.json"], "`output` is '/no/such/x.json': must be a file in"),
-        (["--sweep", "k=3"], "`sweep` is 'k=...': must be left out where nothing is drafted."),
+        (["--sweep", "k=3"], "`sweep` is 'k=...': must be left out without drafts."),
         (["--temperature", "-1"], "`temperature` is -1.0"),
         (["--max-num-seqs", "4"], "`max_num_seqs` is 4: must be at least 16"),
         (["--input-len", "251"], "`prompts` is None: must be requests that fit"),

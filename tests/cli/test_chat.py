@@ -52,7 +52,6 @@ class Chat:
         self.error: Exception | None = None
 
     def stream(self, *args: Any, **options: Any) -> Iterator[RequestOutput]:
-        """As `LLM.stream`; raises `error` once."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -181,8 +180,6 @@ main(Slow())
 
 
 class Terminal:
-    """A process on a terminal of its own."""
-
     def __init__(self, *args: str) -> None:
         self.fd, there = pty.openpty()
         self.process = subprocess.Popen(
@@ -193,7 +190,6 @@ class Terminal:
         self.seen = ""
 
     def expect(self, text: str, seconds: float = PATIENCE) -> str:
-        """Read until `text` is shown; returns what was shown before it."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             ready, _, _ = select.select([self.fd], [], [], max(end - time.monotonic(), 0))
@@ -209,11 +205,7 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def interrupt(self, text: str) -> None:
-        """Press Ctrl-C until `text` is shown.
-
-        Python's line editor loses one that comes between a key and its next wait for a key: it
-        takes effect at the next key.
-        """
+        """Press Ctrl-C until `text` is shown: the line editor may take one only at the next key."""
         for _ in range(12):
             self.send("\x03")
             try:

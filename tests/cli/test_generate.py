@@ -34,7 +34,6 @@ def invoke(llm: FakeLLM, *args: str, **kwargs: Any) -> Result:
 
 
 def loaded(*args: str) -> dict[str, Any]:
-    """The options of the engine that a command loads."""
     actions = WithLLM(FakeLLM())
     CliRunner().invoke(cli.app, ["generate", "x", *args], obj=actions)
     return actions.loaded

@@ -33,7 +33,6 @@ def generate(llm: Any, *words: str) -> Result:
 
 
 def keys(value: Any, where: str = "") -> Iterator[str]:
-    """Paths of all keys, as in the document."""
     if isinstance(value, list):
         for item in value:
             yield from keys(item, where + "[]")

@@ -37,7 +37,6 @@ COMMAND = [sys.executable, "-c", SCRIPT]
 
 
 def run(*args: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """Run the command; `shell` redirects its streams."""
     return subprocess.run(
         ["bash", "-c", f'"$@" {shell}', "bash", *COMMAND, *args],
         env={**os.environ, **variables}, cwd=ROOT, capture_output=True, check=False,

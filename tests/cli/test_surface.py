@@ -109,7 +109,6 @@ def test_module_is_the_command(module: str) -> None:
 
 
 def options(command: str) -> dict[str, Any]:
-    """The options of a command by the fields they fill."""
     found: Any = get_command(app)
     parameters = found.commands[command].params
     return {p.name: p for p in parameters if p.param_type_name == "option"}

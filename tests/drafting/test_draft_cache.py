@@ -74,7 +74,6 @@ def build(target: Path, draft: Path, case: Case, **options: Any) -> LLM:
 
 
 def keepers(llm: LLM) -> Iterator[Autoregressive]:
-    """The drafters that keep K/V in the target's blocks."""
     drafter: Any = llm.engine.runner.drafter
     for member in getattr(drafter, "members", [drafter]):
         if isinstance(member, Autoregressive):
@@ -106,8 +105,6 @@ def found(llm: LLM, drafter: Autoregressive, tokens: list[int]) -> list[int]:
 
 
 class Workload:
-    """Random requests, checked after every step."""
-
     def __init__(self, llm: LLM, fresh: LLM, case: Case, seed: int) -> None:
         self.llm, self.fresh, self.case = llm, fresh, case
         self.rng = random.Random(seed)
@@ -249,8 +246,6 @@ class LikeTheTarget(LockstepDraftModel):
 
 
 class SkipsPlainSteps(LockstepDraftModel):
-    """Takes no part in steps of decoding without drafts."""
-
     def observes(self, rows: StepRequests) -> bool:
         return max(rows.step.num_tokens_B) > 1 and super().observes(rows)
 

@@ -78,8 +78,6 @@ class Unfused:
 
 
 class Asked(NamedTuple):
-    """A request for drafts: known tokens, blocks, most drafts."""
-
     slot: int
     tokens: list[int]
     blocks: list[int]
@@ -95,8 +93,6 @@ def asked(built: DraftModel, requests: Sequence[Asked]) -> DraftBlock:
 
 @dataclass
 class Pair:
-    """Two drafters given the same requests; the second drafts by passes."""
-
     at_once: DraftModel
     by_passes: DraftModel
     params: SlotParams
@@ -138,10 +134,7 @@ def make_pair(folder: Path) -> Iterator[MakePair]:
 
 
 def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
-    """Rounds over some requests of ragged lengths, of which some drafts are accepted.
-
-    Returns the number of drafts.
-    """
+    """The number of drafts in rounds over ragged requests, some drafts of which are accepted."""
     rng = random.Random(seed)
     size = pair.at_once.config.block_size
     columns = -(-(MAX_LEN + MOST) // size)
@@ -245,7 +238,6 @@ def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
 
 
 def test_requests_without_room_do_not_change_other_rows(make_pair: MakePair) -> None:
-    """One request is at the end of the draft model's context."""
     pair = make_pair(make_params(SLOTS, 1.0))
     full = [1] * (MAX_LEN + 1)
     block = pair.propose(
@@ -258,7 +250,6 @@ def test_requests_without_room_do_not_change_other_rows(make_pair: MakePair) -> 
 
 
 def test_noise_follows_the_request_not_its_place(make_pair: MakePair) -> None:
-    """Drafts of a request are the same alone, and next to others in any order."""
     texts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]]
 
     params = make_params(SLOTS, [1.0, 0.7, 1.3, *TEMPERATURES[3:]])

@@ -44,11 +44,9 @@ HIDDEN, VOCABULARY, BLOCK, MOST, COLUMNS = 32, 60, 4, 4, 12
 SLOTS = 3  # and the spare
 PAD = 1  # requests of the spare slot, each with two more rows of padding; none on a host
 PARAMS = make_params(
-    SLOTS,
-    temperature=[0.0, 0.8, 1.2],
-    top_k=[0, 7, 0],
+    SLOTS, temperature=[0.0, 0.8, 1.2], top_k=[0, 7, 0],
     rule=[Rule.STANDARD, Rule.BLOCK, Rule.COUPLED],
-)
+)  # fmt: skip
 EMBEDDING = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
 
 

@@ -123,7 +123,6 @@ AUX = torch.randn(3, VOCABULARY + 2, BLOCK, HIDDEN, generator=torch.Generator().
 
 
 def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
-    """A drafter as the harness calls it: it observes outcomes and reads slots."""
     last: dict[int, tuple[int, int]] = {}  # of each slot: known tokens, drafts made after them
 
     def observe(asked: list[int], known_B: list[int]) -> None:
@@ -176,7 +175,6 @@ LENGTHS = {"ngram": 4, "suffix": 4, "hybrid": 4}  # tokens enough that a suffix 
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of these letters."""
     tokens = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(text)}, merges=[]))
     tokens.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokens)
@@ -191,10 +189,8 @@ def drafter(
 ) -> MakePropose:
     """The registered drafter of that name; a model it loads is `chain`.
 
-    A draft model of other `TEXTS` has its own chain, equally likely to begin with any token.
-
-    Args:
-        chooser: chooses for requests under `hybrid`.
+    A draft model of other `TEXTS` has its own chain, equally likely to begin with any token. Under
+    `hybrid`, `chooser` chooses for requests.
     """
     members = SEVERAL.get(name)
     name, _, texts = name.partition(" ") if members is None else (name, "", "")
@@ -284,7 +280,6 @@ def test_every_drafter_is_lossless_in_stock_operators(
 
 @asking
 def one_later(x: VerifyBatch) -> VerifyBatch:
-    """Positions include the beginning-of-text token, as those of the drafter do."""
     return x._replace(position_B=x.position_B + 1)
 
 
@@ -326,13 +321,10 @@ def test_greedy_drafts_verified_as_one_hot_are_lossless(
 
 
 def changing(change: Callable[[Propose], Propose]) -> Callable[[MakePropose], MakePropose]:
-    """A mutant of a drafter's proposals."""
     return lambda make: lambda params: change(make(params))
 
 
 def with_q(change: Callable[[DraftCache], DraftCache]) -> Callable[[MakePropose], MakePropose]:
-    """A mutant that drafts the same tokens with another q."""
-
     def mutant(propose: Propose) -> Propose:
         def changed(*rows: Tensor) -> DraftBlock:
             drafts = propose(*rows)

@@ -32,8 +32,6 @@ OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64}
 
 
 class Letters:
-    """A tokenizer of one token per letter."""
-
     def get_vocab(self) -> dict[str, int]:
         return {chr(i): i for i in range(400)}
 
@@ -130,7 +128,6 @@ def naive(
 
 
 def wrapped(texts: list[list[int]], capacity: int) -> list[list[int]]:
-    """The texts that a ring holds, each followed by a separator."""
     flat = [token for text in texts for token in (*text, -1)][-capacity:]
     cut = [i for i, token in enumerate(flat) if token < 0]
     return [flat[a + 1 : b] for a, b in zip([-1, *cut], cut, strict=False)]

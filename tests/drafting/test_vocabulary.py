@@ -55,7 +55,6 @@ def save_other(source: Path, folder: Path, rows: Sequence[int], tokenizer: Any) 
 
 
 def shuffled(draft: Path, folder: Path) -> Path:
-    """The same model with its byte tokens in another order, and 40 columns of padding."""
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).tolist()
     tokenizer = byte_level([ALPHABET[i] for i in order])
     return save_other(draft, folder, [*order, 256, *[0] * 43], tokenizer)

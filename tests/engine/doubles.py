@@ -57,7 +57,6 @@ def failing(error: BaseException, when: Callable[..., bool] = always) -> Callabl
 
 
 def nth(number: int) -> Callable[..., bool]:
-    """For `failing`: true of call `number`, from 1."""
     calls = count(1)
     return lambda *args, **kwargs: next(calls) == number
 
@@ -68,5 +67,4 @@ def engine_of(parts: EngineParts, model: Any, speculation: Any = None, **options
 
 
 def llm_of(parts: EngineParts, model: Any, speculation: Any = None, **options: Any) -> LLM:
-    """An `LLM` of these parts."""
     return LLM.from_engine(engine_of(parts, model, speculation, **options))

@@ -31,8 +31,6 @@ def naive_logits(tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 class NaiveTokenizer:
-    """A letter per token."""
-
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + i) for i in ids)
 
@@ -45,16 +43,12 @@ class Truth:
         self.num_prompt = len(prompt)
         temperature, self.bias, self.frequency, self.min_tokens, self.stop_ids = asked
         self.params = SlotParams(
-            key_S=torch.tensor([to_int64(key)]),
-            temperature_S=torch.tensor([temperature]),
-            top_k_S=torch.zeros(1, dtype=torch.int64),
-            top_p_S=torch.ones(1),
-            min_p_S=torch.zeros(1),
-            rule_S=torch.tensor([int(Rule.COUPLED)]),
-        )
+            key_S=torch.tensor([to_int64(key)]), temperature_S=torch.tensor([temperature]),
+            top_k_S=torch.zeros(1, dtype=torch.int64), top_p_S=torch.ones(1),
+            min_p_S=torch.zeros(1), rule_S=torch.tensor([int(Rule.COUPLED)]),
+        )  # fmt: skip
 
     def upto(self, length: int) -> tuple[int, ...]:
-        """Its first `length` tokens, prompt included."""
         while len(self.tokens) < length:
             self.tokens += (self._draw(),)
         return self.tokens[:length]
@@ -76,7 +70,6 @@ class Truth:
         return int(drawn)
 
     def drafts(self, known: int, most: int) -> list[int]:
-        """What is drafted after so many known tokens."""
         bits = hash(self.upto(known)) >> 20
         count, right = min(bits % (MOST_DRAFTS + 2), most), (bits >> 10) % (MOST_DRAFTS + 2)
         tokens = self.upto(known + right)
@@ -99,7 +92,6 @@ def _truth(prompt: tuple[int, ...], key: int, asked: tuple[Any, ...]) -> Truth:
 
 
 def truth_of(request: Request) -> Truth:
-    """What this sample must be given."""
     params = request.params
     bias = tuple((params.logit_bias or {}).items())
     asked = (params.temperature, bias, params.frequency_penalty, params.min_tokens)
@@ -127,6 +119,5 @@ def said(tokens: Sequence[int]) -> str:
 
 
 def logprob_of(tokens: Sequence[int], at: int) -> float:
-    """Log-probability of the token at this position under the raw distribution."""
     logits = naive_logits(tuple(tokens[:at])).astype(np.float64)
     return float(logits[tokens[at]] - np.log(np.exp(logits).sum()))

@@ -254,8 +254,6 @@ class WatchedScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a machine is made of, for mutants of it."""
-
     engine: type[Engine] = Engine
     scheduler: type[WatchedScheduler] = WatchedScheduler
     slots: type[SlotTable] = SlotTable
@@ -308,7 +306,6 @@ class PagedMachine:
         return group
 
     def step(self) -> Schedule:
-        """One step of the engine, in this machine's order."""
         self.steps.step()
         self.settle()
         assert self.scheduler.latest is not None
@@ -322,12 +319,10 @@ class PagedMachine:
             self.check(group)
 
     def finish(self, *requests: Request) -> None:
-        """Abort some samples of a group, at any moment."""
         self.engine.abort(replace(requests[0].group, samples=[*requests]))
         self.settle()
 
     def draft(self, request: Request, most: int) -> None:
-        """Change a request's K."""
         request.num_speculative_tokens = most
         self.with_other_drafts.add(request)
 

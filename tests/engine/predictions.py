@@ -20,7 +20,6 @@ def edited(tokens: Sequence[int]) -> list[int]:
 def with_predictions(
     plain: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    """What is asked, with predictions made of what plain decoding returns."""
     without_k = [replace(one, num_speculative_tokens=None) for one in params]
     outputs = plain.generate(prompts, without_k)
     return [

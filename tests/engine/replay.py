@@ -38,7 +38,6 @@ def read(engine: Engine, message: bytes) -> StepPlan | PackedEdits:
 
 
 def grammar_of(engine: Engine, asked: Any) -> Grammar | None:
-    """What was asked for, compiled."""
     waiting = engine.grammars.wait([asked])  # kept until it is looked up
     found = engine.grammars.compiled(asked)
     del waiting
@@ -46,8 +45,6 @@ def grammar_of(engine: Engine, asked: Any) -> Grammar | None:
 
 
 class Recorder:
-    """Stands where an engine has its runner, and writes down what passes."""
-
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.messages: list[bytes] = []
@@ -73,7 +70,6 @@ class Recorder:
 
 
 def replay(engine: Engine, messages: Iterable[bytes]) -> list[str]:
-    """What comes of these messages in the engine's runner, one text for each step."""
     runner, decoded = engine.runner, [read(engine, one) for one in messages]
     outcomes = []
     for message, following in zip(decoded, [*decoded[1:], None], strict=True):

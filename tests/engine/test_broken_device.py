@@ -252,8 +252,6 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(
     tried: list[StepShape] = []
 
     class Full(Graphs):
-        """There is no memory for what is captured."""
-
         def recording(self, shape: StepShape) -> Any:
             tried.append(shape)
             raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -53,8 +53,6 @@ class Compiled(Exception):
 
 
 class NoGauge(Gauge):
-    """Runs, and measures nothing."""
-
     def __init__(self) -> None:
         pass
 

@@ -45,8 +45,6 @@ COSTS = {
 
 
 class World:
-    """Requests that decode without end, the true costs of steps, the true chance of each draft."""
-
     def __init__(self, costs: StepTable, batch: int, chance: float, widths: tuple[int, ...] = (),
                  thought: StepTable | None = None) -> None:  # fmt: skip
         self.now, self.chance, self.noise = 0.0, chance, 0.0
@@ -64,14 +62,12 @@ class World:
         return request
 
     def expected(self, asked: list[int]) -> tuple[float, float]:
-        """Tokens and seconds of a step."""
         joint_BK = np.tile(self.chance ** np.arange(1, MOST + 1), (len(asked), 1))
         load = Load(joint_BK, np.array(asked), np.ones(MOST), 0)
         found = expect(self.curve, load, np.array(asked), in_lockstep=bool(self.widths))
         return found.tokens, found.seconds
 
     def run(self, steps: int) -> float:
-        """The rate that is to be expected of what was chosen, over so many steps."""
         tokens = seconds = 0.0
         for _ in range(steps):
             self.control.choose(self.requests)
@@ -91,7 +87,6 @@ class World:
         return tokens / seconds
 
     def best(self) -> float:
-        """The rate of the best K for all."""
         rates = (self.expected([k] * len(self.requests)) for k in self.widths or range(MOST + 1))
         return max(tokens / seconds for tokens, seconds in rates)
 

@@ -35,13 +35,8 @@ from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 
 PROMPTS = [
-    "def f(x):\n",
-    "import os",
-    "a",
-    "for i in x:\n    y\nfor i in x:\n",
-    "x = 1\n" * 5,
-    "zz",
-]
+    "def f(x):\n", "import os", "a", "for i in x:\n    y\nfor i in x:\n", "x = 1\n" * 5, "zz",
+]  # fmt: skip
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "draft_model": {},

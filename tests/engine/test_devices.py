@@ -25,8 +25,6 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A PyTorch for CUDA on a machine with one GPU, or with a reason why there is none."""
-
     def made(
         capability: tuple[int, int] = (9, 0), reason: str | None = None, cuda: str | None = "13.0"
     ) -> None:

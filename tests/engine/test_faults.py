@@ -32,13 +32,9 @@ from tests.engine.doubles import double, failing, llm_of, nth
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]
 PARAMS = SamplingParams(
-    temperature=0.0,
-    max_tokens=20,
-    repetition_penalty=1.1,
-    logprobs=1,
-    prompt_logprobs=1,
+    temperature=0.0, max_tokens=20, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1,
     stop=["never said"],
-)
+)  # fmt: skip
 
 
 class Broken(Exception):
@@ -49,7 +45,6 @@ ORDERS = ["in turn", "one late"]
 
 
 def make_llm(target: Path, draft: Path, order: str, **options: Any) -> LLM:
-    """Steps are committed in turn, or each after the next one was launched."""
     ahead = order == "one late"
     return LLM(str(target), {"model": str(draft)}, block_size=4, async_scheduling=ahead, **options)
 
@@ -169,7 +164,6 @@ def test_a_fault_in_one_request_ends_it_alone(
 
 
 def failing_pass(llm: LLM, error: Exception, number: int) -> AbstractContextManager[Any]:
-    """Inside, pass `number` of the target, from 1, raises."""
     return double(llm.engine.runner, "model", forward=failing(error, nth(number)))
 
 
@@ -250,12 +244,9 @@ def test_an_owner_that_cannot_release_gives_the_slot_back(
 
 
 BATCH_PARTS = {
-    "forward": "model",
-    "verify": "sampler",
-    "propose": "drafter",
-    "observe": "drafter",
+    "forward": "model", "verify": "sampler", "propose": "drafter", "observe": "drafter",
     "clear": "drafter",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", BATCH_PARTS)

@@ -64,7 +64,6 @@ def raising() -> Iterator[None]:
 
 
 def serve(llm: LLM, kind: dict[str, Any]) -> None:
-    """All requests of a kind; what happened to one is raised."""
     prompts = [llm.get_tokenizer().encode(item.prompt)[:90] for item in heldout(len(ARRIVALS))]
     groups, step = [], 0
     while len(groups) < len(prompts) or llm.engine.has_work:

@@ -38,8 +38,6 @@ TEXT = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 3
 
 @dataclass(frozen=True)
 class Visit:
-    """A request that comes before one step, and may be aborted before another, or within it."""
-
     comes: int
     leaves: int | None
     prompt: list[int]

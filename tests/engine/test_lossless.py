@@ -27,7 +27,6 @@ def build(target: Path, speculation: dict[str, Any] | None = None, **options: An
 
 
 def run(llm: LLM, prompts: list[Any], params: Any) -> list[RequestOutput]:
-    """Generate with the integrity check after every step."""
     llm.engine.on_step = lambda trace: llm.engine.check_integrity()
     outputs = llm.generate(prompts, params)
     pool = llm.engine.scheduler.pool

@@ -49,8 +49,6 @@ def of(gib: float, fraction: float = 0.9, **sizes: Any) -> Demand:
 
 @st.composite
 def demands(draw: st.DrawFn) -> Demand:
-    """Of devices that have half to four times of what is needed."""
-
     def size(most: int) -> int:
         return draw(st.integers(0, most))
 

@@ -22,11 +22,8 @@ from tests.engine.workload import SHARED, mixed, prompt_of
 
 def build(target: Path, speculation: dict[str, Any] | None, **options: Any) -> LLM:
     defaults: dict[str, Any] = {
-        "block_size": 4,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 40,
-        "max_model_len": 128,
-    }
+        "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 128,
+    }  # fmt: skip
     return LLM(str(target), speculation, **{**defaults, **options})
 
 

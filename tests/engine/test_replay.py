@@ -53,17 +53,11 @@ def asked_of(engine: Engine, number: int) -> SamplingParams:
     params = SamplingParams(
         temperature=(0.9, 0.0, 1.3)[number % 3],
         rejection_sample_method=(None, "block", "coupled")[number % 3],
-        num_speculative_tokens=(None, 2, 0, 3)[number % 4],
-        drafter=NAMES[number // 2 % 3],
-        max_tokens=9 + 5 * (number % 4),
-        seed=number,
-        n=1 + number % 2,
-        top_p=0.9 if number % 4 == 1 else 1.0,
-        logprobs=2 if number % 3 == 0 else None,
-        prompt_logprobs=1 if number in (2, 8) else None,
-        trace=number % 4 == 0,
-        **EDITS[number % 5],
-    )
+        num_speculative_tokens=(None, 2, 0, 3)[number % 4], drafter=NAMES[number // 2 % 3],
+        max_tokens=9 + 5 * (number % 4), seed=number, n=1 + number % 2,
+        top_p=0.9 if number % 4 == 1 else 1.0, logprobs=2 if number % 3 == 0 else None,
+        prompt_logprobs=1 if number in (2, 8) else None, trace=number % 4 == 0, **EDITS[number % 5],
+    )  # fmt: skip
     return replace(params, structured_outputs=grammar_of(engine, params.structured_outputs))
 
 

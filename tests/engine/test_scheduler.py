@@ -37,8 +37,6 @@ def machine(num_blocks: int = 100, seqs: int = 4, budget: int = 64, **options: A
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, steps and aborts in any order, around a cache that notices every wrong cell."""
-
     @initialize(
         blocks=st.integers(4, 30),
         seqs=st.integers(1, 5),

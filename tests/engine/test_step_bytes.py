@@ -46,7 +46,6 @@ class Device:
         return self.total - self.others - self.reserved - self.cached - self.kernels
 
     def use(self, num_bytes: int) -> None:
-        """Take and give back; PyTorch keeps it for later."""
         if num_bytes > self.free + self.cached:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         self.cached = max(self.cached, num_bytes)
@@ -75,7 +74,6 @@ class Device:
     # What an engine on it is made of.
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
-        """The target, and then a draft model; the passes of the target take memory."""
         model, is_draft = load_model(*args, **kwargs), self.weights > 0
         self.weights += DRAFT_WEIGHTS if is_draft else WEIGHTS
         self.reserved += DRAFT_WEIGHTS if is_draft else WEIGHTS

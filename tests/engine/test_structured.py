@@ -66,7 +66,6 @@ def save_letters(folder: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target of letters and a draft model."""
     root = tmp_path_factory.mktemp("letters")
     return save_letters(root / "target", 1), save_letters(root / "draft", 2)
 
@@ -110,7 +109,6 @@ def law_of(folder: Path, temperature: float) -> dict[str, float]:
 
 
 def p_value(llm: LLM, rule: str | None, law: dict[str, float], trials: int, **asked: Any) -> float:
-    """Of the outcomes against the law; 0 if one is no choice."""
     params = SamplingParams(
         n=128, max_tokens=8, temperature=0.8, rejection_sample_method=rule,
         structured_outputs={"choice": CHOICES}, **asked,

@@ -77,8 +77,6 @@ def _threads_are_as_before() -> Iterator[None]:
 
 
 class Told:
-    """`StepThreads`, and the counts that its backend is given."""
-
     def __init__(self, **options: int) -> None:
         self.counts: list[int] = []
         self.options = options
@@ -113,7 +111,6 @@ class Machine:
         )
 
     def step(self, rows: int = 1, prompt: int = 0) -> int:
-        """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
         request: Any = None
         share = Share(request, 0, 0, prompt or 1, rows - 1, True, 0)
         with self.threads.during([share]):

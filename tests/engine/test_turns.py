@@ -24,8 +24,6 @@ PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
 
 
 class Crew:
-    """Threads that must end; what one of them raises is kept."""
-
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
         self.raised: list[BaseException] = []

@@ -17,13 +17,9 @@ def step(
     """A step: half of its time is the target's pass, a tenth drafting, a tenth verification."""
     seconds = {"schedule": 0.1, "draft": 0.1, "forward": 0.5, "verify": 0.1, "commit": 0.1}
     trace = StepTrace(
-        {phase: share * ms / 1000 for phase, share in seconds.items()},
-        num_requests=requests,
-        num_decoding=decoding,
-        num_context=10 * requests,
-        num_drafts=drafts,
-        num_accepted=accepted,
-    )
+        {phase: share * ms / 1000 for phase, share in seconds.items()}, num_requests=requests,
+        num_decoding=decoding, num_context=10 * requests, num_drafts=drafts, num_accepted=accepted,
+    )  # fmt: skip
     return Step(ms / 1000, trace)
 
 

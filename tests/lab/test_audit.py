@@ -439,7 +439,6 @@ def test_what_cannot_be_is_not_allowed_for() -> None:
 
 
 def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
-    """Alarms at alpha = 0.05, and the mean e-value, of uniforms in groups of any frequency."""
     model, rng = Model("m", np.full(16, 0.25), {}, groups=4), np.random.default_rng(3)
     alarms, total = 0, 0.0
     for _ in range(runs):

@@ -54,7 +54,6 @@ AuditOf = Callable[[type[EngineAudit]], EngineAudit]
 
 @pytest.fixture(params=["standard"])
 def audit_of(pair: LLM, reference: Reference, request: Any) -> AuditOf:
-    """Makes an audit of the embedded pair under one rule."""
     params = SamplingParams(rejection_sample_method=request.param)
     return lambda kind: kind(pair, params, reference, 0, draft_reference(pair, reference))
 

@@ -18,13 +18,13 @@ from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.engine.worker import Mailbox, wake_readers
 from foretoken.errors import ProcessingError, StepError
+from foretoken.lab.bench.command import charts, results, tables
 from foretoken.lab.bench.figures import UNITS, figures, unit_of
 from foretoken.lab.bench.load import BenchRequest, Record, RequestFailedError, Run, Step, drive
 from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions, Load, engine_cases
-from foretoken.lab.bench.report import charts, results, tables
 from foretoken.lab.bench.run import Bench, Measured
-from foretoken.lab.desk import Section, Table, as_csv, as_html, as_text
+from foretoken.lab.reporter import Section, Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from tests.lab.runs import SMALL, by_hand, step
 from tests.support.asynchronous import until
@@ -35,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("known_memory")
 
 @pytest.fixture(scope="module")
 def bench(target: Path, draft: Path) -> Bench:
-    """A whole run of a small pair, plain and speculative in turns."""
     options = BenchOptions(**SMALL, concurrency="1,3", slo="ttft=60000")
     speculation = SpeculativeConfig(model=str(draft), num_speculative_tokens=3)
     engine = {"model": str(target), "speculative_config": speculation, "threads": 1}
@@ -161,8 +160,6 @@ def test_a_table_on_a_terminal() -> None:
 
 
 class Failing:
-    """A model that fails in every pass."""
-
     def __init__(self, model: Any) -> None:
         self._model = model
 

@@ -78,7 +78,7 @@ def test_loads_lengths_and_bounds() -> None:
     assert options.loads == [Load(2), Load(9), Load(0, 0.5)]
     assert [load.name for load in options.loads][1:] == ["concurrency 9", "0.5 requests/s"]
     assert [options.requests_of(load) for load in options.loads] == [8, 18, 32]
-    assert (options.input_lengths, options.output_lengths) == ((7, 11), (64, 64))
+    assert options.lengths == ((7, 11), (64, 64))
     assert options.bounds == {"ttft_ms": 200.0, "itl_ms": 9.5}
     assert [load.concurrency for load in BenchOptions().loads] == [1, 4, 16]
     assert BenchOptions(request_rate="3").loads == [Load(0, 3.0)]
@@ -126,7 +126,7 @@ def test_sweeps_are_cases_of_one_engine_where_requests_can_choose() -> None:
     made = speculation_of(NGRAM, plain)
     assert made is not None
     assert (made.num_speculative_tokens, made.method) == (6, "ngram")
-    with pytest.raises(ConfigError, match="must be left out where nothing is drafted"):
+    with pytest.raises(ConfigError, match="must be left out without drafts"):
         names("k=2", speculation=None)
 
 
@@ -148,7 +148,7 @@ def test_synthetic_rates_take_an_engine_each() -> None:
 def test_prompts_are_as_long_as_asked_and_differ() -> None:
     def made(source: PromptSource, seed: int = 0, size: str = "24") -> Workload:
         options = BenchOptions(input_len=size, output_len="5-9", seed=seed)
-        return Workload(source, (options.input_lengths, options.output_lengths), seed)
+        return Workload(source, options.lengths, seed)
 
     for source in (PromptSource(range(900)), PromptSource([3, 5, 9], shuffled=True)):
         workload = made(source)
@@ -172,13 +172,13 @@ def test_prompts_are_as_long_as_asked_and_differ() -> None:
 def test_where_prefixes_are_kept_no_case_has_the_prompts_of_another() -> None:
     """Pieces of a text begin a token later for each case, lines of a dataset differ."""
     for source in (PromptSource(range(900)), PromptSource([3, 5, 9] * 99, shuffled=True)):
-        workload = Workload(source, ((24, 24), (5, 9)), 0, apart=3)
+        workload = Workload(source, ((24, 24), (5, 9)), 0, distinct_cases=3)
         cases = [[a for _, a in workload.requests(Load(2), 4, 9, case)] for case in range(3)]
         for one, next_ in itertools.pairwise(cases):
             assert [a.prompt[1:] for a in one] == [a.prompt[:-1] for a in next_]
             assert [a[1:] for a in one] == [a[1:] for a in next_]  # lengths and seeds
     lines = PromptSource(items=[Item(str(i)) for i in range(60)])
-    workload, sent = Workload(lines, ((1, 1), (9, 9)), 0, apart=2), list[str]()
+    workload, sent = Workload(lines, ((1, 1), (9, 9)), 0, distinct_cases=2), list[str]()
     for load, before, count in ((Load(1), 0, 5), (Load(1), 5, 5), (Load(4), 10, 20)):
         for case in (1, 0):
             sent += [str(a.prompt) for _, a in workload.requests(load, before, count, case)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError
+from foretoken.lab.bench.command import results, tables
 from foretoken.lab.bench.figures import UNITS, figures
 from foretoken.lab.bench.load import (
     MOST_FAILURES,
@@ -23,9 +24,8 @@ from foretoken.lab.bench.load import (
     drive,
 )
 from foretoken.lab.bench.options import BenchCase, BenchOptions, Load, engine_cases
-from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
-from foretoken.lab.desk import as_text
+from foretoken.lab.reporter import as_text
 from foretoken.lab.results import Spread, validate
 from tests.lab.runs import NGRAM, SMALL
 

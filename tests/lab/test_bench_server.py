@@ -46,11 +46,7 @@ END = f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n"
 
 
 class Fake:
-    """A server of HTTP/1.1 with answers that a test sets; it keeps its requests.
-
-    Attributes:
-        pieces: of a stream; None ends it by hanging up.
-    """
+    """An HTTP server that keeps its requests; answers are set, and None in `pieces` hangs up."""
 
     def __init__(self, owner: str = "someone", pieces: Any = (*STREAM, END, "data: [DONE]\n\n")):
         self.owner, self.pieces = owner, pieces

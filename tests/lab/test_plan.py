@@ -20,16 +20,16 @@ from foretoken.engine.pace import PromptCosts
 from foretoken.errors import CapacityError, ConfigError
 from foretoken.lab.plan.calibrate import (
     Calibration,
-    Drive,
+    EngineRun,
     PromptStep,
-    of_pairs,
-    rising,
-    without_pairs,
+    nearest_rising,
+    seconds_per_pair,
+    seconds_without_pairs,
 )
 from foretoken.lab.plan.command import Planner, charts, figures, sentences, tables
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.profile import Acceptance, EngineLimits, smooth
-from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Simulation, Step, StepClock
+from foretoken.lab.plan.simulate import Fleet, Outlook, RequestSpec, Simulation, Step, StepClock
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES, changed
 
@@ -57,18 +57,18 @@ def test_the_simulation_takes_the_steps_of_the_engine(
         limits = EngineLimits(4, 32, llm.engine.limits.max_model_len, 4, 15)
         profile = changed(limits=limits, runs_ahead=ahead)
         for drafts, concurrency in ((0, 1), (4, 1), (2, 3), (4, 4), (3, 6)):
-            asks = [Ask(0.0, 3 + 5 * (i % 4), 9 + i % 5) for i in range(9)]
+            specs = [RequestSpec(0.0, 3 + 5 * (i % 4), 9 + i % 5) for i in range(9)]
             steps = list[Step]()
             joint = (1.0, 1.0, 0.0, 0.0)[:drafts]
             simulation = Simulation(profile, joint, drafts, concurrency, on_step=steps.append)
-            predicted = simulation.run(asks)
+            predicted = simulation.run(specs)
             params = SamplingParams(num_speculative_tokens=drafts)
-            drive = Drive(llm.engine, params, concurrency)
-            served = drive.run(asks)
-            assert [step[1:] for step in steps] == [one.step[1:] for one in drive.timed]
+            engine_run = EngineRun(llm.engine, params, concurrency)
+            served = engine_run.run(specs)
+            assert [step[1:] for step in steps] == [one.step[1:] for one in engine_run.timed]
             assert [one.tokens for one in predicted] == [one.tokens for one in served]
             simulation.scheduler.check_integrity()
-            ideal = sum(ask.input_len for ask in asks)
+            ideal = sum(ask.input_len for ask in specs)
             preempted += sum(s.num_tokens - s.num_decoding - s.num_drafts for s in steps) - ideal
     assert preempted > 0  # some prompts were computed twice
 
@@ -80,17 +80,17 @@ def test_chunks_next_to_decode_steps_are_those_of_the_engine(target: Path) -> No
         enable_prefix_caching=False,
     ) as llm:  # fmt: skip
         limits = EngineLimits(4, 64, llm.engine.limits.max_model_len, 16, 200, 0.01)
-        asks = [Ask(0.0, 20 + 30 * (i % 3), 9 + i) for i in range(8)]
+        specs = [RequestSpec(0.0, 20 + 30 * (i % 3), 9 + i) for i in range(8)]
         counts = dict[float | None, int]()
         for bound in (None, 0.01):
             profile = changed(limits=replace(limits, max_step_seconds=bound), prompts=DEAR)
             steps = list[Step]()
             simulation = Simulation(profile, (), 0, 3, on_step=steps.append)
-            simulation.run(asks)
+            simulation.run(specs)
             llm.engine.scheduler.pace = simulation.scheduler.pace
-            drive = Drive(llm.engine, SamplingParams(), 3)
-            drive.run(asks)
-            assert [step[1:] for step in steps] == [one.step[1:] for one in drive.timed]
+            engine_run = EngineRun(llm.engine, SamplingParams(), 3)
+            engine_run.run(specs)
+            assert [step[1:] for step in steps] == [one.step[1:] for one in engine_run.timed]
             both = [s for s in steps if 0 < s.num_decoding < s.num_requests]
             counts[bound] = len(both)
         assert max(step.seconds for step in both) <= 0.011  # or twice a decode step of three
@@ -105,9 +105,11 @@ def test_steps_take_all_the_time_of_a_run(target: Path, draft: Path, ahead: bool
         for drafts, count in ((0, 1), (2, 1), (0, 5), (2, 5)):
             params = SamplingParams(num_speculative_tokens=drafts)
             ticks = itertools.count()
-            drive = Drive(llm.engine, params, 2, seed=drafts, clock=lambda t=ticks: float(next(t)))
-            served = drive.run([Ask(0.0, 9, 12)] * count)
-            seconds = [one.step.seconds for one in drive.timed]
+            engine_run = EngineRun(
+                llm.engine, params, 2, seed=drafts, clock=lambda t=ticks: float(next(t))
+            )
+            served = engine_run.run([RequestSpec(0.0, 9, 12)] * count)
+            seconds = [one.step.seconds for one in engine_run.timed]
             assert sum(seconds) == max(one.end for one in served)
             assert seconds[0] == min(one.first for one in served)
             assert min(seconds) >= 1
@@ -116,7 +118,7 @@ def test_steps_take_all_the_time_of_a_run(target: Path, draft: Path, ahead: bool
 def test_chance_accepts_as_often_as_stated() -> None:
     steps = list[Step]()
     served = Simulation(PROFILE, PROFILE.acceptance or (), 4, 8, on_step=steps.append).run(
-        [Ask(0.0, 16, 200)] * 64
+        [RequestSpec(0.0, 16, 200)] * 64
     )
     full = [step for step in steps if step.num_drafts == 4 * step.num_decoding]
     mean = sum(s.num_accepted for s in full) / sum(s.num_decoding for s in full)
@@ -130,7 +132,7 @@ def test_auto_drafts_where_it_pays() -> None:
         counts = dict[int | None, float]()
         for drafts in (0, 4, None):
             run = Simulation(PROFILE, PROFILE.acceptance or (), drafts, batch)
-            found = figures(run.run([Ask(0.0, 16, 300)] * 2 * batch), {})
+            found = figures(run.run([RequestSpec(0.0, 16, 300)] * 2 * batch), {})
             counts[drafts] = found["output_tokens_per_second"]
         assert counts[wanted] == max(counts[0], counts[4])
         assert counts[None] > 0.93 * counts[wanted]
@@ -138,7 +140,7 @@ def test_auto_drafts_where_it_pays() -> None:
 
 def test_a_request_that_is_too_long_is_refused() -> None:
     with pytest.raises(CapacityError, match="at most 512"):
-        Simulation(PROFILE, ()).run([Ask(0.0, 500, 13)])
+        Simulation(PROFILE, ()).run([RequestSpec(0.0, 500, 13)])
 
 
 def test_a_published_table_follows_from_three_of_its_rows() -> None:
@@ -148,18 +150,18 @@ def test_a_published_table_follows_from_three_of_its_rows() -> None:
     assert max(PUBLISHED, key=lambda k: outlook.rate(1, k, 1000)) == 4
     steps = list[Step]()
     run = Simulation(outlook.profile, outlook.acceptance.joint(4), 4, on_step=steps.append)
-    run.run([Ask(0.0, 16, 4000)])
+    run.run([RequestSpec(0.0, 16, 4000)])
     assert 1e3 * run.now / 4000 == pytest.approx(4.05, rel=0.03)
 
 
 def test_what_pays_is_told_by_the_costs_alone() -> None:
     outlook = Outlook(PROFILE, Acceptance((0.8, 0.6, 0.4, 0.3)))
-    need = outlook.need(1, 4, 100)
+    need = outlook.break_even_length(1, 4, 100)
     assert need == pytest.approx((7e-3 + 1e-4) / (4e-3 + 1e-4))
     exact = Acceptance.stated(4, length=need)
     at = Outlook(PROFILE, exact)
     assert at.rate(1, 4, 100) == pytest.approx(at.rate(1, 0, 100))
-    last = outlook.last_that_pays(100)
+    last = outlook.largest_paying_batch(100)
     assert 0 < last < PROFILE.limits.max_num_seqs
     assert outlook.best(last, 100) > 0 == max(outlook.best(b, 100) for b in range(last + 1, 9))
 
@@ -171,8 +173,8 @@ def test_drafts_may_pay_again_beyond_a_batch_at_which_they_do_not() -> None:
                     context=(0.0, 0.0))  # fmt: skip
     outlook = Outlook(again, Acceptance((0.8, 0.6, 0.4, 0.3)))
     assert [outlook.best(b, 100) for b in (1, 2, 8)] == [4, 0, 4]
-    assert outlook.last_that_pays(100) == 8
-    assert Outlook(again, Acceptance((0.0,) * 4)).last_that_pays(100) == 0
+    assert outlook.largest_paying_batch(100) == 8
+    assert Outlook(again, Acceptance((0.0,) * 4)).largest_paying_batch(100) == 0
 
 
 @pytest.mark.parametrize("bound", [None, 0.01])
@@ -190,7 +192,7 @@ def test_fleets_agree_with_the_scheduler(
     times = fleet.run(np.cumsum(gaps, axis=1), seed=3)
     for e, arrivals in enumerate(times.arrival_EN):
         run = Simulation(profile, joint, len(joint), seed=7)
-        served = run.run([Ask(t, 40, 48) for t in arrivals.tolist()])
+        served = run.run([RequestSpec(t, 40, 48) for t in arrivals.tolist()])
         exact = figures(served, {})
         assert 1e3 * times.ttft()[e].mean() == pytest.approx(exact["ttft_ms"], rel=0.08)
         assert 1e3 * times.tpot(48)[e].mean() == pytest.approx(exact["tpot_ms"], rel=0.05)
@@ -209,8 +211,8 @@ def test_a_capacity_is_kept_for_good(ttft: float, output: int, joint: tuple[floa
 
     def met(rate: float, count: int) -> float:
         times = np.cumsum(np.random.default_rng(7).exponential(1 / rate, 400 + count)).tolist()
-        asks = [Ask(time, 16, output) for time in times]
-        served = Simulation(PROFILE, joint, len(joint), seed=1).run(asks)[400:]
+        specs = [RequestSpec(time, 16, output) for time in times]
+        served = Simulation(PROFILE, joint, len(joint), seed=1).run(specs)[400:]
         return figures(served, {"ttft_ms": ttft, "tpot_ms": 30.0})["slo_met"]
 
     assert met(capacity, 2000) >= 0.93
@@ -226,8 +228,8 @@ def test_curves_go_through_their_points_and_turn_nowhere_else() -> None:
 
 
 def test_disturbed_costs_rise_at_their_means() -> None:
-    assert rising([1.0, 3.0, 2.0, 2.5, 9.0, 8.0]) == [1.0, 2.5, 2.5, 2.5, 8.5, 8.5]
-    assert rising([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+    assert nearest_rising([1.0, 3.0, 2.0, 2.5, 9.0, 8.0]) == [1.0, 2.5, 2.5, 2.5, 8.5, 8.5]
+    assert nearest_rising([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
 
 
 def test_pairs_of_tokens_are_told_from_tokens() -> None:
@@ -237,7 +239,7 @@ def test_pairs_of_tokens_are_told_from_tokens() -> None:
         PromptStep(n * m, n * m**2 / 2, max(0.011, 2e-5 * n * m) + 1.5e-9 * n * m**2 / 2, 1)
         for n, m in sizes
     ]
-    assert of_pairs(steps) == pytest.approx(1.5e-9)
+    assert seconds_per_pair(steps) == pytest.approx(1.5e-9)
 
 
 def test_a_step_with_a_prompt_takes_no_less_than_without_a_graph() -> None:
@@ -259,14 +261,15 @@ def test_a_gpu_ends_the_step_that_was_launched_for_a_request_that_is_over() -> N
     for lockstep in (False, True):
         profile = changed(runs_ahead=True, lockstep=lockstep, missed=5e-5)
         simulation = Simulation(profile, (1.0,) * 4, 4, concurrency=1)
-        served[lockstep] = simulation.run([Ask(0.0, 200, 11)] * 2)
+        served[lockstep] = simulation.run([RequestSpec(0.0, 200, 11)] * 2)
     (first, without), (other, after) = served[False], served[True]
     assert first == other
     wait = (after.first - after.arrival) - (without.first - without.arrival)
     # Launched when five tokens were to come, one of them under way: for three drafts at most.
     assert wait == pytest.approx(StepClock(profile).decoding([3], 208), abs=1e-5)
     assert after.end - after.first == pytest.approx(without.end - without.first)
-    late = Simulation(profile, (1.0,) * 4, 4).run([Ask(0.0, 200, 11), Ask(9.0, 200, 11)])
+    specs = [RequestSpec(0.0, 200, 11), RequestSpec(9.0, 200, 11)]
+    late = Simulation(profile, (1.0,) * 4, 4).run(specs)
     assert late[1].first - late[1].arrival == pytest.approx(late[0].first)
 
 
@@ -276,7 +279,7 @@ def test_of_prompts_of_about_one_length_all_time_is_their_tokens(lengths: tuple[
         PromptStep(n * m, n * m**2 / 2, 0.01 + 2e-4 * n * m, 3)
         for n, m in zip((1, 2, 4, 8, 16), lengths, strict=True)
     ]
-    assert of_pairs(steps) == 0.0
+    assert seconds_per_pair(steps) == 0.0
 
 
 def test_steps_of_as_many_tokens_are_averaged() -> None:
@@ -287,7 +290,7 @@ def test_steps_of_as_many_tokens_are_averaged() -> None:
     ]
     pair = 1e-8
     first, second = 0.03 - pair * 2 * 240**2 / 2, 0.05 - pair * 10 * 48**2 / 2
-    found = without_pairs(steps, pair)
+    found = seconds_without_pairs(steps, pair)
     assert [*found] == [4, 480]
     assert found[480] == pytest.approx((first + 3 * second) / 4)
 

@@ -23,7 +23,6 @@ STEPS = 64.0
 
 
 def fleet_of(tmp_path: Path, *models: dict[str, Any]) -> Path:
-    """A file for `serve deploy` with these models."""
     apps = [{"import_path": IMPORT_PATH, "args": {"models": [*models]}}]
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump({"applications": apps}), encoding="utf-8")

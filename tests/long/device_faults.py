@@ -37,11 +37,8 @@ SECONDS = 120  # until a case has hung
 STEP = 6  # of the engine: the one that fails
 POISON = 777  # a token with a vector of NaN
 OPTIONS: dict[str, Any] = {
-    "device": "cuda",
-    "max_num_seqs": 2,
-    "max_model_len": 256,
-    "num_blocks": 16,
-}
+    "device": "cuda", "max_num_seqs": 2, "max_model_len": 256, "num_blocks": 16,
+}  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS: list[Any] = [{"prompt_token_ids": [40 + i, 50, 60]} for i in range(4)]
 POISONED = {"prompt_token_ids": [40, POISON, 60]}
@@ -204,7 +201,6 @@ CASES: dict[str, Callable[[], dict[str, bool]]] = {
 
 
 def run(name: str) -> Row:
-    """Run a case in a process of its own; a check that is missing has failed."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if "no GPU" in name else {}
     command = [sys.executable, "-m", "tests.long.device_faults", "--case", name]
     started = time.perf_counter()

@@ -38,12 +38,10 @@ LACKING = {
 }
 # By how they begin, with the reason.
 SLOW = {
-    "foretoken demo": "10 s",
-    "foretoken audit": "60,000 draws of each subject",
-    "foretoken bench": "minutes of load",
-    "foretoken plan": "times steps for half a minute",
+    "foretoken demo": "10 s", "foretoken audit": "60,000 draws of each subject",
+    "foretoken bench": "minutes of load", "foretoken plan": "times steps for half a minute",
     "curl": "needs a server on port 8000, which a trial starts",
-}
+}  # fmt: skip
 PARSED = {
     "foretoken bench --model benchmarks/shapes/": "needs a GPU with 40 GB",
     "foretoken --install-completion": "changes the settings of the user's shell",
@@ -66,28 +64,23 @@ class Documented(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of the command, without `< file`."""
         words = shlex.split(self.line.replace("$'", "'"), comments=True)
         return words[: words.index("<")] if "<" in words else words
 
     @property
     def slow(self) -> bool:
-        """Whether it runs only in a trial."""
         return begins(self.line, SLOW) and not self.only_parsed
 
     @property
     def only_parsed(self) -> bool:
-        """Whether only its options are read."""
         return begins(self.line, PARSED)
 
 
 def begins(line: str, places: dict[str, str]) -> bool:
-    """Whether a command is one of a list."""
     return any(re.match(rf"{re.escape(place)}(?!(?<=\w)[\w-])", line) for place in places)
 
 
 def documents() -> list[Path]:
-    """The documents that tell users what to type."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -98,7 +91,6 @@ def blocks(document: Path) -> list[tuple[str, str]]:
 
 
 def commands() -> list[Documented]:
-    """Every documented command once, in order."""
     found: dict[str, Documented] = {}
     for document in documents():
         name = document.relative_to(ROOT).as_posix()
@@ -134,7 +126,6 @@ def _joined(block: str) -> Iterator[str]:
 
 
 def prepare(folder: Path) -> Path:
-    """Make the files that commands name in an empty folder: checkpoints, prompts, a verifier."""
     from foretoken.models.locate import resolve_checkpoint
 
     for name, source in {
@@ -168,21 +159,14 @@ def prepare(folder: Path) -> Path:
 
 
 def run(command: Documented, folder: Path) -> list[str]:
-    """Run a command by a shell in a prepared folder; returns the failures."""
     wanted = 2 if command.shown and command.shown[0].startswith("Error:") else 0
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:
         done = subprocess.run(
-            ["bash", "-c", command.line],
-            cwd=folder,
-            env=os.environ | {"PATH": places},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=PATIENCE,
-        )
+            ["bash", "-c", command.line], cwd=folder, env=os.environ | {"PATH": places},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, timeout=PATIENCE,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return [f"{command.line}: it took more than {PATIENCE:.0f} s"]
     if done.returncode == wanted:

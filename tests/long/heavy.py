@@ -49,12 +49,10 @@ class Heavy(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """The body of the request."""
         return self.body if isinstance(self.body, bytes) else _encoded(self.body)
 
     @property
     def of_twin(self) -> bytes | None:
-        """The body of its twin."""
         if isinstance(self.body, bytes) or (self.twin is None and not self.without):
             return None
         kept = {key: value for key, value in self.body.items() if key not in self.without}
@@ -138,35 +136,28 @@ def bodies() -> Iterator[Heavy]:
 
 
 class Probe:
-    """Sends requests in a thread and measures the longest wait for an answer."""
-
     def __init__(self, wait: Callable[[Served, Probe], None], server: Served) -> None:
         self._most, self._since, self.is_over = 0.0, time.perf_counter(), False
         self._thread = threading.Thread(target=wait, args=(server, self))
         self._thread.start()
 
     def came(self) -> None:
-        """The answer is here."""
         now = time.perf_counter()
         self._most, self._since = max(self._most, now - self._since), now
 
     def begin(self) -> None:
-        """A wait begins."""
         self._since = time.perf_counter()
 
     def take(self) -> float:
-        """The longest wait since the last call, the present one included."""
         most, self._most = max(self._most, time.perf_counter() - self._since), 0.0
         return most
 
     def end(self) -> None:
-        """End the thread."""
         self.is_over = True
         self._thread.join()
 
 
 def ask_health(server: Served, probe: Probe) -> None:
-    """Request `/health` fifty times a second."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     while not probe.is_over:
         probe.begin()
@@ -192,7 +183,6 @@ def read_stream(server: Served, probe: Probe) -> None:
 
 @contextmanager
 def probing(server: Served) -> Iterator[tuple[Probe, Probe]]:
-    """Both probes, at work."""
     probes = Probe(ask_health, server), Probe(read_stream, server)
     try:
         time.sleep(1)
@@ -203,7 +193,6 @@ def probing(server: Served) -> Iterator[tuple[Probe, Probe]]:
 
 
 def ask(server: Served, path: str, body: bytes) -> tuple[int, int]:
-    """The status and size of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=900)
     connection.request("POST", path, body, {"Content-Type": "application/json"})
     answer, size = connection.getresponse(), 0
@@ -242,7 +231,6 @@ def measure(server: Served, what: Heavy) -> Row:
 
 
 def main() -> int:
-    """Send all of them to one server, on two cores."""
     parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="part of the names of those that are asked")
     options = parser.parse_args()

@@ -72,13 +72,10 @@ class Odd(NamedTuple):
 
     @property
     def body(self) -> bytes:
-        """The whole body."""
         return self.before + self.value + b"}"
 
 
 class Attack(NamedTuple):
-    """Bytes for a socket, in pieces with pauses, and whether it closes its half after them."""
-
     name: str
     pieces: tuple[bytes, ...]
     pause: float = 0.0
@@ -86,7 +83,6 @@ class Attack(NamedTuple):
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    """A request as it goes over the wire."""
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", *(headers or (JSON,))]
     return "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"]).encode() + body
 
@@ -102,7 +98,6 @@ def bodies() -> Iterator[Odd]:
 
 
 def attacks() -> list[Attack]:
-    """Requests that no client library sends."""
     path = "/v1/completions"
     whole = post(path, b'{"prompt": "a", "max_tokens": 2}')
     head, _, body = whole.partition(b"\r\n\r\n")
@@ -200,7 +195,6 @@ def generated(url: str, per_kind: int) -> Counter[int]:
 
 
 def table(port: int, count: int, draw: random.Random) -> Counter[int]:
-    """Statuses of so many requests of the table by hand, at random."""
     made, found = [*bodies()], Counter[int]()
     for odd in draw.choices(made, k=count):
         status = status_of(attack(port, Attack(odd.path, (post(odd.path, odd.body),))))
@@ -209,7 +203,6 @@ def table(port: int, count: int, draw: random.Random) -> Counter[int]:
 
 
 def note(found: Counter[int], status: int, path: str, body: str) -> None:
-    """Count a status; print failures, and the progress now and then."""
     found[status] += 1
     if status >= 500:
         print(f"{status} for {path}: {body[:300]}", flush=True)
@@ -218,7 +211,6 @@ def note(found: Counter[int], status: int, path: str, body: str) -> None:
 
 
 def main() -> int:
-    """Start a server in a process of its own, and send all requests."""
     options = parse(__doc__, generated=210, by_hand=5000)
     draw = random.Random(7)
     with served(*SERVED) as server:
@@ -247,13 +239,9 @@ def main() -> int:
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
     notes = [f"By status, 0 where the server hung up: {statuses}."]
     record(
-        "hostile",
-        options,
-        {"model": TARGET},
-        [Row("hostile", {}, values)],
-        notes,
+        "hostile", options, {"model": TARGET}, [Row("hostile", {}, values)], notes,
         "tests.long.hostile",
-    )
+    )  # fmt: skip
     print(values)
     return int(failed > 0 or num_held > 0 or code != 0)
 

@@ -65,31 +65,23 @@ RULES = [None, "standard", "block", "coupled"]
 
 
 class Known:
-    """A request, and its samples when nothing else is served.
-
-    Attributes:
-        served: the parameters with the K that the engine gives it.
-    """
+    """A request, its samples when it is served alone, and its parameters with the engine's K."""
 
     def __init__(self, prompts: list[Ids], rng: random.Random, *, on_host: bool) -> None:
         start = rng.choice(prompts)
         self.prompt = start[: rng.randint(1, min(len(start), 100))]
         self.params = SamplingParams(
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            seed=rng.randrange(2**31),
-            max_tokens=rng.randint(2, 48),
-            n=rng.choice([1, 1, 1, 2]),
+            temperature=rng.choice([0.0, 0.7, 1.0]), seed=rng.randrange(2**31),
+            max_tokens=rng.randint(2, 48), n=rng.choice([1, 1, 1, 2]),
             num_speculative_tokens=rng.choice([None, None, 0, 1, 2]),
-            rejection_sample_method=rng.choice(RULES),
-            **rng.choice(EDITS),
-        )
+            rejection_sample_method=rng.choice(RULES), **rng.choice(EDITS),
+        )  # fmt: skip
         self.served = self.params
         if self.params.edits_logits and not on_host:  # edits need tokens that the host has seen
             self.served = replace(self.params, num_speculative_tokens=0)
         self.alone: list[Ids] = []
 
     def run(self, engine: Engine) -> None:
-        """Serve only this request."""
         group = engine.add("alone", self.prompt, self.served)
         while not group.finished:
             engine.step()
@@ -99,8 +91,6 @@ class Known:
 
 
 class Crowd:
-    """Requests that arrive, are aborted, and end."""
-
     def __init__(self, engine: Engine, known: list[Known], rng: random.Random, most: int) -> None:
         self.engine, self.known, self.rng, self.most = engine, known, rng, most
         # Those of seldom rules share all their kernels and graphs: each kind takes a second.
@@ -111,7 +101,6 @@ class Crowd:
         self.pause = 0
 
     def step(self) -> None:
-        """Add a wave of requests after a pause, perhaps abort a request, and step."""
         found, self.pause = self.found, self.pause - 1
         if self.pause < 0 or not self.engine.has_work:
             self.pause = self.rng.choice(PAUSES)
@@ -133,7 +122,6 @@ class Crowd:
             self._take(group, self.running.pop(group))
 
     def drain(self) -> None:
-        """Serve the remaining requests; every block and slot must come back."""
         while self.engine.has_work:
             self.engine.step()
         self.engine.step()  # what runs ahead is read
@@ -170,9 +158,8 @@ class Memory:
 
     What CUDA graphs and kernels take is no growth: stretches in which one was made do not count.
 
-    Attributes:
-        on_host, on_gpu: growth of the process, and of what PyTorch holds on the GPU
-        steady: seconds of the stretches that count
+    on_host, on_gpu: growth of the process, and of what PyTorch holds on the GPU
+    steady: seconds of the stretches that count
     """
 
     def __init__(self, engine: Engine, limit: float) -> None:
@@ -181,7 +168,6 @@ class Memory:
         self.held = self._now()
 
     def look(self, seconds: float) -> None:
-        """Read the memory, `seconds` after the start."""
         made, host, gpu = self.held
         self.held = self._now()
         if self.held[0] == made and self.looked >= self.limit / 4:
@@ -214,7 +200,6 @@ def learn(known: list[Known], speculation: Any, options: Any, seconds: float) ->
 
 
 def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]:
-    """Run the crowd; returns its duration and the growth of memory."""
     pool, start, limit = crowd.engine.scheduler.pool, time.perf_counter(), 60 * args.minutes
     memory, now, told = Memory(crowd.engine, limit), start, start
     if end - TO_END - start < limit:

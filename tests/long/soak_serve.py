@@ -57,9 +57,8 @@ LEAVERS = 12
 class Card(NamedTuple):
     """A request, and what must come of it.
 
-    Attributes:
-        kind: of `structured.read`, where the answer is bound to `schema`.
-        leaves: whether its client does, at a random moment.
+    kind: of `structured.read`, where the answer is bound to `schema`
+    leaves: whether its client does, at a random moment
     """
 
     path: str
@@ -101,7 +100,6 @@ def deck() -> list[Card]:
 
 
 def spoken(value: Any) -> Iterator[str]:
-    """Every text that an answer brings, in order."""
     if isinstance(value, list):
         for item in value:
             yield from spoken(item)
@@ -115,15 +113,12 @@ def spoken(value: Any) -> Iterator[str]:
 
 
 class Player:
-    """Plays rounds of the deck."""
-
     def __init__(self, url: str, at_once: int) -> None:
         self.url, self.cards, self.at_once = url, deck(), at_once
         self.first: dict[int, str] = {}
         self.found: Counter[str] = Counter()
 
     async def round(self, draw: random.Random) -> Counter[str]:
-        """Play one round; returns counts of its drafts."""
         self.turns = asyncio.Semaphore(self.at_once)
         drafts, order = Counter[str](), draw.sample(range(len(self.cards)), len(self.cards))
         moments = [draw.choice([0.0, 0.005, 0.05, 0.2]) for _ in order]
@@ -203,7 +198,6 @@ def play(server: Served, options: Any) -> tuple[Player, dict[str, list[float]]]:
 
 
 def failures(values: dict[str, Any]) -> list[str]:
-    """What grew, drifted, was held or differed."""
     found = {**values, "most_seconds_to_free": values["seconds_to_free"].max}
     return [
         f"{name} is {found[name]}, not at most {bound}"
@@ -213,7 +207,6 @@ def failures(values: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Play, record, and fail if anything grew, drifted, was held or differed."""
     parser = arguments(__doc__, minutes=30, at_once=6)
     parser.add_argument("--lock", type=Path, help="a file to hold while a round runs (flock)")
     options = parser.parse_args()

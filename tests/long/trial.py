@@ -90,7 +90,6 @@ class Child:
         self.process.communicate()
 
     def line(self) -> str:
-        """The next line, or "" if the process ended or had to be."""
         timer = threading.Timer(self.patience, self.process.kill)
         timer.start()
         try:
@@ -99,7 +98,6 @@ class Child:
             timer.cancel()
 
     def report(self, failures: Failures) -> dict[str, Any]:
-        """The next line's object; adds its failures, or a missing line, to `failures`."""
         line = self.line()
         if not line.startswith("{"):
             failures.append(f"the process said {line!r} and ended with {self.process.wait()}")
@@ -109,13 +107,11 @@ class Child:
         return found
 
     def ask(self, text: str) -> None:
-        """Write a line to it."""
         self.process.stdin.write(text + "\n")  # type: ignore[union-attr]
         self.process.stdin.flush()  # type: ignore[union-attr]
 
 
 def threads(backend: str, seconds: float) -> tuple[Row, Failures]:
-    """Two threads that share one LLM."""
     failures: Failures = []
     with Child("threads", backend, seconds, patience=PATIENCE + seconds) as child:
         values = child.report(failures)
@@ -153,7 +149,6 @@ def signals(backend: str, count: int) -> tuple[Row, Failures]:
 
 
 def loops(backend: str, count: int) -> tuple[Row, Failures]:
-    """One signal to a loop of short calls; every other time Ctrl-C, else SIGTERM."""
     failures: Failures = []
     took = []
     for i in progress(range(count), f"loops, {backend}"):
@@ -219,7 +214,6 @@ def collapse(default: list[float], one: list[float]) -> Failures:
 
 @contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    """Another process keeps one core busy, if wanted."""
     if not wanted:
         yield
         return
@@ -236,7 +230,6 @@ def _row(case: str, backend: str, values: dict[str, Any], failures: Failures) ->
 
 
 def cases(backend: str, options: argparse.Namespace) -> list[Callable[[], tuple[Row, Failures]]]:
-    """The cases of one backend."""
     return [
         lambda: threads(backend, options.seconds),
         lambda: signals(backend, options.signals),
@@ -262,7 +255,6 @@ def say(report: Report | str) -> None:
 
 
 def check(llm: LLM, failures: list[str]) -> None:
-    """Add to the failures what is left in the engine."""
     try:
         llm.engine.check_integrity()
     except Exception as error:
@@ -274,7 +266,6 @@ def check(llm: LLM, failures: list[str]) -> None:
 def share_llm(
     llm: LLM, seconds: float, each: Sequence[SamplingParams] = SHORT, count: int = 2
 ) -> Report:
-    """Threads that share one LLM for a while; every result against that of one thread."""
     pairs = [(prompt, params) for prompt in PROMPTS[:4] for params in each]
     expected = [tokens(llm.generate([prompt], params)[0]) for prompt, params in pairs]
     calls, failures = [0] * count, list[str]()
@@ -428,8 +419,6 @@ def fork_while_busy(backend: str, count: int) -> Report:
 
 
 def in_fork(llm: LLM, engine: AsyncEngine) -> list[str]:
-    """The calls that do not raise `UsageError` at once in this forked process."""
-
     async def one(outputs: AsyncIterator[RequestOutput]) -> None:
         async for _ in outputs:
             break
@@ -463,7 +452,6 @@ def in_fork(llm: LLM, engine: AsyncEngine) -> list[str]:
 
 
 def measure_speed(backend: str, seconds: float, repeats: int) -> Report:
-    """Tokens per second with the default threads and with one, in turn."""
     found: dict[str, list[float]] = {"default": [], "one": []}
     for _ in range(repeats):
         for name, count in (("default", None), ("one", 1)):
@@ -478,7 +466,6 @@ def measure_speed(backend: str, seconds: float, repeats: int) -> Report:
 
 
 def be_child(case: str, backend: str, *numbers: str) -> None:
-    """Run a case in this process."""
     # A process that a script starts in its background ignores Ctrl-C by default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if case == "threads":

@@ -26,7 +26,6 @@ class Span(NamedTuple):
 
 
 def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> ForwardBatch:
-    """Pack spans in order, one slot for each; ops check all values of the batch."""
     longest = max(span.start + len(span.tokens) for span in spans)
     start_S, count_S, wanted_S = (
         torch.tensor([*numbers, 1])  # and the spare's

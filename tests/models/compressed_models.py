@@ -89,12 +89,7 @@ def random_codes(
 
 
 class Written:
-    """A checkpoint, and Transformers' module of the same numbers.
-
-    folder: the checkpoint
-    module: float32
-    stored: the names of the matrices that are stored as codes
-    """
+    """A checkpoint, its float32 module in Transformers, and the names of matrices in codes."""
 
     def __init__(
         self,
@@ -141,11 +136,7 @@ class Written:
         }
 
     def exact_logits(self, tokens: list[int], *, rounds: bool = True) -> Tensor:
-        """[n, V] in float64, by Transformers' module in eager attention.
-
-        Args:
-            rounds: rows are rounded before matrices that are stored as codes.
-        """
+        """[n, V] in float64, by Transformers; rounds: rows are rounded before matrices in codes."""
         module = copy.deepcopy(self.module).double()
         module.set_attn_implementation("eager")
         for name, child in module.named_modules():

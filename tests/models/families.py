@@ -180,7 +180,6 @@ def save_model(
     dtype: torch.dtype = torch.float32,
     **save: Any,
 ) -> Path:
-    """A random checkpoint with attention far from uniform (weights of deviation 0.2)."""
     model = _auto_class(family).from_config(make_config(family, overrides), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -192,7 +191,6 @@ def save_model(
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Change keys of a checkpoint's `config.json`."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -214,13 +212,11 @@ def plain_model(folder: Path) -> Any:
 
 
 def same_weights(one: Any, other: Any) -> bool:
-    """Whether two modules have the same tensors, by name and to the bit."""
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
 
 
 def plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[n, V] logits of one sequence."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits

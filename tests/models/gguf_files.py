@@ -22,8 +22,6 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 32, 4, 2, 8, 64, 2
 
 
 class Typed(NamedTuple):
-    """A value with the number of its type, where Python's type does not say it."""
-
     number: int
     value: Any
 
@@ -34,7 +32,6 @@ def text_bytes(text: str | bytes) -> bytes:
 
 
 def value_bytes(value: Any) -> bytes:
-    """A value after its type."""
     if isinstance(value, Typed):
         return struct.pack(f"<I{FORMATS[value.number]}", value.number, value.value)
     if isinstance(value, list):
@@ -65,7 +62,6 @@ class Stored(NamedTuple):
 def file_bytes(
     metadata: Mapping[str, Any], tensors: Mapping[str, Stored] | None = None, version: int = 3
 ) -> bytes:
-    """A whole file."""
     tensors = tensors or {}
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     head += b"".join(text_bytes(key) + value_bytes(value) for key, value in metadata.items())
@@ -85,7 +81,6 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
 
 
 def finish(writer: Any) -> None:
-    """Write all that a `GGUFWriter` was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

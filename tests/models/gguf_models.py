@@ -141,11 +141,7 @@ class Written:
         writer.add_chat_template(TEMPLATE)
 
     def exact_logits(self, tokens: list[int], *, rounds: bool = True) -> torch.Tensor:
-        """[n, V] in float64, by Transformers' module in eager attention.
-
-        Args:
-            rounds: rows are rounded before weights in blocks, as is part of such a model.
-        """
+        """[n, V] in float64, by Transformers; rounds: rows are rounded before weights in blocks."""
         import copy
 
         module = copy.deepcopy(self.module).double()
@@ -167,10 +163,6 @@ def _alphabet() -> list[str]:
 def _random_tensor(
     like: torch.Tensor, kind: str, random: torch.Generator, order_N: NDArray[np.int64]
 ) -> tuple[torch.Tensor, NDArray[Any]]:
-    """The numbers of a parameter, and the bytes of them in the file.
-
-    order_N: for each row of the file the parameter's
-    """
     numbers = torch.randn(like.shape, generator=random)
     numbers = 1 + 0.3 * numbers if like.ndim == 1 else numbers * 1.5 * like.shape[-1] ** -0.5
     whole, file_kind = numbers.numpy(), gguf.GGMLQuantizationType[kind]

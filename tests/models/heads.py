@@ -50,7 +50,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def head_of(target: Path, *, name: str = "", **given: Any) -> Path:
-    """A head for a target's checkpoint, made next to it when it is first needed."""
     told = json.loads((target / "config.json").read_text())
     layers = told["num_hidden_layers"]
     sizes = {"hidden": told["hidden_size"], "vocabulary": told["vocab_size"]}
@@ -61,7 +60,6 @@ def head_of(target: Path, *, name: str = "", **given: Any) -> Path:
 
 
 def drafter_options(target: Path, model: Path) -> dict[str, dict[str, Any]]:
-    """Options that drafters need, by method."""
     return {
         "draft_model": {"model": str(model)},
         "draft_text": {"model": str(model)},
@@ -123,7 +121,6 @@ class NaiveRows:
         self.values: list[Tensor] = [] if before is None else before.values[:]
 
     def fork(self) -> NaiveRows:
-        """A copy, to continue with other rows."""
         return NaiveRows(self.head, self)
 
     def append(self, feature_C: Tensor, next_token: int) -> Tensor:
@@ -251,7 +248,6 @@ class Checked:
         self.worst = max(self.worst, error)
 
     def known(self, text: list[int]) -> Any:
-        """The rows of a text and the hidden state of the last one."""
         key = tuple(text)
         if key not in self.rows:
             aux = self.aux(text)

@@ -39,13 +39,11 @@ class Hub:
 
     @property
     def downloads(self) -> set[str]:
-        """Paths in repositories that were sent."""
         found = [_FILE.match(r.removeprefix("GET ")) for r in self.requests]
         return {match["path"] for match in found if match}
 
     @contextmanager
     def served(self) -> Iterator[str]:
-        """Serve inside; yields the address."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -64,19 +62,16 @@ def commit_of(name: str) -> str:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """Use this hub and this cache."""
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     addresses = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": template}
     _set(monkeypatch, **addresses, HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE=False)
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forbid downloads."""
     _set(monkeypatch, HF_HUB_OFFLINE=True)
 
 
 def _set(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
-    """Change what `huggingface_hub` has read from the environment when it was imported."""
     from huggingface_hub import constants
 
     for name, value in settings.items():
@@ -84,7 +79,6 @@ def _set(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
 
 
 def cached_files(cache: Path) -> set[str]:
-    """Names of the files in a local cache."""
     snapshots = cache.glob("models--*/snapshots/*/**/*")
     return {path.name for path in snapshots if path.is_file()}
 

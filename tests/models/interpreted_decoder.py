@@ -56,7 +56,6 @@ LAYERS = (0, 1, 2)
 def loaded(
     folder: Path, family: str, overrides: dict[str, Any], layers: tuple[int, ...] = ()
 ) -> CausalLM:
-    """A model with random weights, saved in `folder` too, in the fused stack."""
     families.save_model(folder, family, SIZES | overrides)
     view = TargetView(layers, module=True)
     model = load_model(folder, device="cpu", backend="triton", view=view)

@@ -110,7 +110,6 @@ def logits(folder: Path) -> None:
 
 
 def padding(folder: Path) -> None:
-    """Rows after those of all requests change no row and no block."""
     head, _ = both(folder, drafted=128)
     generator = torch.Generator().manual_seed(2)
     aux = torch.randn(3, 7, HIDDEN, generator=generator)

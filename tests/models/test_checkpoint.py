@@ -45,8 +45,6 @@ Damage = Callable[[Path], object]
 
 
 def rewritten(change: Callable[[bytes], bytes]) -> Damage:
-    """Other bytes in the file with the weights."""
-
     def damage(folder: Path) -> None:
         path = folder / WEIGHTS
         path.write_bytes(change(path.read_bytes()))

@@ -27,12 +27,7 @@ from foretoken.models.families import stays_compressed
 from foretoken.models.loader import load_plain
 from foretoken.ops.stack import Dense, Grouped, Stack, linears, parts_of
 from tests.models import families
-from tests.models.compressed_models import (
-    VOCABULARY,
-    Scheme,
-    Written,
-    packed,
-)
+from tests.models.compressed_models import VOCABULARY, Scheme, Written, packed
 from tests.models.families import change_config, change_tensors
 from tests.models.walk import logits_of
 from tests.support.kernels import needs_kernels
@@ -57,8 +52,6 @@ def name_of(scheme: Scheme) -> str:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Models by family and scheme, each written once."""
-
     @functools.cache
     def write(family: str, scheme: Scheme) -> Written:
         return Written(tmp_path_factory.mktemp("compressed"), family, scheme)

@@ -51,7 +51,6 @@ def load(folder: Path, backend: str) -> LoadedStack:
 
 
 def same_weights(one: Stack, other: Stack) -> list[bool]:
-    """Whether each tensor of two heads is the same to the bit; vectors first."""
     pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
     pairs.sort(key=lambda pair: pair[0].dim())
     return [torch.equal(*pair) for pair in pairs]

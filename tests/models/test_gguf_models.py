@@ -70,8 +70,6 @@ ROUNDING = 6e-2
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Models by family and formats, each written once."""
-
     @functools.cache
     def write(family: str, mix: str, seed: int = 0) -> Written:
         model_type, architecture, overrides = FAMILIES[family]
@@ -298,7 +296,6 @@ def build(path: Path, speculation: dict[str, Any] | None = None, **options: Any)
 
 
 def run(llm: LLM, prompts: list[Any], params: Any) -> list[list[int]]:
-    """Tokens, with the integrity check after every step."""
     step = llm.engine.step
 
     def checked_step() -> Any:
@@ -314,7 +311,6 @@ def run(llm: LLM, prompts: list[Any], params: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafts(written: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Ways to draft for a model of hidden size 256."""
     gguf_draft = written("qwen3", "Q8_0", 1)
     head = save_head(tmp_path_factory.mktemp("head"), **HEAD)
     few = save_head(tmp_path_factory.mktemp("few"), **HEAD, drafted=99)

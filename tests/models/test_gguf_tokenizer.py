@@ -52,7 +52,6 @@ PRE: dict[str, Any] = {
 
 
 def trained(pre: str) -> Tokenizer:
-    """A small byte-level tokenizer as `tokenizer.json` files of that name have it."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -67,7 +66,6 @@ def trained(pre: str) -> Tokenizer:
 
 
 def written(folder: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
-    """Its GGUF file, as llama.cpp's converter writes one."""
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     types = [3 if t in SPECIAL else 4 if t in USER else 1 for t in tokens]

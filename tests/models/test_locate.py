@@ -34,7 +34,6 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as it is published, with many files that we do not read."""
     folder = families.save_model(tmp_path_factory.mktemp("repository"), "llama", {})
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -26,7 +26,6 @@ BLOCK = 16  # numbers of a row that share a scale, and as many rows
 
 
 def save_fp8(source: Path, folder: Path) -> tuple[Path, Path]:
-    """A checkpoint in FP8 by blocks, and one of the same numbers in float32."""
     stored, plain = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in load_file(source / "model.safetensors").items():
         stored[name] = plain[name] = weight

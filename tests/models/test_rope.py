@@ -57,7 +57,6 @@ def load(folder: Path, **options: Any) -> CausalLM:
 
 
 def packed_logits(model: CausalLM, texts: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of all positions of several requests that are prefilled in one pass."""
     blocks = [-(-len(text) // 8) for text in texts]
     kv = KVPool(model.layer_shapes, sum(blocks) + 1, 8, dtype=model.dtype, device=model.device)
     spans, first = [], 1

@@ -34,7 +34,6 @@ def needs_model(test: Any) -> Any:
 
 
 def package_at(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """The package is in these folders; without folders it is not installed."""
     name, module = locate.PACKAGED[MODEL].module, None
     if folders:
         module = ModuleType(name)
@@ -140,7 +139,6 @@ def test_a_seed_reproduces_alone_and_among_others(llm: LLM, plain: LLM) -> None:
 
 @needs_model
 def test_it_knows_the_capital_of_germany(llm: LLM) -> None:
-    """It is less sure of France's: its two likeliest first tokens are nearly equal."""
     message = {"role": "user", "content": "What is the capital of Germany?"}
     (output,) = llm.chat([message], GREEDY)
     assert output.outputs[0].text == "The capital of Germany is Berlin."

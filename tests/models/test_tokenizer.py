@@ -22,7 +22,6 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def save_old_files(folder: Path) -> None:
-    """The files of checkpoints from before tokenizer.json."""
     save_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (folder / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
@@ -137,8 +136,6 @@ def no_merges(folder: Path) -> None:
 
 
 def only(name: str, content: bytes, config: str = "") -> Callable[[Path], None]:
-    """This file in place of a tokenizer's, with a `tokenizer_config.json` if there is one."""
-
     def damage(folder: Path) -> None:
         without("tokenizer.json", "tokenizer_config.json")(folder)
         (folder / name).write_bytes(content)

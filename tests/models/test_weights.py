@@ -144,7 +144,6 @@ LAYER = "model.layers.0"
 
 
 def load_with(folder: Path, family: str, *names: str) -> CausalLM:
-    """A model from a checkpoint that also holds these tensors."""
     families.save_model(folder, family, families.SUPPORTED[family])
     path = folder / "model.safetensors"
     more = {name: torch.zeros(32) for name in names}

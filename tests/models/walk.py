@@ -56,14 +56,12 @@ def walk(
 
 
 def logits_of(model: CausalLM, text: list[int]) -> torch.Tensor:
-    """[n, V] logits of a text in one pass."""
     columns = -(-len(text) // 16)
     batch = build_batch([Span([*range(columns)], 0, text, len(text))], 16, CPU)
     return model.forward(batch, new_pool(model, columns, 16)).logits_NV.clone()
 
 
 def new_pool(model: CausalLM, num_blocks: int, block_size: int, fill: float = 0.0) -> KVPool:
-    """A pool for `model` with `fill` in every number, also after the last block."""
     kv = KVPool(model.layer_shapes, num_blocks, block_size, dtype=model.dtype, device=CPU)
     for cache in (*kv.keys, *kv.values):
         numbers = cache.untyped_storage().nbytes() // cache.itemsize

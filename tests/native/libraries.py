@@ -38,7 +38,6 @@ def use_library(variant: str) -> Iterator[Any]:
 
 
 def built_variants() -> list[str]:
-    """The libraries that can be loaded; the test is skipped if there is only one."""
     built = [variant for variant in VARIANTS if build.library_path(variant).exists()]
     if len(built) < 2:
         pytest.skip(f"this machine runs {built} only")
@@ -62,5 +61,4 @@ def native_backend_with_logits(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def native_backend(load_stack: Callable[..., Any]) -> Any:
-    """The native backend, with `load_stack` in place of the class `NativeStack`."""
     return Backend("native", replace(get_backend("native")._kernels, load_stack=load_stack))

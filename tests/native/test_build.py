@@ -45,7 +45,6 @@ def build(tree: Path) -> Any:
 
 
 def loaded(tree: Path, old: str = "", new: str = "") -> Any:
-    """`build.py` as the hook that builds a wheel loads it: by its path."""
     text = Path(installed.__file__).read_text(encoding="utf-8")
     (tree / "build.py").write_text(text.replace(old, new), encoding="utf-8")
     spec = spec_from_file_location("build", tree / "build.py")

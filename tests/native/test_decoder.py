@@ -133,7 +133,6 @@ def run(
     block_size: int = 16,
     others: bool = False,
 ) -> Tensor:
-    """[n, V] logits of a text computed in chunks, optionally next to chunks of other requests."""
     assert sum(chunks) == len(text)
     columns = -(-len(text) // block_size)
     tables = [list(range(i, 3 * columns, 3)) for i in range(3)]
@@ -231,13 +230,9 @@ def test_a_pool_of_another_dtype_is_refused(tmp_path: Path) -> None:
 
 
 LONGROPE = {
-    **ROPE,
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "original_max_position_embeddings": 64,
-    "factor": 8.0,
-}
+    **ROPE, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64, "factor": 8.0,
+}  # fmt: skip
 UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": ("gemma", HEADS, "models of type `gemma` run through their own modules"),
     "heads": ("llama", {"head_dim": 24}, r"heads of sizes \[24\]: not one multiple of"),
@@ -391,7 +386,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
 
 def forward(model: CausalLM, **changes: Any) -> Any:
-    """Two requests, of 3 and 1 new tokens, in a pool of 6 blocks."""
     kv = new_pool(model, 6, BLOCK)
     spans = [Span([1, 2], 2, [5, 6, 7], 1), Span([3], 0, [8], 1)]
     batch = build_batch(spans, BLOCK, CPU)
@@ -416,7 +410,6 @@ def test_a_wrong_batch_is_named(model: CausalLM, changes: dict[str, Any], messag
 
 
 def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
-    """Three drafts for a request of 6 known tokens in slot 1, two for one of 1 in slot 0."""
     assert isinstance(model.network, RoundStack)
     kv = new_pool(model, 6, BLOCK)
     spans = [Span([1, 2], 0, [5, 6, 7, 8, 9, 10], 1), Span([3], 0, [8], 1)]
@@ -424,11 +417,9 @@ def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
     table = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]])[:, :columns].contiguous()
     attention = replace(first.attention, block_BL=table)
     drafting = DraftRound(
-        make_params(2, [0.8, 0.8]),
-        torch.tensor([1, 0]),
-        torch.tensor([3, 2]),
+        make_params(2, [0.8, 0.8]), torch.tensor([1, 0]), torch.tensor([3, 2]),
         DraftCache.empty(2, 3, model.vocab_size, torch.float32, CPU),
-    )._replace(**changes)
+    )._replace(**changes)  # fmt: skip
     return model.network.draft(first._replace(attention=attention), kv, drafting)
 
 

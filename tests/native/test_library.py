@@ -59,14 +59,12 @@ def machine(folder: Path, features: set[str], *built: str, name: str = "x86_64")
 
 
 def chosen(*of: Any, **named: Any) -> tuple[str | None, str]:
-    """What is chosen on a `machine`, whatever was chosen before."""
     library.choose_variant.cache_clear()
     return library.choose_variant(machine(*of, **named))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder, where the environment names no variant."""
     monkeypatch.delenv(library.VARIANT, raising=False)
     yield tmp_path
     library.choose_variant.cache_clear()

@@ -63,7 +63,6 @@ for worker in workers:
 
 
 def run(script: str, *arguments: str) -> None:
-    """Run in a process of its own, because a failure here ends or hangs the process."""
     command = [sys.executable, "-c", PRELUDE + script, *arguments]
     done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -71,7 +71,6 @@ SIZES = {32: Sizes(96, 4, 352), 64: Sizes(192, 4, 320), 128: Sizes(128, 8, 384),
 
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The library that the test runs in."""
     if not build.library_path(request.param).exists():
         pytest.skip(f"`{request.param}` was not built")
     with use_library(request.param):
@@ -79,7 +78,6 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def made_stack(name: str, num_layers: int = 2, *, biases: bool = True) -> Stack:
-    """Random weights in one format, all but the embedding."""
     random, sizes = torch.Generator().manual_seed(5), SIZES[multiple_of(name)]
     queries, keys = sizes.heads * HEAD_SIZE, 2 * HEAD_SIZE
 

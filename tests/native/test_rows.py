@@ -103,14 +103,10 @@ def test_rows_may_be_apart_and_each_has_its_edits() -> None:
     masks[0, 64] = 2  # of the last two tokens only the last
     token = torch.tensor([0, 1023, 1024, 2049, 7])
     edits = Edits(
-        masks,
-        torch.tensor([-1, 0, 0]),
-        torch.tensor([0, 4, 4, 5]),
-        token,
-        torch.tensor([1.0, -INF, 0.0, 2.0, 0.5]),
-        torch.tensor([1.0, 1.0, 2.0, 1.0, 0.5]),
+        masks, torch.tensor([-1, 0, 0]), torch.tensor([0, 4, 4, 5]), token,
+        torch.tensor([1.0, -INF, 0.0, 2.0, 0.5]), torch.tensor([1.0, 1.0, 2.0, 1.0, 0.5]),
         torch.tensor([0.0, 0.0, 0.25, 0.0, 1.0]),
-    )
+    )  # fmt: skip
     expected = raw.clone()
     expected[1:, 2048] = -INF
     for n, entries in ((0, range(4)), (2, range(4, 5))):
@@ -126,7 +122,6 @@ def test_rows_may_be_apart_and_each_has_its_edits() -> None:
 def cached(
     raw_BKV: Tensor, params: SlotParams, position_B: Tensor, *, fp64: bool = False
 ) -> tuple[Tensor, DraftCache]:
-    """Drafts of slots 0..B-1, and the cache with their q."""
     num, most, vocabulary = raw_BKV.shape
     cache = DraftCache.empty(num, most, vocabulary, raw_BKV.dtype, CPU)
     slot_B = torch.arange(num)

@@ -10,5 +10,4 @@ from tests.support.cases import host_backends
 
 @pytest.fixture(params=host_backends())
 def ops(request: pytest.FixtureRequest) -> Backend:
-    """Each backend that takes tensors on a CPU."""
     return get_backend(request.param)

@@ -144,7 +144,6 @@ def test_strided_queries(backend: str) -> None:
 
 
 def other(field: str, value: Any) -> Any:
-    """Change one field of the batch."""
     return lambda case: (*case[:3], replace(case[3], **{field: torch.tensor(value)}), case[4])
 
 

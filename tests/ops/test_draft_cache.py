@@ -33,13 +33,9 @@ SLOTS, REQUESTS, K = 70, 60, 3
 def given_params() -> SlotParams:
     """Every rule, temperature and filter, in more slots than there are requests."""
     return make_params(
-        SLOTS,
-        [0.0, 0.7, 1.0, 1.0, 1.3] * 14,
-        [0, 0, 20, 0, 0, 0, 5] * 10,
-        [1.0, 0.9] * 35,
-        [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0] * 10,
-        rule=[0, 0, 1, 3, 2] * 14,
-    )
+        SLOTS, [0.0, 0.7, 1.0, 1.0, 1.3] * 14, [0, 0, 20, 0, 0, 0, 5] * 10, [1.0, 0.9] * 35,
+        [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0] * 10, rule=[0, 0, 1, 3, 2] * 14,
+    )  # fmt: skip
 
 
 def given_drafts(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +51,6 @@ def given_drafts(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def drawn(cache: DraftCache, params: SlotParams, slot_B: Tensor) -> Tensor:
-    """Draws from the cache's q by `multinomial`, a sampler other than ours."""
     raw_BKV = cache.logits_SKV[slot_B].double()
     scale_B = params.temperature_S[slot_B].double().clamp(min=1e-3)
     x_BKV = raw_BKV.nan_to_num(0) / scale_B[:, None, None]

@@ -112,19 +112,15 @@ def test_one_rule_cannot_pass_for_another() -> None:
 PLACES = {
     "src/foretoken/ops/types.py": "{rule} = {number}",
     "src/foretoken/config/speculative.py": '"{rule}"',
-    "src/foretoken/ops/rules.py": "rule.{rule}: ",
-    "src/foretoken/ops/backends/torch/verify.py": "",
+    "src/foretoken/ops/rules.py": "rule.{rule}: ", "src/foretoken/ops/backends/torch/verify.py": "",
     "src/foretoken/ops/backends/reference/_rules.py": "rule.{rule}: ",
     "src/foretoken/ops/backends/native/csrc/sampling.h": "k{rule}",
     "src/foretoken/ops/backends/native/csrc/verify.cpp": "",
     "src/foretoken/ops/backends/triton/rules.py": "",
-    "src/foretoken/ops/backends/triton/decide.py": "{rule}",
-    "src/foretoken/lab/laws/joint.py": "",
-    "src/foretoken/engine/rounds.py": "",
-    "src/foretoken/outputs.py": '"{rule}": ',
-    "docs/verification.md": "| `{rule}`",
-    "tests/ops/test_every_rule.py": "",
-}
+    "src/foretoken/ops/backends/triton/decide.py": "{rule}", "src/foretoken/lab/laws/joint.py": "",
+    "src/foretoken/engine/rounds.py": "", "src/foretoken/outputs.py": '"{rule}": ',
+    "docs/verification.md": "| `{rule}`", "tests/ops/test_every_rule.py": "",
+}  # fmt: skip
 """The files of the recipe, and how a rule is written there; "" where it need not be."""
 
 

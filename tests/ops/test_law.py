@@ -124,7 +124,6 @@ def test_mutant_rule_is_rejected(mutant: Mutant) -> None:
 
 @fastest
 def test_the_trials_of_quick_laws_suffice(on: On) -> None:
-    """All other mutants are rejected above with no more trials."""
     assert min(QUICK.values()) >= MUTANT_TRIALS
     for name, trials in (
         ("residual_weight_before-block", QUICK["native"]),

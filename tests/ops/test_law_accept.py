@@ -61,13 +61,11 @@ def under(rule: Rule, params: SlotParams) -> SlotParams:
 
 @asking
 def by_blocks(x: VerifyBatch) -> VerifyBatch:
-    """Requests are verified by another rule than their own."""
     return x._replace(params=under(Rule.BLOCK, x.params))
 
 
 @asking
 def always(x: VerifyBatch) -> VerifyBatch:
-    """Every draft is accepted."""
     rate_K = torch.ones(1, dtype=torch.float64, device=x.slot_B.device)
     return x._replace(params=under(Rule.SYNTHETIC, x.params), synthetic_rate_K=rate_K)
 

@@ -56,7 +56,6 @@ def batches(vocabulary: int) -> list[tuple[Case, Expected]]:
 
 @functools.cache
 def batches_of(rule: Rule, temperature: float) -> list[tuple[Case, Expected]]:
-    """One rule and one temperature in each batch."""
     fixed = {"rule": int(rule), "temperature": temperature}
     cases = [
         random_case(

@@ -13,8 +13,6 @@ GPU = torch.device("cuda")
 
 
 class Event:
-    """An event that passes when the test sets `has_passed`."""
-
     def __init__(self) -> None:
         self.has_passed = False
 

@@ -14,7 +14,6 @@ INF = math.inf
 
 
 def kept(ops: Backend, row: list[float] | torch.Tensor, **params: float) -> list[int]:
-    """Ids that survive the filters."""
     logits = torch.as_tensor(row)[None]
     out = ops.process_logits(Rows(logits, make_params(1, **params), torch.tensor([0])))
     return torch.nonzero(out[0] > -INF).flatten().tolist()

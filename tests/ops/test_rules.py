@@ -46,14 +46,12 @@ class Chain:
                     self.q[prefix] = np.eye(vocabulary)[random.integers(vocabulary)]
 
     def paths(self) -> Iterator[tuple[Path, float]]:
-        """Every draft of K = length tokens that has a chance, and that chance."""
         for path in itertools.product(range(self.vocabulary), repeat=self.length):
             chance = math.prod(self.q[path[:i]][x] for i, x in enumerate(path))
             if chance > 0:
                 yield path, chance
 
     def decide(self, rule: Rule, path: Path, u: list[float]) -> papers.Outcome:
-        """The outcome of one path by the oracle's rule."""
         p = [self.p[path[:i]] for i in range(len(path) + 1)]
         drafts = [
             papers.Draft(x, float(self.q[path[:i]][x]), self.q[path[:i]])

@@ -32,7 +32,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def one_key(params: SlotParams) -> SlotParams:
-    """All slots draw the same noise."""
     return replace(params, key_S=params.key_S[:1].expand(len(params.key_S)).contiguous())
 
 
@@ -141,12 +140,9 @@ def test_raw_logits_are_processed_on_load(ops: Backend, dtype: torch.dtype) -> N
     count = 12
     rows = (randn(count, 1100, seed=5) * 3).to(dtype)
     edits = make_edits(
-        count,
-        {(n, 5): (4.0, 1.5, 0.5) for n in range(count)} | {(0, 6): (-INF, 1.0, 0.0)},
-        masks=[list(range(0, 1100, 2))],
-        mask_of=[n % 2 - 1 for n in range(count)],
-        vocabulary=1100,
-    )
+        count, {(n, 5): (4.0, 1.5, 0.5) for n in range(count)} | {(0, 6): (-INF, 1.0, 0.0)},
+        masks=[list(range(0, 1100, 2))], mask_of=[n % 2 - 1 for n in range(count)], vocabulary=1100,
+    )  # fmt: skip
     slot = torch.arange(count)
     params = make_params(
         count, [0.7, 1.0, 0.0] * 4, [0, 0, 0, 4] * 3, [1.0, 0.8] * 6, [0.0, 0.0, 0.0, 0.1] * 3

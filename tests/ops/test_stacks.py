@@ -30,7 +30,6 @@ BACKENDS = ["reference", "torch", "native"]
 
 
 def stack(num_layers: int = 2, rule: FeatureRule | None = None, **changes: Any) -> Stack:
-    """Random weights; with a rule, its one layer reads twice as much."""
     made = made_stack("float32", num_layers, biases=False)
     if rule is not None:
         (layer,) = made.layers
@@ -41,14 +40,12 @@ def stack(num_layers: int = 2, rule: FeatureRule | None = None, **changes: Any) 
 
 
 def feature_stack() -> Stack:
-    """A drafting stack that reads two hidden states."""
     torch.manual_seed(1)
     fc = Linear(Dense(torch.randn(SIZE, 2 * SIZE) / 8))
     return stack(1, FeatureRule(fc, None, torch.rand(SIZE) + 0.5, False, True))
 
 
 def batch() -> ForwardBatch:
-    """Two requests, of 3 and 1 new tokens, each with one wanted row."""
     return build_batch([Span([1], 0, [5, 6, 7], 1), Span([2], 0, [8], 1)], BLOCK, CPU)
 
 

@@ -35,8 +35,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Case(NamedTuple):
-    """Slots, and the numbers of a step as the host gives them."""
-
     state: SlotState
     slot_B: Tensor
     num_tokens_B: Tensor
@@ -92,7 +90,6 @@ def make_case(
 
 
 def make_verdict(seed: int, num_D: Tensor, most: int) -> Verdict:
-    """A random verdict on so many drafts."""
     draw, device = random.Random(seed), num_D.device
     accepted = [draw.randint(0, num) for num in num_D.tolist()]
     finite = [draw.random() < 0.8 for _ in accepted]
@@ -296,7 +293,6 @@ def test_more_sizes_than_are_kept() -> None:
 
 
 def make_slots(length: int) -> SlotState:
-    """One slot of so many tokens, with room for 8 and blocks of 4 for 12, and the spare."""
     numbers = torch.tensor([[length, 1], [length - 1, 0], [99, 1]])
     blocks = torch.tensor([[1, 2, 3], [0, 0, 0]])
     return SlotState(torch.ones(2, 8, dtype=torch.int32), blocks, *numbers)

@@ -34,7 +34,6 @@ FEW = ("5, every rule", "2100, likeliest: 0", CHOICES)
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the cases came to where kernels are interpreted."""
     found: dict[str, Any] = json.loads(interpret(interpreted.__name__, *chosen(request)))
     return found
 
@@ -76,14 +75,10 @@ def test_larger_batches_on_a_gpu(vocabulary: int) -> None:
     decisions = near_ties = 0
     for seed in range(8):
         case = random_case(
-            vocabulary,
-            seed,
-            dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3],
-            draft_dtype=(torch.float32, torch.bfloat16)[seed % 2],
-            junk=seed % 4 == 3,
-            fp64_noise=seed % 2 == 1,
-            fixed={"rule": list(Rule)[seed // 2]} if seed < 4 else None,
-        )
+            vocabulary, seed, dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3],
+            draft_dtype=(torch.float32, torch.bfloat16)[seed % 2], junk=seed % 4 == 3,
+            fp64_noise=seed % 2 == 1, fixed={"rule": list(Rule)[seed // 2]} if seed < 4 else None,
+        )  # fmt: skip
         tally = compare_batch(backend, case, device=device)
         decisions, near_ties = decisions + tally.decisions, near_ties + tally.near_ties
     assert near_ties <= 0.02 * decisions

@@ -90,10 +90,8 @@ def every_op(
     params = SlotParams(
         *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots)),
         *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots), torch.zeros(slots)),
-        torch.full((slots,), min(rules), dtype=torch.int64),
-        full,
-        rules,
-    )
+        torch.full((slots,), min(rules), dtype=torch.int64), full, rules,
+    )  # fmt: skip
     at = torch.tensor([0, 1])
 
     def edits(rows: int) -> Edits | None:

@@ -11,7 +11,6 @@ from foretoken.ops import Backend, DraftBlock, Noise, Rows, SlotParams, Stream, 
 
 
 def only(token: int, vocabulary: int = 8) -> torch.Tensor:
-    """All mass on one token."""
     row = torch.full((vocabulary,), -math.inf)
     row[token] = 0.0
     return row

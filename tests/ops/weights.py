@@ -38,7 +38,6 @@ FORMATS = (*BLOCKS, *GROUPS, *PLAIN)
 
 
 def multiple_of(name: str) -> int:
-    """The number of weights in a row must be a multiple of this."""
     return BLOCKS[name].size if name in BLOCKS else GROUPS.get(name, 0) or 32
 
 

@@ -118,11 +118,9 @@ def test_in_float32_no_batch_changes_a_token(backend: str) -> None:
         counts = compare(llm, seeded(count=8, max_tokens=12))
     torch.set_num_threads(threads)
     assert counts == {
-        "requests": 8,
-        "differ_in_batch": 0,
-        "differ_in_reversed_batch": 0,
+        "requests": 8, "differ_in_batch": 0, "differ_in_reversed_batch": 0,
         "differ_when_repeated": 0,
-    }
+    }  # fmt: skip
 
 
 def test_reproducibility_counts_every_request_that_parts() -> None:
@@ -139,11 +137,9 @@ def test_reproducibility_counts_every_request_that_parts() -> None:
 
     counts = compare(Engine(), seeded(count=4, max_tokens=1))
     assert counts == {
-        "requests": 4,
-        "differ_in_batch": 2,
-        "differ_in_reversed_batch": 3,
+        "requests": 4, "differ_in_batch": 2, "differ_in_reversed_batch": 3,
         "differ_when_repeated": 1,
-    }
+    }  # fmt: skip
 
 
 def test_where_two_texts_part() -> None:
@@ -194,11 +190,9 @@ def test_a_soak_fails_if_anything_promised_never_happened() -> None:
     assert failures(found, args) == []
     wrong = {"preemptions": 0, "seconds": 462.8, "distinct": 3, "resident_mib_grown": 83.4}
     assert failures(found | wrong, args) == [
-        "seconds is 462.8, not at least 480.0",
-        "distinct is 3, not at least 100",
-        "preemptions is 0, not at least 1",
-        "resident_mib_grown is 83.4, not at most 64",
-    ]
+        "seconds is 462.8, not at least 480.0", "distinct is 3, not at least 100",
+        "preemptions is 0, not at least 1", "resident_mib_grown is 83.4, not at most 64",
+    ]  # fmt: skip
     del found["aborted"]
     assert failures(found, args) == ["aborted is 0, not at least 1"]
 

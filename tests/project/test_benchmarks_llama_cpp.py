@@ -208,15 +208,11 @@ def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 SPEEDS = {
-    ("foretoken", "plain", 0): 100.0,
-    ("foretoken", "draft_model", 3): 210.0,
-    ("foretoken", "ngram", 3): 150.0,
-    ("transformers", "generate", 0): 50.0,
-    ("transformers", "assisted", 3): 60.0,
-    ("llama.cpp", "plain", 0): 80.0,
-    ("llama.cpp", "draft_model", 2): 100.0,
-    ("llama.cpp", "draft_model", 5): 120.0,
-}
+    ("foretoken", "plain", 0): 100.0, ("foretoken", "draft_model", 3): 210.0,
+    ("foretoken", "ngram", 3): 150.0, ("transformers", "generate", 0): 50.0,
+    ("transformers", "assisted", 3): 60.0, ("llama.cpp", "plain", 0): 80.0,
+    ("llama.cpp", "draft_model", 2): 100.0, ("llama.cpp", "draft_model", 5): 120.0,
+}  # fmt: skip
 NAMES = {
     "foretoken": {"plain": "plain"},
     "transformers": {"generate": "Transformers generate", "assisted": "Transformers assisted"},

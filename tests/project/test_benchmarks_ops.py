@@ -22,14 +22,7 @@ from benchmarks.ops.cases import Case, Goal, chosen, cpu_cases, gpu_cases
 from benchmarks.ops.inputs import Pools, make, rows_of
 from benchmarks.ops.timing import enough, in_turns
 from foretoken.lab.results import Spread, read
-from foretoken.ops import (
-    DraftCache,
-    Noise,
-    Rows,
-    Rule,
-    Verdict,
-    VerifyBatch,
-)
+from foretoken.ops import DraftCache, Noise, Rows, Rule, Verdict, VerifyBatch
 
 CPU = torch.device("cpu")
 V = 1200
@@ -105,13 +98,9 @@ def test_the_cases_are_named_once_and_their_partners_exist() -> None:
         assert all(case.goals for case in chosen(cases, "verify", quick=True))
     values = {goal.value for case in [*gpu_cases(), *cpu_cases()] for goal in case.goals}
     assert values == {
-        "graph_us",
-        "eager_us",
-        "ratio",
-        "extra_memory_share",
-        "ns_per_logit",
+        "graph_us", "eager_us", "ratio", "extra_memory_share", "ns_per_logit",
         "speedup_over_pytorch",
-    }
+    }  # fmt: skip
 
 
 def test_bytes_are_the_rows_that_must_be_read() -> None:
@@ -166,19 +155,10 @@ def test_the_baseline_keeps_the_law(rule: str) -> None:
     p_V, q_V = torch.randn(vocabulary), torch.randn(vocabulary)
     token_BK = q_V.softmax(0).multinomial(trials * k, replacement=True).view(trials, k)
     call = baseline.verify(
-        rule=rule,
-        logits_NV=p_V.expand(trials * (k + 1), -1),
-        draft_logits_BKV=q_V.expand(trials, k, -1),
-        token_BK=token_BK,
-        rate_K=None,
-        seen_BL=None,
-        repetition=1.0,
-        presence=0.0,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-    )
+        rule=rule, logits_NV=p_V.expand(trials * (k + 1), -1),
+        draft_logits_BKV=q_V.expand(trials, k, -1), token_BK=token_BK, rate_K=None, seen_BL=None,
+        repetition=1.0, presence=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
+    )  # fmt: skip
     token_BK1 = call()
     expected = p_V.softmax(0)
     counts = torch.bincount(token_BK1[:, 0], minlength=vocabulary)
@@ -231,9 +211,7 @@ def test_rates_are_conditional() -> None:
     assert rates(torch.tensor([0, 0]), 2).tolist() == [0.0, 0.0]
 
 
-def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(
-    session: run.Session,
-) -> None:
+def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(session: run.Session) -> None:
     goals = (Goal("ratio", 1e9), Goal("eager_us", 0.0), Goal("graph_us", 1.0))
     case = verify_case("synthetic", goals=goals)
     rows = run.measure(session, [case], Pools(CPU))

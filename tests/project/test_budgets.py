@@ -73,7 +73,6 @@ def test_no_test_helper_is_dead() -> None:
 
 
 def defined(tree: ast.Module) -> list[str]:
-    """Functions, classes and constants of a module."""
     found = []
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -14,7 +14,6 @@ ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
 def tree_in(document: str, top: str) -> set[str]:
-    """Paths named in the fenced block that starts with the line `top`; folders end in a slash."""
     for block in re.findall(r"```(?:text)?\n(.*?)```", document, flags=re.DOTALL):
         lines = block.splitlines()
         if lines and lines[0].split()[0] == top:
@@ -37,7 +36,6 @@ def tree_in(document: str, top: str) -> set[str]:
 
 
 def sources(top: Path) -> list[Path]:
-    """Folders and sources below `top`."""
     return [
         path
         for path in sorted(top.rglob("*"))
@@ -81,7 +79,6 @@ def test_the_tests_of_architecture_can_fail() -> None:
 
 
 def has_charter(path: Path, text: str) -> bool:
-    """Whether a source says at its top what it is for; of a C++ file its header may."""
     if path.suffix == ".cpp" and path.with_suffix(".h").exists():
         return True
     return text.startswith('"""' if path.suffix == ".py" else "//")

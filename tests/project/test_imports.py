@@ -30,22 +30,12 @@ LAYERS = [
 RANK = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
 DATA_ONLY = {"assets"}
 TORCH_FREE = [
-    "foretoken.config",
-    "foretoken.errors",
-    "foretoken.foreign",
-    "foretoken.interrupts",
-    "foretoken.outputs",
-    "foretoken.progress",
-    "foretoken.sampling.params",
-    "foretoken.cache.block_pool",
-    "foretoken.drafting.control",
-    "foretoken.engine.control",
-    "foretoken.engine.pace",
-    "foretoken.engine.request",
-    "foretoken.engine.scheduler",
-    "foretoken.lab.desk",
-    "foretoken.lab.plan.simulate",
-]
+    "foretoken.config", "foretoken.errors", "foretoken.foreign", "foretoken.interrupts",
+    "foretoken.outputs", "foretoken.progress", "foretoken.sampling.params",
+    "foretoken.cache.block_pool", "foretoken.drafting.control", "foretoken.engine.control",
+    "foretoken.engine.pace", "foretoken.engine.request", "foretoken.engine.scheduler",
+    "foretoken.lab.reporter", "foretoken.lab.plan.simulate",
+]  # fmt: skip
 
 
 def component(name: str) -> str:

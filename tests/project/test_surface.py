@@ -28,14 +28,11 @@ OPS = (
     "get_backend unavailable"
 ).split()
 LLM_METHODS = {
-    "get_tokenizer": "",
-    "get_default_sampling_params": "",
-    "reset_prefix_cache": "others",
+    "get_tokenizer": "", "get_default_sampling_params": "", "reset_prefix_cache": "others",
     "generate": "prompts sampling_params use_tqdm on_error on_interrupt others",
     "chat": "messages sampling_params use_tqdm on_error on_interrupt template",
-    "stream": "prompt sampling_params on_interrupt",
-    "close": "",
-}
+    "stream": "prompt sampling_params on_interrupt", "close": "",
+}  # fmt: skip
 
 
 def test_public_names() -> None:

@@ -85,7 +85,6 @@ def test_min_tokens_holds_back_stops_until_enough_tokens() -> None:
 
 
 def bits(edits: Edits, row: int) -> set[int] | None:
-    """Tokens that a row's mask allows, None without one."""
     if edits.mask_RW is None or edits.mask_N is None:
         return None
     mask = int(edits.mask_N[row])

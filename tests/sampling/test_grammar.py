@@ -17,14 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken.drafting.forced import by_grammar
 from foretoken.errors import RequestError
-from foretoken.sampling.grammar import (
-    Compilers,
-    Grammar,
-    Grammars,
-    Matcher,
-    fill_ahead,
-    fill_masks,
-)
+from foretoken.sampling.grammar import Compilers, Grammar, Grammars, Matcher, fill_ahead, fill_masks
 from foretoken.sampling.history import Array
 from foretoken.sampling.params import SamplingParams
 from tests.support.asynchronous import PATIENCE

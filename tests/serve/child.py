@@ -32,13 +32,11 @@ class Child(NamedTuple):
     http: httpx.Client
 
     def end(self, by: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
-        """Send a signal and return the exit code."""
         self.process.send_signal(by)
         return self.process.wait(seconds)
 
     @property
     def said(self) -> str:
-        """Its output after its address, once it has ended."""
         return self.process.stdout.read() if self.process.stdout else ""
 
 
@@ -54,10 +52,9 @@ def child(
 ) -> Iterator[Child]:
     """A server that has begun to listen; it is gone afterwards.
 
-    Args:
-        breaks: what the fourth step raises: `device` as a GPU that failed, or `thread`, a bug.
-        expects: steps wait while fewer requests are open.
-        step_seconds: what every step takes more.
+    breaks: what the fourth step raises: `device` as a GPU that failed, or `thread`, a bug
+    expects: steps wait while fewer requests are open
+    step_seconds: what every step takes more
     """
     asked = {
         "engine": {"model": str(model), **(engine or {})}, "options": options,

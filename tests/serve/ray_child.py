@@ -22,7 +22,6 @@ def other_version() -> None:
 
 
 def deploy(args: str) -> None:
-    """Deploy as `serve deploy` does, send requests through the proxies, and print the answers."""
     from foretoken.serve.command import prepare_own_cluster
 
     prepare_own_cluster()

@@ -71,26 +71,22 @@ class Deadlines(Lifetime):
 
 
 def connect(server: Running) -> socket.socket:
-    """A connection that sends nothing by itself."""
     address = httpx.URL(server.url)
     return socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
 
 
 def request(body: dict[str, Any]) -> bytes:
-    """A request for a completion, as it goes over the wire."""
     text = json.dumps(body).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
-    """The answer to a body, which may be an `error`."""
     answer: dict[str, Any] = http.post(path, json=body).json()
     return answer
 
 
 def chunks(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream, which ends as it should."""
     text = http.post(path, json={"stream": True, **body}).text
     *events, end, rest = text.split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")

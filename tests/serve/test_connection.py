@@ -22,7 +22,6 @@ OFFERS = [
 
 
 def say(client: socket.socket, pieces: tuple[bytes, ...]) -> None:
-    """Send bytes in so many segments."""
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for number, piece in enumerate(pieces):
         time.sleep(0.05 * (number > 0))  # else the server may read two as one
@@ -31,7 +30,6 @@ def say(client: socket.socket, pieces: tuple[bytes, ...]) -> None:
 
 
 def heard(client: socket.socket) -> list[int]:
-    """The statuses of all answers until the server hangs up."""
     found = b""
     with suppress(ConnectionResetError):
         while piece := client.recv(65536):
@@ -40,7 +38,6 @@ def heard(client: socket.socket) -> list[int]:
 
 
 def sent(*pieces: bytes, to: Running) -> list[int]:
-    """The statuses of all answers to these segments."""
     with closing(connect(to)) as client:
         say(client, pieces)
         return heard(client)

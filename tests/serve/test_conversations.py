@@ -29,7 +29,6 @@ SHORT: Any = {"model": "tiny-python", "max_tokens": 60, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The server of `make serve`."""
     engine = AsyncEngine("tiny-python", {"method": "draft_model"}, threads=1, num_blocks=512)
     with running(engine, ServeOptions()) as server:
         yield server.url
@@ -54,7 +53,6 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def prompt(http: httpx.Client, *messages: Any) -> str:
-    """The prompt that the template makes of a conversation."""
     answer = post(http, "/tokenize", messages=[USER, *messages])
     assert "tokens" in answer, answer
     return str(post(http, "/detokenize", tokens=answer["tokens"])["prompt"])
@@ -97,12 +95,10 @@ def test_an_example_of_the_documents_is_answered(http: httpx.Client, example: Do
 def test_the_template_shows_all_of_a_conversation(http: httpx.Client) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "area", "arguments": '{"w": 1}'}}
     text = prompt(
-        http,
-        {"role": "assistant", "content": "    return 1\n", "tool_calls": [call]},
+        http, {"role": "assistant", "content": "    return 1\n", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "12\n13"},
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "area("},
-    )
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "area("},
+    )  # fmt: skip
     assert text == (
         f"{TEXT}\n    return 1\n"
         '<tool_call>\n{"name": "area", "arguments": {"w": 1}}\n</tool_call>\n'

@@ -133,7 +133,6 @@ VLLM: dict[type[Fields], str] = {
 
 
 def described(kind: type[Fields], mark: str) -> list[str]:
-    """Names of a schema's fields that have this mark."""
     return [name for name, field in kind.model_fields.items() if mark in field.metadata]
 
 
@@ -258,7 +257,6 @@ def taken(foreign: Foreign) -> str:
 
 
 def rows(text: str, title: str) -> set[str]:
-    """Fields in the first column of a section's table."""
     section = text.split(f"### {title}\n")[1].split("\n#")[0]
     return {name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
             for name in re.findall(r"`([\w.]+)`", row)}  # fmt: skip

@@ -331,7 +331,6 @@ def test_options_of_replicas_want_replicas(name: str) -> None:
 
 
 def weights(name: str, size: int = 4) -> int:
-    """Bytes of a checkpoint with `size` bytes per number."""
     file = resolve_checkpoint(name) / "model.safetensors"
     with safe_open(file, "pt") as tensors:
         return sum(size * tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118

@@ -63,9 +63,8 @@ Pair = tuple[Replica, Replica]
 class Local:
     """Replicas in this process.
 
-    Attributes:
-        choose: which of them takes a call.
-        left: bytes of an answer after which its replica dies.
+    choose: which of them takes a call
+    left: bytes of an answer after which its replica dies
     """
 
     def __init__(self, names: Sequence[str], *replicas: Replica) -> None:
@@ -187,7 +186,6 @@ def scrubbed(value: Any) -> Any:
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events; all events must be whole."""
     *found, end = text.split("\n\n")
     assert end == ""
     data = [re.fullmatch(r"(?:event: (\S+)\n)?data: (.*)", event) for event in found]
@@ -198,7 +196,6 @@ def events(text: str) -> list[Any]:
 
 
 def text_of(event: Any) -> str:
-    """The text that an event of any of the APIs adds."""
     if event == "[DONE]":
         return ""
     delta = event.get("delta", {})

@@ -227,7 +227,6 @@ def test_a_long_prompt_does_not_stop_those_that_decode(target: Path) -> None:
 
 
 def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], list[Any]]:
-    """Threads that read streams, and the status and text of each; all streams have begun."""
     found: list[Any] = [None] * count
     begun = threading.Semaphore(0)
 
@@ -333,7 +332,6 @@ def test_a_step_that_does_not_end_does_not_keep_a_server(target: Path) -> None:
 
 
 def is_open(server: Child) -> bool:
-    """Whether the engine has begun a step for a request."""
     return re.search(r"num_requests_(running|waiting)\{.*\} 1\.0", metrics(server)) is not None
 
 

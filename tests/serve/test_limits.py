@@ -30,17 +30,10 @@ PATH = "/v1/completions"
 @pytest.fixture(scope="module")
 def small(target: Path) -> Iterator[Running]:
     options = ServeOptions(
-        max_body_bytes=5000,
-        max_header_bytes=2000,
-        max_json_depth=5,
-        max_json_values=1000,
-        max_prompt_chars=300,
-        max_samples=4,
-        max_answer_logprobs=600,
-        trust_request_chat_template=True,
-        allowed_origins=("http://a.example",),
-        api_key="k3y",
-    )
+        max_body_bytes=5000, max_header_bytes=2000, max_json_depth=5, max_json_values=1000,
+        max_prompt_chars=300, max_samples=4, max_answer_logprobs=600,
+        trust_request_chat_template=True, allowed_origins=("http://a.example",), api_key="k3y",
+    )  # fmt: skip
     with running(AsyncEngine(str(target)), options) as server:
         yield server
 

@@ -22,13 +22,11 @@ PATH = "/v1/completions"
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The logged lines of requests."""
     found = [r for r in caplog.records if r.name == "foretoken.serve.logs"]
     return [{**json.loads(JsonLines().format(record))} for record in found]
 
 
 def is_logged(caplog: pytest.LogCaptureFixture, number: int) -> bool:
-    """Whether there are so many lines: each is written after its answer."""
     return len(lines(caplog)) == number
 
 

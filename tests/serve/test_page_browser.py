@@ -71,7 +71,6 @@ def opened(browser: Any, server: Running) -> Iterator[Open]:
 
 
 def run(page: Any, **fields: str) -> None:
-    """Fill the form and run it to its end."""
     page.wait_for_selector("#run:enabled")
     for name, value in fields.items():
         field = page.locator(f"#{name}")
@@ -181,7 +180,6 @@ RECORD = """selector => {
 
 
 def boxes(page: Any, selector: str) -> dict[str, dict[str, float]]:
-    """The boxes of visible elements, by id or text."""
     found: dict[str, dict[str, float]] = page.evaluate(
         """selector => Object.fromEntries(
           [...document.querySelectorAll(selector)].filter(e => e.checkVisibility())

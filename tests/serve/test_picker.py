@@ -29,11 +29,9 @@ pytestmark = [
     ),
 ]
 READS = {
-    "vllm:num_requests_waiting": "",
-    "vllm:num_requests_running": "",
-    "vllm:kv_cache_usage_perc": "",
-    "vllm:cache_config_info": "block_size",
-}
+    "vllm:num_requests_waiting": "", "vllm:num_requests_running": "",
+    "vllm:kv_cache_usage_perc": "", "vllm:cache_config_info": "block_size",
+}  # fmt: skip
 """Families that a picker asks for by default, and the label that it reads in place of a value."""
 PROGRAM = """
 package main
@@ -70,7 +68,6 @@ func main() {
 
 @pytest.fixture(scope="module")
 def parse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, compiled."""
     folder = tmp_path_factory.mktemp("go")
     (folder / "main.go").write_text(PROGRAM)
     environment = os.environ | {

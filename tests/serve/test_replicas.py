@@ -43,7 +43,6 @@ def ask(server: Served, **body: Any) -> httpx.Response:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Output and exit code of a command, which must end by itself."""
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )

@@ -12,14 +12,10 @@ from foretoken.ops.pinned import ToHost
 from foretoken.slots.step import NONE, Outcome, StepInput, StepResult
 
 STEP = StepInput(
-    slot_B=[5, 0, 3, 1],
-    num_tokens_B=[1, 4, 1, 2],
-    max_drafts_B=[2, 0, 1, 0],
-    decides_B=[True, False, True, True],
-    num_logprobs_B=[2, NONE, 0, NONE],
-    num_prompt_logprobs_B=[NONE, 4, NONE, 1],
-    traces_B=[False, True, True, False],
-)
+    slot_B=[5, 0, 3, 1], num_tokens_B=[1, 4, 1, 2], max_drafts_B=[2, 0, 1, 0],
+    decides_B=[True, False, True, True], num_logprobs_B=[2, NONE, 0, NONE],
+    num_prompt_logprobs_B=[NONE, 4, NONE, 1], traces_B=[False, True, True, False],
+)  # fmt: skip
 # Slot 5 accepts one draft of two, slot 3 all of one, slot 1 has none and no token.
 DECIDED = [[2, 1, 1, 7, 2, -1], [1, 1, 1, 4, 9, -1], [0, 0, 0, -1, -1, -1]]
 EXPECTED = {

@@ -19,7 +19,6 @@ PATIENCE = 300.0  # seconds after which something hangs; a busy machine may take
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Wait for a condition, and fail if it does not come."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
@@ -78,9 +77,8 @@ async def first(engine: AsyncEngine, gate: Gate, stream: Any) -> Any:
 class Gate:
     """Lets the engine make a step only when it is told to.
 
-    Attributes:
-        asked: steps that the engine has come to make; the last one may wait here.
-        count: those that were let through.
+    asked: steps that the engine has come to make; the last one may wait here
+    count: those that were let through
     """
 
     def __init__(self, engine: AsyncEngine) -> None:

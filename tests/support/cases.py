@@ -40,13 +40,9 @@ def make_params(
     generator = torch.Generator().manual_seed(seed)
     key_S = torch.randint(-(2**63), 2**63 - 1, (num_slots,), generator=generator)
     return SlotParams(
-        key_S,
-        column(temperature, torch.float32),
-        column(top_k, torch.int64),
-        column(top_p, torch.float32),
-        column(min_p, torch.float32),
-        column(rule, torch.int64),
-    )
+        key_S, column(temperature, torch.float32), column(top_k, torch.int64),
+        column(top_p, torch.float32), column(min_p, torch.float32), column(rule, torch.int64),
+    )  # fmt: skip
 
 
 def no_drafts(num_requests: int) -> DraftBlock:

@@ -18,7 +18,6 @@ def ids_of(text: str | bytes) -> list[int]:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token per byte, and an end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -52,10 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "5, synthetic, T=0": {"seed": 4, "fixed": {"rule": Rule.SYNTHETIC, "temperature": 0.0}},
     "1025, every rule": {"seed": 1},
     "1025, unfiltered, fp64 noise, bf16": {
-        "seed": 5,
-        "fixed": OFF,
-        "fp64_noise": True,
-        "dtype": BF16,
+        "seed": 5, "fixed": OFF, "fp64_noise": True, "dtype": BF16,
     },
     "1025, block, wider q in fp16, bf16": {
         "seed": 30,
@@ -112,7 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_slots": 5,
         "fixed": {**OFF, "temperature": 1.0},
     },
-}
+}  # fmt: skip
 """Arguments of `random_case`, a turn of `compare_wide` or of `compare_likeliest`, or none.
 
 A name begins with the vocabulary.

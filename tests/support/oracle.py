@@ -125,12 +125,9 @@ def random_case(
 
     params = SlotParams(
         torch.randint(-(2**63), 2**63 - 1, (num_slots,), generator=random),
-        choose("temperature").float(),
-        choose("top_k").long(),
-        choose("top_p").float(),
-        choose("min_p").float(),
-        choose("rule").long(),
-    )
+        choose("temperature").float(), choose("top_k").long(), choose("top_p").float(),
+        choose("min_p").float(), choose("rule").long(),
+    )  # fmt: skip
     slot_B = torch.randperm(num_slots, generator=random)[:num_requests]
     if seed % 3:
         params = promised(params, slot_B, min(vocabulary, width))
@@ -147,19 +144,13 @@ def random_case(
         _spoil(raw_NV, random)
         _spoil(raw_SKV.view(-1, width), random)
     return Case(
-        params=params,
-        slot_B=slot_B,
-        position_B=integers(10_000, num_requests),
-        num_B=num_B,
-        raw_NV=raw_NV.to(dtype),
-        raw_SKV=raw_SKV.to(draft_dtype),
+        params=params, slot_B=slot_B, position_B=integers(10_000, num_requests), num_B=num_B,
+        raw_NV=raw_NV.to(dtype), raw_SKV=raw_SKV.to(draft_dtype),
         edits=random_edits(rows, vocabulary, random, most_edits) if edited else None,
-        hidden_BK=integers(8, num_requests, most) == 0,
-        real_q_B=integers(3, num_requests) > 0,
+        hidden_BK=integers(8, num_requests, most) == 0, real_q_B=integers(3, num_requests) > 0,
         rate_K=torch.rand(most, generator=random, dtype=torch.float64),
-        token_dtype=(torch.int64, torch.int32)[seed % 2],
-        fp64_noise=fp64_noise,
-    )
+        token_dtype=(torch.int64, torch.int32)[seed % 2], fp64_noise=fp64_noise,
+    )  # fmt: skip
 
 
 def promised(params: SlotParams, slot_B: Tensor, vocabulary: int) -> SlotParams:
@@ -239,15 +230,10 @@ def outcome(
     token_N = drawn_N if given is None else given.token_N.to(device)
     hidden_BK = token_BK.masked_fill(on.hidden_BK, -1).to(case.token_dtype)
     batch = VerifyBatch(
-        on.raw_NV,
-        on.params,
-        on.slot_B,
-        on.position_B,
-        DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B),
-        edits=on.edits,
-        synthetic_rate_K=on.rate_K,
-        fp64_noise=fp64,
-    )
+        on.raw_NV, on.params, on.slot_B, on.position_B,
+        DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B), edits=on.edits,
+        synthetic_rate_K=on.rate_K, fp64_noise=fp64,
+    )  # fmt: skip
     verdict = backend.verify(batch)
     assert verdict.token_BK1.dtype == case.token_dtype
     top = min(3, case.raw_NV.shape[1])
@@ -294,7 +280,6 @@ def evidence_of(backend: Backend, batch: VerifyBatch, verdict: Verdict) -> Tenso
 
 
 def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, DraftCache]:
-    """Every draft of every request, through the cache."""
     slots, most, width = on.raw_SKV.shape
     cache = DraftCache.empty(slots, most, width, on.raw_SKV.dtype, device)
     for tensor in (cache.logits_SKV, cache.threshold_SK, cache.lse_SK):
@@ -316,8 +301,6 @@ def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, D
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's outcome, and by name which of its decisions count and which are near-ties."""
-
     oracle: Outcome
     counts: dict[str, Tensor]
     near: dict[str, Tensor]
@@ -330,9 +313,7 @@ def expect(case: Case) -> Expected:
     near = {name: torch.zeros(len(value)).bool() for name, value in first.decisions.items()}
     for trial in range(PERTURBATIONS):
         copy = replace(
-            case,
-            raw_NV=perturbed(case.raw_NV, trial),
-            raw_SKV=perturbed(case.raw_SKV, trial + 100),
+            case, raw_NV=perturbed(case.raw_NV, trial), raw_SKV=perturbed(case.raw_SKV, trial + 100)
         )
         other = outcome(oracle, copy, first)
         for name, value in other.decisions.items():

@@ -41,16 +41,10 @@ def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> 
         drafts = DraftBlock(token_BK[index_B], there.num_B, cache, there.real_q_B)
         verdict = backend.verify(
             VerifyBatch(
-                there.raw_NV,
-                there.params,
-                there.slot_B,
-                there.position_B,
-                drafts,
-                edits=there.edits,
-                synthetic_rate_K=there.rate_K,
-                fp64_noise=case.fp64_noise,
+                there.raw_NV, there.params, there.slot_B, there.position_B, drafts,
+                edits=there.edits, synthetic_rate_K=there.rate_K, fp64_noise=case.fp64_noise,
             )
-        )
+        )  # fmt: skip
         return moved(verdict, CPU)
 
     every_B = torch.arange(len(case.slot_B))
@@ -67,7 +61,6 @@ def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> 
 
 
 def part_of(case: Case, index_B: Tensor) -> Case:
-    """Some requests of a case; the parameters promise no more than these need."""
     rows_B = case.num_B + 1
     first_B = rows_B.cumsum(0) - rows_B
     index_N = torch.cat(
@@ -76,16 +69,11 @@ def part_of(case: Case, index_B: Tensor) -> Case:
     slot_B = case.slot_B[index_B]
     width = min(case.raw_NV.shape[1], case.raw_SKV.shape[2])
     return replace(
-        case,
-        params=promised(case.params, slot_B, width),
-        slot_B=slot_B,
-        position_B=case.position_B[index_B],
-        num_B=case.num_B[index_B],
-        raw_NV=case.raw_NV[index_N],
+        case, params=promised(case.params, slot_B, width), slot_B=slot_B,
+        position_B=case.position_B[index_B], num_B=case.num_B[index_B], raw_NV=case.raw_NV[index_N],
         edits=None if case.edits is None else _rows_of(case.edits, index_N),
-        hidden_BK=case.hidden_BK[index_B],
-        real_q_B=case.real_q_B[index_B],
-    )
+        hidden_BK=case.hidden_BK[index_B], real_q_B=case.real_q_B[index_B],
+    )  # fmt: skip
 
 
 def _rows_of(edits: Edits, index_N: Tensor) -> Edits:
@@ -94,11 +82,8 @@ def _rows_of(edits: Edits, index_N: Tensor) -> Edits:
     index_M = torch.cat([torch.arange(int(a), int(b)) for a, b in zip(start, end, strict=True)])
     assert edits.mask_N is not None
     return replace(
-        edits,
-        mask_N=edits.mask_N[index_N],
+        edits, mask_N=edits.mask_N[index_N],
         start_N1=torch.cat([start[:1] * 0, (end - start).cumsum(0)]),
-        token_M=edits.token_M[index_M],
-        bias_M=edits.bias_M[index_M],
-        repetition_M=edits.repetition_M[index_M],
-        subtract_M=edits.subtract_M[index_M],
-    )
+        token_M=edits.token_M[index_M], bias_M=edits.bias_M[index_M],
+        repetition_M=edits.repetition_M[index_M], subtract_M=edits.subtract_M[index_M],
+    )  # fmt: skip

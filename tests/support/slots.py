@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 class GivenSlots(SlotTable):
     """A table with these parameters; every slot is in use, and may have any number of tokens.
 
-    Args:
-        on_host: False: what a drafter on a GPU is given, on a CPU.
+    on_host: False: what a drafter on a GPU is given, on a CPU
     """
 
     def __init__(
@@ -55,17 +54,14 @@ class GivenSlots(SlotTable):
         self.apply(StepPlan(admissions=admissions))
 
     def change(self, slot: int, **fields: Any) -> None:
-        """Admit a request to the slot, as the last one with these fields of `Admission` changed."""
         self.apply(StepPlan(admissions=[self.admitted[slot]._replace(**fields)]))
 
     def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRequests:
-        """The requests to draft for, in the form that a drafter gets."""
         slot_B, most = torch.tensor(list(slots)), max(num_drafts, default=0)
         columns = (slot_B, torch.tensor(list(num_drafts)), self.state.length_S[slot_B])
         return DraftRequests(*columns, most, self.params, drafters=self.drafters)
 
     def put(self, slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> None:
-        """Known tokens of a request, and its cache blocks unless it has them."""
         self._rows[slot, : len(tokens)] = tokens
         self._lengths[slot] = len(tokens)
         if blocks:
@@ -82,8 +78,7 @@ def observe(
 ) -> None:
     """Show a decode step in which so many drafts of each request were accepted, then token 0.
 
-    Args:
-        batch, aux: the `ForwardBatch` of what the target computed, and its hidden states.
+    batch, aux: the `ForwardBatch` of what the target computed, and its hidden states
     """
     nums, size = drafts.num_B.tolist(), len(slots)
     none = [NONE] * size

@@ -1,4 +1,1 @@
-"""How fast is it, and does speculation pay here? Latency and throughput under load.
-
-Nothing is imported here, so that options are made without torch.
-"""
+"""`foretoken bench`: latency and throughput under load, and what speculation gains."""

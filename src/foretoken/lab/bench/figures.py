@@ -1,8 +1,4 @@
-"""The figures of one run: latency, throughput, acceptance, parts of its step time, and the floor.
-
-Charter: arithmetic on the records of a run. Only `device_seconds` decides which phases of a step's
-trace belong to drafter, target and verification.
-"""
+"""The figures of one run, from its records: latency, throughput, acceptance, step times, floor."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from foretoken.lab.bench.load import Record, Run, Step
 from foretoken.outputs import SpeculationMetrics
 
 PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
-"""The parts of a step on the device, and the phases of a trace of which each part consists."""
+"""The parts of a step on the device, each with its phases in a trace."""
 LATENCIES = {
     "ttft_ms": "ms",
     "tpot_ms": "ms per token of a request",
@@ -78,21 +74,19 @@ def device_seconds(trace: StepTrace) -> dict[str, float]:
         part: sum(trace.seconds.get(phase, 0.0) for phase in phases)
         for part, phases in PARTS.items()
     }
-    if not trace.num_drafts:  # the phase `draft` is then the host's work of finding no drafts
+    if not trace.num_drafts:  # then the phase `draft` is work of the host, not of the device
         seconds["draft"] = trace.seconds.get("observe", 0.0)
     return seconds
 
 
 def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[str, float]:
-    """Every figure that follows from a run, by its name in `UNITS` or `POSITIONS`.
+    """Every figure that follows from one run, by its name in `UNITS` or `POSITIONS`.
 
     Figures of steps need a step that only decodes, figures of acceptance need drafts, and TPOT and
-    ITL need answers of more than one piece. An answer of several tokens in one piece fails any
-    bound on TPOT and ITL. Percentiles are taken over several runs: see `percentiles`.
+    ITL need answers of more than one piece. An answer of several tokens in one piece fails every
+    bound on TPOT and ITL. For percentiles, which cover several runs, see `percentiles`.
 
-    Args:
-        floor: the floor of the engine, if it is in this process.
-        bounds: the SLO of each request: ms by name in `LATENCIES`.
+    bounds: the SLO of each request: ms by name in `LATENCIES`
     """
     done = run.done
     result: dict[str, float] = {"requests": len(done), "failed_requests": len(run.failed)}
@@ -104,10 +98,7 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
         if name == "tpot_ms" and all(values):
             result["tokens_per_second_per_user"] = statistics.fmean(1000 / x for x in values)
     if bounds:
-        num_good = 0
-        for record in done:
-            own_ms, unknown_ms = _latencies(record), math.inf if record.num_output > 1 else 0.0
-            num_good += all(own_ms.get(name, unknown_ms) <= ms for name, ms in bounds.items())
+        num_good = sum(_meets(record, bounds) for record in done)
         result["goodput_requests_per_second"] = num_good / run.seconds
         result["slo_met"] = num_good / len(run.records)
     if run.speculation is not None and run.speculation.num_drafts:
@@ -127,6 +118,11 @@ def _latencies(record: Record) -> dict[str, float]:
     return {name: 1000 * seconds for name, seconds in seconds_of.items()}
 
 
+def _meets(record: Record, bounds: Mapping[str, float]) -> bool:
+    latency_ms, unknown_ms = _latencies(record), math.inf if record.num_output > 1 else 0.0
+    return all(latency_ms.get(name, unknown_ms) <= ms for name, ms in bounds.items())
+
+
 def latencies(done: Sequence[Record]) -> dict[str, list[float]]:
     """The latencies of all requests in ms by name; ITL has every gap of every request."""
     by_request, names = [_latencies(record) for record in done], ("ttft_ms", "tpot_ms", "e2e_ms")
@@ -136,7 +132,7 @@ def latencies(done: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The percentiles for which a sample is large enough; for example, P99 needs 100 values."""
+    """The percentiles for which a sample is large enough: P99, for example, needs 100 values."""
     return {
         f"{name}_p{p}": float(np.percentile(values, p))
         for name, values in samples.items()
@@ -160,7 +156,6 @@ def _sending(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _throughput(run: Run) -> dict[str, float]:
-    """Tokens and requests per second."""
     done = run.done
     tokens, prompts = sum(r.num_output for r in done), sum(r.num_input for r in done)
     result = {
@@ -177,9 +172,9 @@ def _throughput(run: Run) -> dict[str, float]:
 def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
     """Numbers of accepted and of rejected drafts, by draft index.
 
-    Only drafts count before which all drafts were accepted. If the client sees the origins of
-    tokens, they are counted. Otherwise a server's counts are used, as if every verification had as
-    many drafts as the longest.
+    A draft counts only if all drafts before it were accepted. If the client does not know the
+    origins of tokens, a server's counts are used, as if every verification had as many drafts as
+    the longest.
     """
     accepted, rejected = Counter[int](), Counter[int]()
     for record in run.records:
@@ -192,16 +187,16 @@ def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
             rejected[index] += origin == "resampled"
             index = 0
     if not any(record.origins for record in run.records) and run.speculation is not None:
-        at_least = _at_least(run.speculation)
+        at_least = _num_accepting(run.speculation)
         accepted.update(dict(enumerate(at_least[1:])))
         rejected.update({i: a - b for i, (a, b) in enumerate(pairwise(at_least))})
     return accepted, rejected
 
 
-def _at_least(counts: SpeculationMetrics) -> list[int]:
+def _num_accepting(counts: SpeculationMetrics) -> list[int]:
     """The numbers of verifications with at least 0, 1, .. accepted drafts.
 
-    A server's K may be larger than the case's K. So indices that were never drafted are left out.
+    A server's K may exceed the case's K: indices that were never drafted are left out.
     """
     drafted = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
     return [counts.num_drafts, *counts.accepted_per_position[:drafted]]
@@ -210,24 +205,21 @@ def _at_least(counts: SpeculationMetrics) -> list[int]:
 def _acceptance(
     counts: SpeculationMetrics, accepted: Mapping[int, int], rejected: Mapping[int, int]
 ) -> dict[str, float]:
-    """Figures of acceptance. Lengths include the token after the accepted drafts; positions count
-    from 1.
+    """Figures of acceptance; lengths include the token after the drafts, positions count from 1.
 
     accepted, rejected: the result of `outcomes`
     """
-    rounds, *at_least = _at_least(counts)
-    drafted = counts.drafted_per_position or [rounds] * len(at_least)
-    result = {
-        "acceptance_length": counts.mean_acceptance_length,
-        "acceptance_rate": counts.acceptance_rate,
-    }
-    for i, (a, d) in enumerate(zip(at_least, drafted, strict=False), start=1):
-        result[f"unconditional_at_{i}"] = a / d
+    verifications, *at_least = _num_accepting(counts)
+    drafted = counts.drafted_per_position or [verifications] * len(at_least)
+    result = {"acceptance_length": counts.mean_acceptance_length}
+    result["acceptance_rate"] = counts.acceptance_rate
+    for i, (num_accepted, num_drafted) in enumerate(zip(at_least, drafted, strict=False), start=1):
+        result[f"unconditional_at_{i}"] = num_accepted / num_drafted
     for i in range(len(at_least)):
         if tested := accepted[i] + rejected[i]:
             result[f"conditional_at_{i + 1}"] = accepted[i] / tested
-    for i, (a, b) in enumerate(pairwise([rounds, *at_least, 0]), start=1):
-        result[f"length_share_{i}"] = (a - b) / rounds
+    for i, (a, b) in enumerate(pairwise([verifications, *at_least, 0]), start=1):
+        result[f"length_share_{i}"] = (a - b) / verifications
     return result
 
 
@@ -246,14 +238,13 @@ def decode_steps(steps: Sequence[Step], concurrency: int) -> list[Step]:
 
 
 def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float]:
-    """The figures of decode steps: means per step, and the floor if it is known."""
-    count, requests = len(steps), sum(step.trace.num_requests for step in steps)
+    count, requests = len(steps), sum(trace.num_requests for _, trace in steps)
     step_s = sum(step.seconds for step in steps) / count
     device_s = dict.fromkeys(PARTS, 0.0)
     for step in steps:
         for part, seconds in device_seconds(step.trace).items():
             device_s[part] += seconds / count
-    tokens = 1 + sum(step.trace.num_accepted for step in steps) / requests
+    tokens = 1 + sum(trace.num_accepted for _, trace in steps) / requests
     result = {
         "requests_per_step": requests / count,
         "step_ms": 1000 * step_s,

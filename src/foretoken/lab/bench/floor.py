@@ -1,8 +1,7 @@
 """The bytes that a pass must read at least: every weight once, and the keys and values.
 
-Most of the time of a decode step on few rows is spent reading. These bytes divided by the memory's
-bandwidth are a lower bound (floor) of the step's time. The difference to the floor is the time that
-could still be saved.
+A decode step on few rows mostly reads: these bytes over the memory's bandwidth are a lower bound
+(floor) of its time. What a step takes above its floor could still be saved.
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ from foretoken.ops.stack import Stack, linears
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The bytes that a pass of a model reads with any kernels.
-
-    All experts of a mixture are counted, even if no token is sent to them.
+    """The bytes that a pass of a model reads with any kernels. All experts of a mixture count.
 
     Attributes:
         weights: bytes of all layers and of the output layer; the embedding's few rows are left out.
-        layers: for each layer the bytes of one token's keys and values, and the sliding window or
-            None.
+        layers: for each layer the bytes of one token's keys and values, and its sliding window.
     """
 
     weights: int = 0
@@ -41,7 +37,6 @@ class Reads:
 
     @classmethod
     def of(cls, model: CausalLM) -> Reads:
-        """The reads of a loaded model."""
         if not isinstance(model.network, ModuleNetwork):
             return cls.of_stack(model.network.stack, model.dtype)
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
@@ -50,10 +45,10 @@ class Reads:
 
     @classmethod
     def of_stack(cls, stack: Stack, dtype: torch.dtype) -> Reads:
-        """The reads of a stack; `dtype` is the dtype of its keys and values.
+        """The reads of a stack with keys and values of this dtype.
 
-        An EAGLE-3 head applies `fc` only once per step, so that `fc` is left out of `weights`. The
-        head's pass over the target's rows counts as one of the step's K passes.
+        `weights` leaves out `fc` of an EAGLE-3 head, which runs only once per step. The head's pass
+        over the target's rows counts as one of the step's K passes.
         """
         layers_read = [linear for name, linear in linears(stack) if name != "fc"]
         biases = [linear.bias for linear in layers_read if linear.bias is not None]
@@ -82,22 +77,17 @@ class Floor:
     def of(cls, engine: Engine, bandwidth: float | None) -> Floor:
         """The floor of a loaded engine, with or without a drafting model.
 
-        Args:
-            bandwidth: None: it is measured.
-
-        Raises:
-            EngineMemoryError: the engine leaves too little memory to measure the bandwidth.
+        bandwidth: GB/s; None: it is measured, or `EngineMemoryError` if the engine leaves no room
         """
-        drafter, reads = engine.runner.drafter, Reads()
+        drafter, draft_reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
-            reads = Reads.of(model)
+            draft_reads = Reads.of(model)
         elif isinstance(drafter, Eagle3):
-            reads = Reads.of_stack(drafter.head.stack, drafter.head.dtype)
-        return cls(Reads.of(engine.runner.model), reads, bandwidth or _bandwidth(engine))
+            draft_reads = Reads.of_stack(drafter.head.stack, drafter.head.dtype)
+        return cls(Reads.of(engine.runner.model), draft_reads, bandwidth or _bandwidth(engine))
 
 
 def _bandwidth(engine: Engine) -> float:
-    """Measure the read bandwidth of the engine's device; on a CPU with the engine's threads."""
     device, threads = engine.runner.model.device, torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(engine.threads.max_threads)
@@ -113,8 +103,8 @@ def _bandwidth(engine: Engine) -> float:
 def _weight_bytes(module: Any) -> int:
     """The bytes of all weights that a pass reads.
 
-    Tensors named `weight` count even if they are no longer parameters. The embedding counts only if
-    it is also the output layer.
+    Tensors named `weight` count even if they are no longer parameters, the embedding only if it is
+    also the output layer.
     """
     weights: dict[int, Tensor] = {}
     for part in module.modules():

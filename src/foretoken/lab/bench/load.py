@@ -1,7 +1,7 @@
 """Send requests at a fixed concurrency or at a Poisson rate, and time each piece of the answers.
 
-Charter: when requests are sent, and the records of requests. A `Client` sends them: `offline.py` to
-an engine in this process, `server.py` to any server with OpenAI's API.
+A `Client` sends them: `offline.py` to an engine in this process, `server.py` to any server with
+OpenAI's API.
 """
 
 from __future__ import annotations
@@ -21,50 +21,49 @@ from foretoken.lab.bench.floor import Floor
 from foretoken.lab.bench.options import BenchCase, Load
 from foretoken.outputs import SpeculationMetrics
 
-MOST_FAILURES = 10
-"""A run ends after so many failed requests in a row."""
+MOST_FAILURES = 10  # so many failed requests in a row end a run
 
 
 class RequestFailedError(Exception):
-    """A request got no answer or a wrong answer; the message says why. The run continues."""
+    """A request got no answer or a wrong one, for the reason in the message. The run continues."""
 
 
 class ServerGoneError(Exception):
-    """The server refuses connections; the message says why. The run ends."""
+    """The server refuses connections, for the reason in the message. The run ends."""
 
 
 class BenchRequest(NamedTuple):
     """A request of a benchmark.
 
-    Attributes:
-        prompt: token ids, a text, or the messages of a chat.
-        num_output: number of tokens to generate; the answer may have fewer if the server cannot
-            ignore an end of text.
+    prompt: token ids, a text, or the messages of a chat
+    num_output: tokens to generate; fewer if the server cannot ignore an end of text
     """
 
     prompt: str | list[int] | list[dict[str, Any]]
     num_output: int
     seed: int
 
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
+
 
 @dataclass(slots=True)
 class Record:
     """The record of one request; times are seconds of `time.perf_counter`.
 
-    Latencies begin at the time when a request was due, so that a client that sends late does not
-    hide waiting time.
+    Latencies begin when a request is due: a client that sends late does not hide waiting time.
 
     Attributes:
-        due: the time at which the request had to be sent. Under a rate it was drawn beforehand; at
-            a fixed concurrency it is the time at which the request could be sent.
+        due: the time at which the request had to be sent: drawn beforehand under a rate, else the
+            time at which the former request had ended.
         arrivals: the arrival time of each piece of the answer that contained tokens.
         ended: the time at which the answer was complete; None: it is not complete.
-        num_input: number of tokens of the prompt, 0 if unknown.
-        num_output: number of tokens of the answer.
+        num_input: tokens of the prompt, 0 if unknown.
         origins: the origin of each token (`CompletionOutput.origins`), if the client knows it.
         error: the reason why the request failed, or None.
         sent: under a rate, the time at which the client began to connect.
-        num_first: number of tokens of the first piece.
+        num_first: tokens of the first piece.
     """
 
     due: float
@@ -94,8 +93,8 @@ class Run:
         steps: the engine's steps during the run, if the engine is in this process.
         speculation: counts of drafts in these requests, if the client knows them.
         stopped: the reason why the run ended early; empty if it did not.
-        concurrency: number of requests that were under way at any time; 0 under a rate.
-        failed_in_a_row: number of failed requests since the last answered request.
+        concurrency: requests that were under way at any time; 0 under a rate.
+        failed_in_a_row: failed requests since the last answered one.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -107,20 +106,16 @@ class Run:
     failed_in_a_row: int = 0
 
     @property
-    def done(self) -> list[Record]:
-        """Requests with a complete answer."""
+    def done(self) -> list[Record]:  # those with a complete answer
         return [record for record in self.records if record.ended is not None]
 
     @property
-    def failed(self) -> list[str]:
-        """The reason of each failed request."""
+    def failed(self) -> list[str]:  # the reasons
         return [record.error for record in self.records if record.error is not None]
 
 
 class Client(ABC):
     """The connection to the system under test: engines in this process, or a server.
-
-    The defaults of this class are for a system of which only the answers are known.
 
     Attributes:
         floor: the floor of the last engine, or None.
@@ -137,25 +132,23 @@ class Client(ABC):
         return nullcontext()
 
     def together(self) -> AbstractContextManager[None]:
-        """A context that collects requests; if possible, they reach the system all at once."""
+        """A context that holds requests back, so that they reach the system all at once."""
         return nullcontext()
 
     @abstractmethod
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
         """Send a request, and add its answer to `record`, piece by piece.
 
-        Raises:
-            RequestFailedError: the answer is wrong, incomplete or late.
-            ServerGoneError: there is no connection.
-            ForetokenError: the engine failed.
+        `RequestFailedError`: a wrong, incomplete or late answer; `ServerGoneError`: no connection;
+        another `ForetokenError`: the engine failed.
         """
 
     @abstractmethod
     async def counts(self) -> SpeculationMetrics | None:
-        """Counts of drafts in all requests so far; None if unknown."""
+        """Counts of drafts in all requests up to now; None if unknown."""
 
     def watch(self, steps: list[Step] | None) -> None:  # noqa: B027
-        """Begin to add every step of the engine to this list; None: end this."""
+        """Begin to add every step of the engine to this list, until called with None."""
 
     @abstractmethod
     async def tokens(self, text: str) -> list[int]:
@@ -178,13 +171,11 @@ async def drive(
     run: Run,
     on_end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send all requests and wait for their answers; `run` always holds the records so far.
+    """Send all requests and wait for their answers; `run` always holds the records up to now.
 
-    Args:
-        requests: each with the seconds since the previous request, which count only under a rate.
-        on_end: called when a request has ended.
+    requests: each with the seconds since the previous request, which count only under a rate
     """
-    before, run.concurrency = await client.counts(), load.concurrency
+    counts_before, run.concurrency = await client.counts(), load.concurrency
     client.watch(run.steps)
     start = time.perf_counter()
     tasks: list[asyncio.Task[None]] = []
@@ -222,15 +213,14 @@ async def drive(
         await asyncio.gather(*tasks, return_exceptions=True)
         with suppress(UsageError):  # a failed engine is closed; its own error is already reported
             client.watch(None)
-    after = await client.counts()
-    if before is not None and after is not None:
-        run.speculation = difference(before, after)
+    counts_after = await client.counts()
+    if counts_before is not None and counts_after is not None:
+        run.speculation = difference(counts_before, counts_after)
 
 
 async def _send(
     client: Client, request: BenchRequest, case: BenchCase, run: Run, record: Record
 ) -> None:
-    """Send one request; a failure may stop the run."""
     run.records.append(record)
     try:
         await client.send(request, case, record)

@@ -24,14 +24,11 @@ from foretoken.sampling.params import SamplingParams
 class Engines(Client):
     """Engines of one target in this process, loaded one after another.
 
-    Plain and speculative decoding use the same engine: plain requests have K = 0. So both have the
-    same weights, kernels and caches, and plain figures include the drafter's cost of drafting
-    nothing.
+    Plain and speculative decoding use the same engine; plain requests have K = 0. Plain figures
+    thus include what the drafter costs when it drafts nothing.
 
-    Args:
-        options: options of `AsyncEngine`, with a parsed `speculative_config`.
-        params: sampling parameters of all requests.
-        bandwidth: GB/s at which the device reads its memory; None: it is measured.
+    options: options of `AsyncEngine`, with a parsed `speculative_config`
+    bandwidth: GB/s at which the device reads its memory; None: it is measured
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Engines(Client):
 
     @asynccontextmanager
     async def opened(self, cases: Sequence[BenchCase]) -> AsyncIterator[None]:
-        """A context with an engine for these cases: loaded at its start, closed at its end."""
         speculation = speculation_of(self._options["speculative_config"], cases[-1])
         start = time.perf_counter()
         self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
@@ -64,7 +60,6 @@ class Engines(Client):
         return self._shapes
 
     def _describe(self, engine: AsyncEngine, floor: Floor) -> dict[str, Any]:
-        """The settings of an engine, for `shapes`."""
         config, model = engine.config, engine.engine.runner.model
         speculation = self._options["speculative_config"]
         return {
@@ -92,18 +87,15 @@ class Engines(Client):
             all_sent.set()
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
-        """See `Client.send`; an error of the engine ends the run."""
         fields: dict[str, Any] = {"max_tokens": request.num_output, "seed": request.seed}
         params = replace(self._params, ignore_eos=True, **fields, **case.fields)
-        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
-        submit = self._engine.chat if is_chat else self._engine.generate
+        submit = self._engine.chat if request.is_chat else self._engine.generate
         try:
             await self._read(submit(request.prompt, params, deltas=True), record)
         except RequestError as error:  # the prompt is too long, or there is no chat template
             raise RequestFailedError(str(error)) from error
 
     async def _read(self, deltas: Any, record: Record) -> None:
-        """Add the pieces of an answer to a record as they arrive."""
         async with aclosing(deltas):
             async for delta in deltas:
                 if delta.error is not None:
@@ -119,7 +111,6 @@ class Engines(Client):
                     record.origins += sample.origins
 
     async def counts(self) -> SpeculationMetrics:
-        """Counts of drafts since the engine was loaded."""
         counts: SpeculationMetrics = self._engine.metrics
         return counts
 
@@ -136,11 +127,9 @@ class Engines(Client):
         self._engine.engine.on_step = None if steps is None else add
 
     async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, by the checkpoint's tokenizer; empty if it has none."""
         return await self._engine.encode(text) if self._engine.engine.tokenizer else []
 
     def vocabulary(self) -> list[int]:
-        """The ids of all tokens that are not special."""
         engine = self._engine.engine
         special = set(getattr(engine.tokenizer, "all_special_ids", ()))
         return [i for i in range(engine.limits.vocab_size) if i not in special]

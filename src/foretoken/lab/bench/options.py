@@ -15,7 +15,7 @@ SYNTHETIC = {"length": "synthetic_acceptance_length", "rate": "synthetic_accepta
 SWEPT: dict[str, type] = {
     "k": int, "drafter": str, "rule": str, "temperature": float, "length": float, "rate": float,
 }  # fmt: skip
-"""The options that can be swept, and the types of their values."""
+"""The options that can be swept, with the types of their values."""
 
 
 class Load(NamedTuple):
@@ -54,16 +54,12 @@ class BenchCase:
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Read texts such as `k=2,4`; returns the values by name.
-
-    Raises:
-        ConfigError: a name is unknown or repeated, or a value is wrong.
-    """
+    """Read texts such as `k=2,4`; returns the values by name."""
     sweep: dict[str, list[Any]] = {}
     for text in texts:
         name, _, values = text.partition("=")
-        bound = f"NAME=VALUE,VALUE with NAME one of {', '.join(SWEPT)}, each of them once"
         if name not in SWEPT or name in sweep:
+            bound = f"NAME=VALUE,VALUE with NAME one of {', '.join(SWEPT)}, each of them once"
             raise ConfigError("sweep", text, bound)
         try:
             sweep[name] = [SWEPT[name](value.strip()) for value in values.split(",")]
@@ -90,9 +86,8 @@ def engine_cases(
     """
     if speculation is None:
         if others := [name for name in sweep if name != "temperature"]:
-            bound = "left out where nothing is drafted"
             remedy = "Say how to draft with --speculative-config."
-            raise ConfigError("sweep", f"{others[0]}=...", bound, remedy)
+            raise ConfigError("sweep", f"{others[0]}=...", "left out without drafts", remedy)
         return [_plain(sweep, temperature)]
     swept = [name for name in SYNTHETIC if name in sweep]
     if len(swept) > 1:
@@ -127,7 +122,7 @@ def server_cases(
     """The cases of a server. Requests can set more than a temperature only if it speculates."""
     known = {"k", "drafter", "rule", "temperature"} if speculates else {"temperature"}
     if others := [name for name in sweep if name not in known]:
-        bound = f"of {', '.join(sorted(known))}: no more can be set by requests to this server"
+        bound = f"of {', '.join(sorted(known))}: requests to this server can set nothing else"
         raise ConfigError("sweep", f"{others[0]}=...", bound)
     plain = _plain(sweep, temperature) if speculates and compare else []
     method = "speculative" if speculates else "server"
@@ -135,11 +130,8 @@ def server_cases(
 
 
 def speculation_of(config: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
-    """The engine's speculative options, with a case's options in place of the engine's."""
-    if config is None:
-        return None
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return SpeculativeConfig(**{**values, **case.speculation})
+    """The engine's speculative options, except those that the case sets."""
+    return None if config is None else replace(config, **case.speculation)
 
 
 def _plain(
@@ -163,7 +155,7 @@ def _drafting(
     temperature: float,
     method: str,
     ks: Sequence[int | str | None],
-    own_rule: str | None,
+    unswept_rule: str | None,
 ) -> list[BenchCase]:
     """The cases with drafts: every combination of the swept fields of a request.
 
@@ -174,7 +166,7 @@ def _drafting(
         ks,
         sweep.get("temperature", [temperature]),
         sweep.get("drafter", [None]),
-        sweep.get("rule", [own_rule]),
+        sweep.get("rule", [unswept_rule]),
     ):
         name = f"{drafter or method}" + (f", K={k}" if k is not None else "")
         name += f", {rule}" if "rule" in sweep else ""
@@ -189,8 +181,6 @@ def _drafting(
 DATASETS = (".jsonl", ".json")
 SLO = ("ttft", "tpot", "itl", "e2e")
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-# Default numbers of requests: at least so many at a fixed concurrency; so many under a rate.
-_MIN_REQUESTS, _REQUESTS_UNDER_RATE = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +256,7 @@ class BenchOptions:
                 raise ConfigError(name, "given", "left out without --url")
         if self.url is not None and self.bandwidth is not None:
             raise ConfigError("bandwidth", self.bandwidth, "left out with --url")
-        _ = self.input_lengths, self.output_lengths, self.bounds, parse_sweep(self.sweep)
+        _ = self.lengths, self.bounds, parse_sweep(self.sweep)
         check_outputs(self.output)
 
     @property
@@ -276,29 +266,22 @@ class BenchOptions:
         if concurrency is None and self.request_rate is None:
             concurrency = "1,4,16"
         loads = [Load(int(n)) for n in numbers("concurrency", concurrency, "integers >= 1", int)]
-        bound = "numbers > 0"
-        rates = numbers("request_rate", self.request_rate, bound, float)
+        rates = numbers("request_rate", self.request_rate, "numbers > 0", float)
         return loads + [Load(0, rate) for rate in rates]
 
     def requests_of(self, load: Load) -> int:
         if counts := self._counts:
             return counts[self.loads.index(load) if len(counts) > 1 else 0]
-        return _REQUESTS_UNDER_RATE if load.rate else max(_MIN_REQUESTS, 2 * load.concurrency)
+        return 32 if load.rate else max(8, 2 * load.concurrency)
 
     @property
-    def _counts(self) -> list[int]:
-        """`num_requests` as numbers; empty if it was left out."""
+    def _counts(self) -> list[int]:  # empty without `num_requests`
         return [int(n) for n in numbers("num_requests", self.num_requests, "integers >= 1", int)]
 
     @property
-    def input_lengths(self) -> tuple[int, int]:
-        """The smallest and the largest number of tokens of a prompt."""
-        return _read_range("input_len", self.input_len)
-
-    @property
-    def output_lengths(self) -> tuple[int, int]:
-        """The smallest and the largest number of tokens of an output."""
-        return _read_range("output_len", self.output_len)
+    def lengths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The smallest and largest number of tokens of a prompt, and of an output."""
+        return _read_range("input_len", self.input_len), _read_range("output_len", self.output_len)
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -319,12 +302,8 @@ class BenchOptions:
     def sized(self, engine: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options, with default sizes that have room for the largest load.
 
-        Args:
-            engine: the options that the user gave: fields of `EngineConfig`. Sizes among them are
-                not changed.
-
-        Raises:
-            ConfigError: `max_num_seqs` is smaller than the largest concurrency.
+        engine: the fields of `EngineConfig` that the user gave; `ConfigError` if its `max_num_seqs`
+            is smaller than the largest concurrency
         """
         speculation = SpeculativeConfig.parse(engine.get("speculative_config"))
         largest = max(load.concurrency for load in self.loads)
@@ -332,9 +311,8 @@ class BenchOptions:
         sized["speculative_config"] = speculation
         max_num_seqs = sized["max_num_seqs"]
         if largest > max_num_seqs:
-            raise ConfigError(
-                "max_num_seqs", max_num_seqs, f"at least {largest}, the most concurrency"
-            )
+            bound = f"at least {largest}, the highest concurrency"
+            raise ConfigError("max_num_seqs", max_num_seqs, bound)
         ks = parse_sweep(self.sweep).get("k", [speculation.num_drafts if speculation else 0])
         tokens = max(_DEFAULTS["max_num_batched_tokens"], max_num_seqs * (1 + max(ks)))
         sized.setdefault("max_num_batched_tokens", tokens)
@@ -346,7 +324,7 @@ class BenchOptions:
             device = choose_device(engine.get("device", "auto"))
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more block per request: the scheduler keeps a free block for each running request.
-            blocks = -(-(self.input_lengths[1] + self.output_lengths[1]) // block_size) + 1
+            blocks = -(-sum(longest for _, longest in self.lengths) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
 
@@ -354,8 +332,7 @@ class BenchOptions:
 def numbers(name: str, texts: str | None, bound: str, kind: type) -> list[float]:
     """Read positive numbers separated by commas; None gives an empty list.
 
-    Raises:
-        ConfigError: option `name` has a wrong number; `bound` says which numbers are allowed.
+    `ConfigError`: option `name` has a wrong number; `bound` says which numbers are allowed.
     """
     values = []
     for text in texts.split(",") if texts is not None else ():

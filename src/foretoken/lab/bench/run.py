@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import figures, latencies
 from foretoken.lab.bench.load import BenchRequest, Client, Run, drive
 from foretoken.lab.bench.options import DATASETS, BenchCase, BenchOptions, Load
+from foretoken.lab.reporter import Report
 from foretoken.lab.workloads import heldout
 
-_ROLES = {role: role for role in ("system", "user", "assistant")}
-_ROLES |= {"human": "user", "gpt": "assistant"}
+_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
+_ROLES |= {"human": "user", "gpt": "assistant"}  # in ShareGPT's format
 _CHARS_PER_TOKEN = 4  # assumed if a server does not report tokens
 
 
@@ -31,12 +32,11 @@ class Item(NamedTuple):
 class PromptSource(NamedTuple):
     """The material from which requests are cut or chosen.
 
-    Attributes:
-        ids: token ids; prompts are pieces of them.
-        text: a text to cut prompts from, if its tokens are not known.
-        shuffled: prompts are random ids out of `ids` instead of pieces.
-        items: entries of a dataset, each a request.
-        notes: lines about what was left out.
+    ids: token ids; prompts are pieces of them
+    text: a text to cut prompts from, if its tokens are not known
+    shuffled: prompts are random ids out of `ids` instead of pieces
+    items: entries of a dataset, each a request
+    notes: lines about entries that cannot be sent
     """
 
     ids: Sequence[int] = ()
@@ -49,18 +49,14 @@ class PromptSource(NamedTuple):
 class Workload:
     """Draws the requests of each run; equal options give equal requests.
 
-    Every run has new prompts, so that no run finds the keys and values of an earlier run in a
-    cache. Cases that take turns have equal prompts. The exception are systems in which a case would
-    then find the prompts of another case in a cache: there, pieces of a text begin one token later
-    for each case, and each case has its own entries of a dataset.
+    Every run has new prompts, so that no cache holds the keys and values of an earlier run. Cases
+    that take turns have equal prompts, except for systems that would cache the prompts of one case
+    for the next: there, pieces of a text begin one token later for each case, and each case has
+    separate entries of a dataset.
 
-    Args:
-        lengths: smallest and largest number of tokens of prompts, and of outputs. The numbers of a
-            request are drawn between these.
-        apart: number of cases that must not have equal prompts; 1: all cases have equal prompts.
-
-    Raises:
-        ConfigError: the text has fewer tokens than a prompt.
+    lengths: smallest and largest number of tokens of prompts, and of outputs; `ConfigError` if the
+        text has fewer tokens than a prompt
+    distinct_cases: number of cases that must not share prompts; 1: all cases have equal ones
     """
 
     def __init__(
@@ -68,14 +64,14 @@ class Workload:
         source: PromptSource,
         lengths: tuple[tuple[int, int], tuple[int, int]],
         seed: int,
-        apart: int = 1,
+        distinct_cases: int = 1,
     ) -> None:
         self._source, self._lengths, self._seed = source, lengths, seed
-        self._num_apart = apart
+        self._distinct_cases = distinct_cases
         self._items = [*source.items]
         random.Random(seed).shuffle(self._items)
         longest, size = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
-        size -= apart - 1
+        size -= distinct_cases - 1
         if not source.items and not source.shuffled and longest > size:
             raise ConfigError("input_len", longest, f"at most {size}, the tokens of the text")
 
@@ -84,21 +80,17 @@ class Workload:
     ) -> list[tuple[float, BenchRequest]]:
         """The requests of one run, each with the seconds since the previous request; deterministic.
 
-        Args:
-            before: number of requests of all earlier runs of the case.
-            case: number of the case; ignored if all cases have equal prompts.
+        before: number of requests of all earlier runs of the case
+        case: number of the case; ignored if all cases have equal prompts
         """
-        random_, case = random.Random(f"{self._seed} {load.name} {before}"), case % self._num_apart
-        requests = []
+        random_, requests = random.Random(f"{self._seed} {load.name} {before}"), []
+        case %= self._distinct_cases
         for i in range(count):
-            # Each request has its own seed: with a shared seed, drafts would be accepted together.
-            gap, seed = (
-                random_.expovariate(load.rate) if load.rate else 0.0,
-                self._seed + before + i,
-            )
+            gap = random_.expovariate(load.rate) if load.rate else 0.0
+            seed = self._seed + before + i  # with equal seeds, drafts would be accepted together
             num_input, num_output = (random_.randint(*bounds) for bounds in self._lengths)
             if self._items:
-                index = self._num_apart * before + case * count + i
+                index = self._distinct_cases * before + case * count + i
                 item = self._items[index % len(self._items)]
                 request = BenchRequest(item.prompt, item.num_output or num_output, seed)
             else:
@@ -108,7 +100,7 @@ class Workload:
 
     def _piece(self, random_: random.Random, size: int, shift: int) -> Any:
         """A random piece of the source, of `size` tokens, which begins `shift` tokens later."""
-        source, max_shift = self._source, self._num_apart - 1
+        source, max_shift = self._source, self._distinct_cases - 1
         if source.shuffled:
             return random_.choices(source.ids, k=size + max_shift)[shift : shift + size]
         text: Any = source.ids or source.text
@@ -129,10 +121,7 @@ def read_dataset(path: str) -> PromptSource:
 
     The file has one object per line, or one list of objects. `messages` are sent without the
     answers at their end, `conversations` (the format of ShareGPT) only up to their first answer.
-    Other entries are counted and left out.
-
-    Raises:
-        ConfigError: there is no such file, or no entry can be sent.
+    Entries that cannot be sent are counted in a note; `ConfigError` if no entry can be sent.
     """
     text, items, errors = _read(path), list[Item](), list[str]()
     is_list = text.lstrip().startswith("[")
@@ -190,7 +179,6 @@ def _item(entry: Any) -> Item:
 
 
 def _read(path: str) -> str:
-    """The text of a file; `ConfigError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -198,13 +186,9 @@ def _read(path: str) -> str:
         raise ConfigError("prompts", path, bound, f"{error}.") from None
 
 
-Report = Callable[[int, str], None]
-"""Called with the number of ended requests, including warm-up, and the name of the current run."""
-
-
 @dataclass
 class Measured:
-    """The measurements of a case under a load so far.
+    """The measurements of a case under a load.
 
     Attributes:
         repeats: figures of each run, in order. A run without an answer has an empty entry, so that
@@ -223,7 +207,7 @@ class Bench:
 
     Attributes:
         groups: for each engine, the list of cases that take turns.
-        measured: figures of all runs so far, by load and case.
+        measured: figures of all runs up to now, by load and case.
         failed: number of failed requests by reason, including warm-up.
         notes: lines about the prompts.
     """
@@ -240,54 +224,50 @@ class Bench:
         counts = [options.requests_of(load) for load in options.loads]
         self.num_requests = sum(counts) * runs * sum(map(len, groups))
 
-    async def run(self, report: Report = lambda done, what: None) -> None:
+    async def run(self, report: Report = lambda num_ended, run_name: None) -> None:
         """Measure all cases. `measured` holds all finished runs, even after an error.
 
-        Raises:
-            ConfigError: requests failed; the other requests were measured nevertheless.
-            ForetokenError: the engine failed.
+        `ConfigError`: requests failed; the other requests were measured nevertheless.
+
+        report: called with the number of ended requests, warm-up included, and the current run
         """
-        done = 0
+        num_ended = 0
         for cases in self.groups:
-            report(done, "loading")
+            report(num_ended, "loading")
             async with self.client.opened(cases):
                 workload = await self._prepare()
                 for load, repeat, case in self._turns(cases):
                     number = repeat - self.options.warmup + 1
                     what = f"repeat {number}" if number > 0 else "warm-up"
-                    title = f"{load.name}, {case.name}, {what}"
+                    run_name = f"{load.name}, {case.name}, {what}"
 
-                    def ended(title: str = title) -> None:
-                        nonlocal done
-                        done += 1
-                        report(done, title)
+                    def on_end(run_name: str = run_name) -> None:
+                        nonlocal num_ended
+                        num_ended += 1
+                        report(num_ended, run_name)
 
-                    report(done, title)
-                    count, before = self.options.requests_of(load), self._before(load, repeat)
+                    report(num_ended, run_name)
+                    count = self.options.requests_of(load)
+                    before = self._requests_before(load, repeat)
                     requests = workload.requests(load, before, count, cases.index(case))
                     run, is_complete = Run(), False
                     try:
-                        await drive(self.client, case, load, requests, run, ended)
+                        await drive(self.client, case, load, requests, run, on_end)
                         is_complete = not run.stopped
                     finally:
                         self._keep(load, case, run, number > 0, is_complete)
                     if run.stopped:
                         raise self._failure(run.stopped)
         if self.failed:
-            raise self._failure(
-                f"{self.failed.total()} requests failed; most so: "
-                f"{self.failed.most_common(1)[0][0]}"
-            )
+            [(why, _)] = self.failed.most_common(1)
+            raise self._failure(f"{self.failed.total()} requests failed; most so: {why}")
 
     def _keep(
         self, load: Load, case: BenchCase, run: Run, is_measured: bool, is_complete: bool
     ) -> None:
-        """Add a run's figures to `measured`, unless it is a warm-up run.
-
-        The figures of an incomplete run are added only if there is no complete run.
-        """
+        """Keep a measured run's figures, of an incomplete run only if no complete one exists."""
         self.failed.update(run.failed)
-        if not is_measured:
+        if not is_measured:  # a warm-up run
             return
         measured = self.measured.setdefault((load, case), Measured())
         if is_complete or (run.done and not any(measured.repeats)):
@@ -297,22 +277,20 @@ class Bench:
             for name, values in latencies(run.done).items():
                 measured.samples[name] += values
 
-    def _before(self, load: Load, repeat: int) -> int:
-        """The number of requests of each case before this run."""
+    def _requests_before(self, load: Load, repeat: int) -> int:
         options, runs = self.options, self.options.warmup + self.options.repeats
         earlier = options.loads[: options.loads.index(load)]
         return runs * sum(map(options.requests_of, earlier)) + repeat * options.requests_of(load)
 
     def _failure(self, why: str) -> ConfigError:
         """The error for failed requests: about `url`, or `prompts` for engines in this process."""
-        name, bound = "url", "a server that answers every request"
+        why = f"{why.rstrip('.')}."
         if self.options.url is None:
-            name, bound = "prompts", "requests that fit"
-        return ConfigError(name, getattr(self.options, name), bound, f"{why.rstrip('.')}.")
+            return ConfigError("prompts", self.options.prompts, "requests that fit", why)
+        return ConfigError("url", self.options.url, "a server that answers every request", why)
 
     async def _prepare(self) -> Workload:
-        """The workload. It is made once, with the tokenizer of the first engine or the server."""
-        if self._workload is not None:
+        if self._workload is not None:  # made with the tokenizer of the server or the first engine
             return self._workload
         client, prompts = self.client, self.options.prompts
         if prompts is not None and prompts.endswith(DATASETS):
@@ -331,10 +309,9 @@ class Bench:
                     raise ConfigError("prompts", prompts, bound, remedy)
                 self.notes.append("The server tells no tokens: prompts have 4 characters for each.")
         self.notes += source.notes
-        lengths = self.options.input_lengths, self.options.output_lengths
-        apart = max(map(len, self.groups)) if client.keeps_prefixes else 1
-        self._workload = Workload(source, lengths, self.options.seed, apart)
-        needed = self.num_requests // sum(map(len, self.groups)) * apart
+        distinct_cases = max(map(len, self.groups)) if client.keeps_prefixes else 1
+        self._workload = Workload(source, self.options.lengths, self.options.seed, distinct_cases)
+        needed = self.num_requests // sum(map(len, self.groups)) * distinct_cases
         if len(source.items) < needed and source.items:
             repeated = f"{len(source.items)} lines for {needed} requests: they are sent again"
             cached = ", and a cache may know them" if client.keeps_prefixes else ""
@@ -342,10 +319,7 @@ class Bench:
         return self._workload
 
     def _turns(self, cases: Sequence[BenchCase]) -> Iterator[tuple[Load, int, BenchCase]]:
-        """The runs in order, as (load, repeat, case); warm-up repeats come first.
-
-        The order of cases is reversed with each repeat.
-        """
+        """The runs in order: warm-up first; the order of cases is reversed with each repeat."""
         for load in self.options.loads:
             for repeat in range(self.options.warmup + self.options.repeats):
                 for case in cases[:: -1 if repeat % 2 else 1]:

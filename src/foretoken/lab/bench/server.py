@@ -1,7 +1,7 @@
 """A server with OpenAI's API as the system under test, over HTTP/1.1 with asyncio's streams.
 
-Charter: a request and its stream. Each request has a new connection, and connecting is part of its
-time. Before the measurement, one request finds out which fields beyond the API the server takes.
+Each request has a new connection, and connecting is part of its time. Before the measurement,
+requests find out which fields beyond the API the server takes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 import ssl
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -29,10 +30,10 @@ from foretoken.lab.bench.options import BenchCase
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
-_LINE = 2**20  # largest number of bytes of a line, or of the headers
+_MAX_LINE = 2**20  # bytes of a line, or of the headers
 _FIELDS = {name: name for name in ("num_speculative_tokens", "drafter")}
 _FIELDS |= {"rejection_sample_method": "rule"}  # field of a case -> its name in `speculative`
-_WRONG_BODY = (400, 422)
+_WRONG_BODY = (400, 422)  # statuses of a refused field
 _COUNTING = ("foretoken", "vllm")  # servers that can send the token count with each piece
 _COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
@@ -40,14 +41,10 @@ _COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$",
 class Server(Client):
     """A server, and the fields that it takes.
 
-    Args:
-        url: the server's root, with or without `/v1`.
-        model: None: the first model that the server lists.
-        api_key: sent as a bearer token.
-        timeout: seconds without data after which a request has failed.
-
-    Attributes:
-        speculates: whether the server drafts, and requests can choose how.
+    url: the server's root, with or without `/v1`
+    model: None: the first model that the server lists
+    timeout: seconds without data after which a request has failed
+    speculates: whether the server drafts, and requests can choose how
     """
 
     def __init__(
@@ -74,11 +71,7 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Find out which model the server has and which fields it takes.
-
-        Raises:
-            ConfigError: the server does not answer, or lists no model.
-        """
+        """Learn the server's model and fields; `ConfigError`: it gives no answer, or no model."""
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
@@ -103,11 +96,7 @@ class Server(Client):
             )
 
     async def takes(self, **fields: Any) -> bool:
-        """Whether the server takes these fields.
-
-        Raises:
-            ConfigError: the server refuses even a request without these fields.
-        """
+        """Whether the server takes these fields; `ConfigError` if every request is refused."""
         body = {"model": self.model, "prompt": "1", "max_tokens": 1}
         status, answer = await self.call("POST", "/v1/completions", {**body, **fields})
         if status in _WRONG_BODY:
@@ -123,23 +112,16 @@ class Server(Client):
         return {"url": self.url, "model": self.model, "sampling": self._params}
 
     async def send(self, request: BenchRequest, case: BenchCase, record: Record) -> None:
-        """Send a request and read the stream of its answer; see `Client.send`."""
-        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         body = {
-            "model": self.model,
-            "messages" if is_chat else "prompt": request.prompt,
-            "max_tokens": request.num_output,
-            "seed": request.seed,
-            "stream": True,
-            "stream_options": self._stream_options,
-            **self._extra,
-            **self._params,
+            "model": self.model, "messages" if request.is_chat else "prompt": request.prompt,
+            "max_tokens": request.num_output, "seed": request.seed, "stream": True,
+            "stream_options": self._stream_options, **self._extra, **self._params,
             "temperature": case.fields["temperature"],
-        }
+        }  # fmt: skip
         if self.speculates:
             fields = ((_FIELDS.get(name), value) for name, value in case.fields.items())
             body["speculative"] = {k: v for k, v in fields if k is not None and v is not None}
-        path = f"/v1/{'chat/' if is_chat else ''}completions"
+        path = f"/v1/{'chat/' if request.is_chat else ''}completions"
         async with self._request("POST", path, body) as (status, pieces):
             if status != 200:
                 text = b"".join([piece async for piece in pieces]).decode(errors="replace")
@@ -149,7 +131,7 @@ class Server(Client):
                     if "error" in event:
                         raise RequestFailedError(f"an error in its stream: {event['error']}")
                     try:
-                        _note(event, record)
+                        _record_event(event, record)
                     except (AttributeError, TypeError, ValueError):
                         message = f"no completion in its stream: {json.dumps(event)[:80]}"
                         raise RequestFailedError(message) from None
@@ -180,11 +162,10 @@ class Server(Client):
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
         """Send a request; yields the status, and the body as a stream of pieces.
 
-        Raises:
-            RequestFailedError: the answer is incomplete, late, or no HTTP.
-            ServerGoneError: there is no connection.
+        `RequestFailedError`: an answer that is incomplete, late, or no HTTP; `ServerGoneError`: no
+        connection.
         """
-        opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE)
+        opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_MAX_LINE)
         try:
             reader, writer = await asyncio.wait_for(opening, self.timeout)
         except (OSError, TimeoutError) as error:
@@ -192,7 +173,7 @@ class Server(Client):
         text = b"" if body is None else json.dumps(body).encode()
         lines = [f"{method} {self._root}{path} HTTP/1.1", f"Host: {self._netloc}"]
         lines += ["Connection: close", "Content-Type: application/json"]
-        lines += [f"Content-Length: {len(text)}"]
+        lines.append(f"Content-Length: {len(text)}")
         lines += [f"Authorization: Bearer {self._key}"] if self._key else []
         try:
             writer.write("\r\n".join([*lines, "", ""]).encode() + text)
@@ -217,10 +198,7 @@ class Server(Client):
     async def _body(
         self, reader: asyncio.StreamReader, headers: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
-        """The pieces of a body as they arrive.
-
-        The body is chunked, has a stated length, or ends with the connection.
-        """
+        """The pieces of a body that is chunked, of a stated length, or ends with the connection."""
         left = int(headers["content-length"]) if "content-length" in headers else None
         while left != 0:
             async with asyncio.timeout(self.timeout):
@@ -235,16 +213,14 @@ class Server(Client):
             yield piece
 
     async def counts(self) -> SpeculationMetrics | None:
-        """Counts from the server's Prometheus metrics, named as by vLLM and Foretoken."""
-        try:
+        try:  # metrics are named as by vLLM and Foretoken
             return _read_metrics(str(await self.get("/metrics")))
         except (ServerGoneError, RequestFailedError, ValueError, OverflowError):
             return None
 
     async def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, from the server's `/tokenize`; empty if it has none."""
-        body = {"model": self.model, "prompt": text}
         try:
+            body = {"model": self.model, "prompt": text}
             status, answer = await self.call("POST", "/tokenize", body)
             tokens = json.loads(answer)["tokens"] if status == 200 else []
         except (RequestFailedError, ValueError, KeyError, TypeError):
@@ -271,43 +247,37 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
 def _read_metrics(text: str) -> SpeculationMetrics | None:
     """Counts from the text of `/metrics`; None if it has no counts of drafts.
 
-    `ValueError` or `OverflowError` for a bad count.
+    `ValueError` or `OverflowError`: a count is no number.
     """
-    metrics, by_name = SpeculationMetrics(), dict[str, dict[int, int]]()
-    names = {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
-    num_totals = 0
+    metrics, has_totals = SpeculationMetrics(), False
+    by_name = defaultdict[str, Counter[int]](Counter)
     for _, name, labels, value in _COUNT.findall(text):
-        if name in names:
+        if name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             setattr(metrics, name, getattr(metrics, name) + int(float(value)))
-            num_totals += 1
+            has_totals = True
         elif position := re.search(r'position="(\d{1,3})"', labels):
-            counts = by_name.setdefault(name, {})
-            counts[int(position[1])] = counts.get(int(position[1]), 0) + int(float(value))
+            by_name[name][int(position[1])] += int(float(value))
     for kind, name in (("accepted", "num_accepted_tokens"), ("drafted", "num_draft_tokens")):
         if by_position := by_name.get(f"{name}_per_pos"):
-            dense = [by_position.get(i, 0) for i in range(max(by_position) + 1)]
+            dense = [by_position[i] for i in range(max(by_position) + 1)]
             setattr(metrics, f"{kind}_per_position", dense)
-    return metrics if num_totals else None
+    return metrics if has_totals else None
 
 
-def _note(event: Mapping[str, Any], record: Record) -> None:
-    """Add an event of a stream to a request's record.
-
-    `AttributeError`, `TypeError` or `ValueError` if it has not the form of a completion.
-    """
+def _record_event(event: Mapping[str, Any], record: Record) -> None:
+    """Add an event of a stream to a record; it raises an error if the event is no completion."""
     usage = event.get("usage") or {}
     counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
     if min(counts) < 0 or not all(isinstance(count, int) for count in counts):
         raise ValueError(counts)
     record.num_input, record.num_output = map(max, counts, (record.num_input, record.num_output))
-    if any(_holds_tokens(choice) for choice in event.get("choices") or ()):
+    if any(_has_tokens(choice) for choice in event.get("choices") or ()):
         if not record.arrivals:
             record.num_first = record.num_output or 1
         record.arrivals.append(time.perf_counter())
 
 
-def _holds_tokens(choice: Any) -> bool:
-    """Whether a choice of an event contains text or tool calls."""
+def _has_tokens(choice: Any) -> bool:
     delta = choice.get("delta") or {}
     names = ("content", "reasoning_content", "reasoning", "tool_calls")
     return bool(choice.get("text")) or any(delta.get(name) for name in names)

@@ -1,8 +1,6 @@
 """Measure the costs of an engine's steps on this machine, from some hundred steps.
 
-Charter: run a few requests at a time, sort the steps by kind, average each kind, make a profile.
-Each repeat makes one run of every setup, so that a disturbance of the machine affects all sizes
-alike.
+Each repeat makes one run of every setup: a disturbance of the machine affects all sizes alike.
 """
 
 from __future__ import annotations
@@ -28,18 +26,19 @@ from foretoken.engine.trace import StepTrace
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import device_seconds
 from foretoken.lab.plan.profile import EngineLimits, Profile
-from foretoken.lab.plan.simulate import Ask, Served, Step
+from foretoken.lab.plan.simulate import RequestSpec, Served, Step
+from foretoken.lab.reporter import Report
 from foretoken.lab.results import commit, hardware
 from foretoken.sampling.params import SamplingParams
 
-Clock = Callable[[], float]
+Clock = Callable[[], float]  # returns seconds
 
 
-class Timed(NamedTuple):
+class TimedStep(NamedTuple):
     """A step, and its seconds of drafting.
 
-    The time of a step is that between the result of the previous step (or the start of the run) and
-    its own result. (An engine that runs ahead launches the next step in this time.)
+    The time of a step ends with its result, and begins with that of the previous step or at the
+    start.
     """
 
     step: Step
@@ -47,28 +46,25 @@ class Timed(NamedTuple):
 
 
 @dataclass
-class _Live:
-    """A request under way; times in seconds after the start, `first` of the first token."""
-
+class _LiveRequest:
     group: RequestGroup
-    arrival: float
-    first: float | None = None
+    arrival: float  # in seconds after the start
+    first_token: float | None = None
 
 
 @dataclass
-class Drive:
-    """A run of a real engine: requests all wait at the start, `concurrency` of them run at a time.
+class EngineRun:
+    """A run of a real engine, with the same records as `Simulation.run`.
 
-    It is the counterpart of `Simulation.run`, with the same records. Each request has its own
-    noise.
+    All requests wait at the start, and `concurrency` of them run at a time. Their noise differs.
 
     Attributes:
         params: parameters of each request, except for `max_tokens`.
         text: token ids to cut prompts from; if empty, prompts are random tokens.
-        clock: returns seconds. A clock of the process's CPU time ignores other processes on its
-            cores; it is right only if a single thread computes everything.
-        served: records of the requests that have ended so far.
-        timed: all steps so far.
+        clock: a clock of the process's CPU time ignores other processes on its cores; it is right
+            only if a single thread computes everything.
+        served: records of the requests that have ended.
+        timed: all steps of the run.
     """
 
     engine: Engine
@@ -78,89 +74,79 @@ class Drive:
     text: Sequence[int] = ()
     clock: Clock = time.perf_counter
     served: list[Served] = field(default_factory=list)
-    timed: list[Timed] = field(default_factory=list)
+    timed: list[TimedStep] = field(default_factory=list)
 
-    def run(self, asks: Sequence[Ask]) -> list[Served]:
-        """Serve all requests.
-
-        Raises:
-            ForetokenError: a request failed.
-        """
+    def run(self, specs: Sequence[RequestSpec]) -> list[Served]:
+        """Serve all requests; raises the `ForetokenError` of a request that failed."""
         random_, engine, clock = random.Random(self.seed), self.engine, self.clock
-        waiting, live = list(enumerate(asks))[::-1], list[_Live]()
+        waiting, live = list(enumerate(specs))[::-1], list[_LiveRequest]()
         traces: list[StepTrace] = []
-        former, engine.on_step = engine.on_step, traces.append
+        former_on_step, engine.on_step = engine.on_step, traces.append
         start = last_result = clock()
         try:
             while waiting or live:
                 while waiting and len(live) < self.concurrency:
                     group = self._add(*waiting.pop(), random_)
-                    live.append(_Live(group, clock() - start))
+                    live.append(_LiveRequest(group, clock() - start))
                 engine.step()
                 now = clock()
                 for trace in traces:
                     if trace.num_requests:  # a step that was launched ahead may have none
-                        self.timed.append(_timed(trace, now - last_result))
+                        self.timed.append(_timed_step(trace, now - last_result))
                         last_result = now
                 traces.clear()
                 live = [request for request in live if not self._ends(request, now - start)]
         finally:
-            engine.on_step = former
+            engine.on_step = former_on_step
             for request in live:
                 engine.abort(request.group)
         return self.served
 
-    def _add(self, number: int, ask: Ask, random_: random.Random) -> RequestGroup:
-        """Submit request `number` to the engine."""
-        params = replace(
-            self.params, max_tokens=ask.output_len, ignore_eos=True,
-            seed=self.seed * 10_000 + number,
-        )  # fmt: skip
+    def _add(self, number: int, spec: RequestSpec, random_: random.Random) -> RequestGroup:
+        seed = self.seed * 10_000 + number
+        params = replace(self.params, max_tokens=spec.output_len, ignore_eos=True, seed=seed)
         if self.text:
-            first = random_.randrange(max(len(self.text) - ask.input_len, 0) + 1)
-            prompt = list(self.text[first : first + ask.input_len])
+            first = random_.randrange(max(len(self.text) - spec.input_len, 0) + 1)
+            prompt = list(self.text[first : first + spec.input_len])
         else:
-            prompt = random_.choices(range(self.engine.limits.vocab_size), k=ask.input_len)
+            prompt = random_.choices(range(self.engine.limits.vocab_size), k=spec.input_len)
         name = f"plan-{self.seed}-{number}"
         return self.engine.add(*prepare(self.engine, name, prompt, params))
 
-    def _ends(self, live: _Live, now: float) -> bool:
+    def _ends(self, request: _LiveRequest, now: float) -> bool:
         """Note a request's first token and its end; returns whether it has ended."""
-        group, tokens = live.group, live.group.samples[0].num_output
+        group, tokens = request.group, request.group.samples[0].num_output
         if group.error is not None:
             raise group.error
-        if live.first is None and tokens:
-            live.first = now
+        if request.first_token is None and tokens:
+            request.first_token = now
         if group.finished:
-            self.served.append(Served(live.arrival, live.first or now, now, tokens))
+            first = request.first_token or now
+            self.served.append(Served(request.arrival, first, now, tokens))
         return group.finished
 
 
-def _timed(trace: StepTrace, seconds: float) -> Timed:
-    share = device_seconds(trace)["draft"] / max(trace.total, 1e-9)
+def _timed_step(trace: StepTrace, seconds: float) -> TimedStep:
+    drafting_share = device_seconds(trace)["draft"] / max(trace.total, 1e-9)
     counts = (getattr(trace, name) for name in Step._fields[1:])
-    return Timed(Step(seconds, *counts), share * seconds)
+    return TimedStep(Step(seconds, *counts), drafting_share * seconds)
 
 
 _STEPS = 20  # approximate number of steps of a run
-# The first decode steps after a prompt take up to twice as long if they have few rows, until caches
-# and clock rate recover. This loss per request does not grow with its length, so these steps are
-# left out.
+# The first decode steps after a prompt are dropped: with few rows they take up to twice as long,
+# until caches and clock rate recover, however long the request is.
 _SETTLING = 4
 _MIN_STEPS = 4  # settled steps that every setup must have
-# In a single repeat, other processes might use the machine.
-_MIN_REPEATS = 2
+_MIN_REPEATS = 2  # during a single repeat, other processes might use the machine
 _SHORT = 48  # tokens of a prompt; fewer if a step cannot compute a whole batch of such prompts
 _LONG = 512  # tokens of a prompt that shows the cost of a context, if the model takes as many
 _PROMPTS = (4, 32, 240)  # tokens of the timed prompts
 _PROMPT_BATCHES = (2, 4, 8)  # so many of the longest prompt are also timed together
-_DRAFTS = (1, 2, 4, 8, 16, 32)
-# Smallest ratio of prompt lengths that separates the cost of pairs from the cost of tokens.
-_MIN_RATIO = 1.5
-# Steps that decode after every prompt, as in real use, before the next prompt is timed: after
-# replayed graphs, a host takes up to twice as long for a prompt as right after another prompt (8B,
-# H200).
-_AFTER = 8
+_DRAFTS = (1, 2, 4, 8, 16, 32)  # the K that are timed, up to the engine's
+_MIN_RATIO = 1.5  # of prompt lengths, to separate the cost of pairs from the cost of tokens
+# Output tokens of every timed prompt: prompts mostly follow decode steps in real use, too, and
+# after replayed graphs a host takes up to twice as long for a prompt (8B, H200).
+_PROMPT_OUTPUT = 8
 _STALL = 3.0  # a step that takes more than so many times the median counts as so many
 
 
@@ -174,12 +160,9 @@ class BatchSetup(NamedTuple):
 
 
 class PromptStep(NamedTuple):
-    """Prompt steps of one kind.
+    """The prompt steps of one kind: tokens, mean seconds, and the number of such steps.
 
-    tokens:  tokens of a step
-    pairs:   pairs of a token and an earlier token of its prompt
-    seconds: mean seconds of a step
-    times:   number of steps
+    pairs: pairs of a token and an earlier token of its prompt
     """
 
     tokens: int
@@ -192,11 +175,10 @@ class PromptStep(NamedTuple):
 class _Timings:
     """Seconds of the steps of one setup.
 
-    Attributes:
-        steps: settled steps in which all requests decode: seconds, seconds of drafting, and mean
-            tokens of context of a request.
-        first: the first decode step of a run, in which a draft model computes the prompts.
-        prompts: steps that compute all prompts and nothing else.
+    steps: settled steps in which all requests decode: seconds, seconds of drafting, and mean
+        tokens of context of a request
+    first: the first decode step of a run, in which a draft model computes the prompts
+    prompts: steps that compute all prompts and nothing else
     """
 
     steps: list[tuple[float, float, float]] = field(default_factory=list)
@@ -210,13 +192,11 @@ class Calibration:
     Args:
         sizes: batch sizes; 1 is always added.
         text: token ids to cut prompts from; if given, acceptance is measured, too.
-        clock: see `Drive`.
         patience: after so many seconds no further repeat begins, but two are always made. On a busy
             machine repeats take long, and in each of them some setup is disturbed.
 
     Attributes:
         num_runs: number of runs if all repeats are made.
-        num_repeats: number of repeats made.
     """
 
     def __init__(
@@ -235,58 +215,52 @@ class Calibration:
         max_drafts = engine.config.num_drafts
         self._drafts = sorted({0, max_drafts, *(k for k in _DRAFTS if k < max_drafts)})
         self._sizes = sorted({1, *sizes})
-        # The batch that shows the cost of contexts. It is as large as possible, since a single
-        # context costs little; but one step must compute all of its long prompts.
+        # The batch that shows the cost of contexts: as large as possible, since a context costs
+        # little, but one step must compute all of its long prompts.
         limit = engine.config.max_num_batched_tokens // _LONG
         self._context_batch = max((size for size in self._sizes if size <= limit), default=1)
         self._timings = defaultdict[BatchSetup, _Timings](_Timings)
-        self._check()
+        self._check_room()
         self._setups = [*self._decode_setups(), *self._prompt_setups()]
         self._warm_up = self._warm_up_setups()
         self.num_runs = len(self._warm_up) + len(self._setups) * repeats
 
-    def _check(self) -> None:
-        """Raise `ConfigError` if the setups do not fit the engine."""
+    def _check_room(self) -> None:
         limits, config = self._engine.limits, self._engine.config
         if self._sizes[-1] > config.max_num_seqs:
             bound = f"at least {self._sizes[-1]}, the largest batch"
             raise ConfigError("max_num_seqs", config.max_num_seqs, bound)
         output = self._decode_setup(1, self._drafts[-1]).output
-        needed = max(_PROMPTS[-1] + _AFTER, _SHORT + output + 1)
+        needed = max(_PROMPTS[-1] + _PROMPT_OUTPUT, _SHORT + output + 1)
         if limits.max_model_len < needed:
             bound = f"at least {needed}, to time steps"
             raise ConfigError("max_model_len", limits.max_model_len, bound)
         if self._long <= _SHORT:
-            blocks = self._engine.scheduler.pool.num_blocks
-            remedy = "Raise it, or `max_model_len`."
-            raise ConfigError("num_blocks", blocks, "enough to time long contexts", remedy)
+            blocks, bound = self._engine.scheduler.pool.num_blocks, "enough to time long contexts"
+            raise ConfigError("num_blocks", blocks, bound, "Raise it, or `max_model_len`.")
 
     def _decode_setup(self, batch: int, drafts: int, length: int | None = None) -> BatchSetup:
         """A setup for decode steps; `length` defaults to a short prompt.
 
-        All short prompts of the batch fit into one step: if they did not, the first requests would
-        decode, and perhaps end, before the last prompt is computed.
+        All short prompts of the batch fit into one step: else the first requests would decode, and
+        perhaps end, before the last prompt is computed.
         """
         short = min(_SHORT, self._engine.config.max_num_batched_tokens // batch)
         return BatchSetup(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
 
     def _decode_setups(self) -> Iterator[BatchSetup]:
-        """Every batch size with every K; then long contexts, with the least and the largest K."""
+        """Every batch size with every K; then long contexts, with the least and largest K."""
         for batch, drafts in product(self._sizes, self._drafts):
             yield self._decode_setup(batch, drafts)
         for drafts in (0, self._drafts[-1]):
             yield self._decode_setup(self._context_batch, drafts, self._long)
 
     def _warm_up_setups(self) -> list[BatchSetup]:
-        """The setups to run before any setup is timed.
-
-        On a GPU these are all setups, since kernels are compiled and graphs captured for each of
-        them. On a CPU they are short, since only the batch size matters there.
-        """
-        if not self._engine.runner.on_host:
+        if not self._engine.runner.on_host:  # each needs kernels compiled and graphs captured
             return self._setups
+        # On a CPU only the batch size matters: the requests are short.
         setups = (self._decode_setup(b, k) for b, k in product(self._sizes, self._drafts))
-        return [setup._replace(length=min(setup.length, 4), output=_AFTER) for setup in setups]
+        return [s._replace(length=min(s.length, 4), output=_PROMPT_OUTPUT) for s in setups]
 
     @property
     def _long(self) -> int:
@@ -296,41 +270,31 @@ class Calibration:
         output = self._decode_setup(1, self._drafts[-1]).output
         return min(_LONG, max_len - output, room - output - pool.block_size)
 
-    def _prompt_setups(self) -> Iterator[BatchSetup]:
-        """Setups for prompt steps, each with all its prompts in one step."""
+    def _prompt_setups(self) -> Iterator[BatchSetup]:  # each has all its prompts in one step
         config, longest = self._engine.config, _PROMPTS[-1]
         counts = [(1, n) for n in _PROMPTS]
         counts += [(b, longest) for b in _PROMPT_BATCHES if b <= config.max_num_seqs]
-        # As many tokens as a step can compute, in short prompts and in long ones: then costs need
-        # not be extrapolated.
+        # Full steps of short prompts and of long ones: so costs need not be extrapolated.
         half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
-        for length in (max(longest, half + 1), self._engine.limits.max_model_len - _AFTER):
-            counts.append(self._full_step(length))
+        lengths = max(longest, half + 1), self._engine.limits.max_model_len - _PROMPT_OUTPUT
+        counts += [self._full_step(length) for length in lengths]
         for batch, length in dict.fromkeys(counts):
             if 0 < batch * length <= config.max_num_batched_tokens:
-                yield BatchSetup(batch, 0, length, _AFTER)
+                yield BatchSetup(batch, 0, length, _PROMPT_OUTPUT)
 
     def _full_step(self, length: int) -> tuple[int, int]:
-        """(number of prompts, their length) of a full step.
-
-        The step has as many prompts of this length as it can compute and the cache holds. If not
-        even one prompt fits, its length is cut.
-        """
+        """(number, length) of prompts that fill a step; a prompt that does not fit is cut."""
         config, pool = self._engine.config, self._engine.scheduler.pool
         room = pool.num_blocks * pool.block_size
-        length = min(length, config.max_num_batched_tokens, room - _AFTER - pool.block_size)
-        request_room = -(-(length + _AFTER) // pool.block_size) * pool.block_size
+        length = min(length, config.max_num_batched_tokens, room - _PROMPT_OUTPUT - pool.block_size)
+        request_room = -(-(length + _PROMPT_OUTPUT) // pool.block_size) * pool.block_size
         prompts = min(config.max_num_batched_tokens // length, room // request_room)
         return min(prompts, config.max_num_seqs), length
 
-    def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> Profile:
+    def run(self, report: Report = lambda done, next_run: None) -> Profile:
         """Measure all setups; a second call adds to the measurements of the first call.
 
-        Args:
-            report: called with the number of runs done, and the name of the next run.
-
-        Raises:
-            ConfigError: the cache does not hold a whole batch for long enough to time its steps.
+        `ConfigError`: the cache holds no whole batch for long enough to time its steps.
         """
         start, done = 0.0, 0
         for repeat in range(self._repeats + 1):
@@ -348,15 +312,14 @@ class Calibration:
         report(self.num_runs, "done")
         return self._profile()
 
-    def _run(self, setup: BatchSetup, seed: int) -> Sequence[Timed]:
-        """Run a setup once; returns its steps."""
+    def _run(self, setup: BatchSetup, seed: int) -> Sequence[TimedStep]:
         drafts = setup.drafts if self._drafts[-1] else None
         params = replace(self._params, num_speculative_tokens=drafts)
-        drive = Drive(self._engine, params, setup.batch, seed, self._text, self._clock)
-        drive.run([Ask(0.0, setup.length, setup.output)] * setup.batch)
-        return drive.timed
+        run = EngineRun(self._engine, params, setup.batch, seed, self._text, self._clock)
+        run.run([RequestSpec(0.0, setup.length, setup.output)] * setup.batch)
+        return run.timed
 
-    def _sort(self, setup: BatchSetup, timed: Sequence[Timed]) -> None:
+    def _sort(self, setup: BatchSetup, timed: Sequence[TimedStep]) -> None:
         """Add a run's steps to the setup's timings by kind; steps of other kinds are dropped."""
         timings, decoded, context = self._timings[setup], 0, setup.length + 1.0
         for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
@@ -372,30 +335,25 @@ class Calibration:
                 context += 1 + accepted / requests
 
     def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
-        """Means over the settled steps of a setup: seconds, seconds of drafting, context.
-
-        Raises:
-            ConfigError: too few steps, because the cache does not hold all requests of the setup.
-        """
+        """Means of settled steps: seconds, seconds of drafting, context; `ConfigError`: too few."""
         steps = self._timings[setup].steps
-        if len(steps) < _MIN_STEPS:
+        if len(steps) < _MIN_STEPS:  # the cache does not hold all requests of the setup
             blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output
             bound = f"enough for {setup.batch} requests of {tokens} tokens at a time"
             raise ConfigError("num_blocks", blocks, bound, "Raise it, or lower `batch_size`.")
-        seconds, drafting, context = (_mean(x) for x in zip(*steps, strict=True))
+        seconds, drafting, context = map(_mean, zip(*steps, strict=True))
         return seconds, drafting, context
 
     def _profile(self) -> Profile:
-        """The profile from all timings so far."""
         engine, runner = self._engine, self._engine.runner
         context = self._context_costs()
         rest, draft, missed = list[list[float]](), list[list[float]](), [0.0]
         for batch in self._sizes:
             setups = [self._decode_setup(batch, drafts) for drafts in self._drafts]
             step_seconds, draft_seconds, lengths = zip(*map(self._step, setups), strict=True)
-            draft.append(rising(draft_seconds))
+            draft.append(nearest_rising(draft_seconds))
             reading = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
-            parts = zip(rising(step_seconds), draft[-1], reading, strict=True)
+            parts = zip(nearest_rising(step_seconds), draft[-1], reading, strict=True)
             rest.append([max(step - drafting - read, 0.0) for step, drafting, read in parts])
             for setup, seconds in zip(setups[1:], step_seconds[1:], strict=True):
                 extra = _mean(self._timings[setup].first) - seconds
@@ -433,10 +391,7 @@ class Calibration:
         )  # fmt: skip
 
     def _context_costs(self) -> list[float]:
-        """Seconds per token of context for each K.
-
-        Measured for K = 0 and for the largest K, linear in between.
-        """
+        """Seconds per token of context by K: measured for the least and largest, else linear."""
         ends = (0, self._drafts[-1])
         slopes = []
         for drafts in ends:
@@ -457,15 +412,12 @@ class Calibration:
             for (n, length), seconds in by_size.items()
             if seconds
         ]
-        pair = of_pairs(steps)
-        seconds_of = without_pairs(steps, pair)
-        return PromptCosts([*seconds_of], rising([*seconds_of.values()]), pair)
+        pair = seconds_per_pair(steps)
+        seconds_of = seconds_without_pairs(steps, pair)
+        return PromptCosts([*seconds_of], nearest_rising([*seconds_of.values()]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
-        """Chances that a draft and all before it are accepted, measured on the text.
-
-        None without drafts or text, and with synthetic acceptance.
-        """
+        """Chances that a draft and all before it are accepted; None if not measured on a text."""
         metrics = self._engine.metrics
         if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
             return None
@@ -473,34 +425,28 @@ class Calibration:
         return tuple(accumulate((hits / max(tries, 1) for hits, tries in counts), min))
 
 
-def of_pairs(steps: Sequence[PromptStep]) -> float:
+def seconds_per_pair(steps: Sequence[PromptStep]) -> float:
     """Seconds per pair of a token and an earlier token; 0 if prompt lengths are too similar.
 
-    In the largest steps, the seconds per token are linear in the number of earlier tokens: the
-    result is the slope. Smaller steps are left out, since they take a minimum time for any number
-    of tokens: with them the slope was 37 times too steep on a GPU.
+    It is the slope of the seconds per token over the number of earlier tokens, in the largest steps
+    only: smaller steps take a minimum time for any number of tokens, and with them the slope was 37
+    times too steep on a GPU.
     """
     max_tokens = max((step.tokens for step in steps), default=0)
     large = [step for step in steps if step.tokens >= max_tokens / 2]
     half_lengths = [step.pairs / step.tokens for step in large]  # of prompts
     if not half_lengths or max(half_lengths) < _MIN_RATIO * min(half_lengths):
         return 0.0
-    weights, token_seconds = (
-        np.sqrt([s.times for s in large]),
-        [s.seconds / s.tokens for s in large],
-    )
-    slope = np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]
-    return max(float(slope), 0.0)
+    token_seconds = [step.seconds / step.tokens for step in large]
+    weights = np.sqrt([step.times for step in large])
+    return max(float(np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]), 0.0)
 
 
-def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
-    """The mean seconds of a step by its number of tokens, without the cost of pairs.
+def seconds_without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
+    """The mean seconds of a step by its number of tokens, without `pair` seconds for each pair.
 
     Steps with equally many tokens, in prompts of different lengths, are averaged with their counts
     as weights.
-
-    Args:
-        pair: seconds per pair.
     """
     by_tokens = defaultdict[int, list[tuple[float, int]]](list)
     for step in steps:
@@ -519,10 +465,10 @@ def _mean(seconds: Sequence[float]) -> float:
     return float(np.minimum(seconds, _STALL * median(seconds)).mean())
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def nearest_rising(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing numbers (pool adjacent violators).
 
-    More drafts or tokens never take less time. Measurements in which they do were disturbed.
+    More drafts or tokens never take less time: measurements in which they do were disturbed.
     """
     pools = list[tuple[float, int]]()
     for value in values:

@@ -1,13 +1,9 @@
-"""`foretoken plan`: get costs and acceptance, predict, and show the results like a benchmark's.
-
-Charter: which predictions are made by outlook, simulation and fleet; the names of their values in a
-row; how rows are shown.
-"""
+"""`foretoken plan`: get costs and acceptance, predict, and show the results like a benchmark's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,23 +13,23 @@ import numpy as np
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.control import Array
 from foretoken.errors import ConfigError
+from foretoken.lab.bench import command as bench
 from foretoken.lab.bench import figures as bench_figures
-from foretoken.lab.bench import report as bench
 from foretoken.lab.bench.load import Record, Run
-from foretoken.lab.desk import Desk, Section, Table
 from foretoken.lab.plan.fleet import Replicas, engine_options, read_model, replicas_of, sized_for
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.profile import Acceptance, Profile, estimate
-from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation, Step
+from foretoken.lab.plan.simulate import Fleet, Outlook, RequestSpec, Served, Simulation, Step
+from foretoken.lab.reporter import Report, Reporter, Section, Table
 from foretoken.lab.results import Label, Row, collect, stem
 from foretoken.sampling.params import SamplingParams
 
-_EVERY = 8  # if the largest K is at most this, every K is simulated
-_LONGER = (1, 4, 16)  # contexts of the outlook, in units of the requests' mean context
+_ALL_DRAFTS = 8  # every K is simulated if the largest K is at most this
+_CONTEXTS = (1, 4, 16)  # contexts of the outlook, in units of the requests' mean context
 _RATES, _ENGINES, _REQUESTS = 8, 12, 400  # of the runs that find an engine's capacity
 _SETTLED = 0.03  # the capacity has settled if later requests lower it by at most this share
 _MET = 0.95  # share of the requests that must meet the bounds
-_SHOWN = 16  # the capacity is shown for every number of replicas up to this
+_MAX_SHOWN = 16  # the capacity is shown for every number of replicas up to this
 
 
 class LoadPoint(NamedTuple):
@@ -71,46 +67,44 @@ class Planner:
             raise ConfigError("input_len + output_len", length, bound)
         if options.rate is not None and profile.prompts is None:
             raise ConfigError("rate", options.rate, "left out: the profile knows no prompts")
-        every, known = self.outlook.most <= _EVERY, range(self.outlook.most + 1)
-        self.drafts = drafts = [k for k in known if every or k in profile.drafts]
-        choices = [*drafts, *([None] if self.outlook.most else [])]
+        largest = self.outlook.max_drafts
+        known = range(largest + 1)
+        self.drafts = [k for k in known if largest <= _ALL_DRAFTS or k in profile.drafts]
+        choices = [*self.drafts, *([None] if largest else [])]
         self.points = [LoadPoint(batch, k) for batch in options.batch_sizes for k in choices]
-        self.num_runs = len(self.points) + (len(drafts) + 1 if options.rate else 0)
+        self.num_runs = len(self.points) + (len(self.drafts) + 1 if options.rate else 0)
 
     def joint(self, drafts: int | None) -> tuple[float, ...]:
         """`joint_K` of `Simulation` and `Fleet`; with `auto`, unknown chances are 0."""
         if drafts is not None:
             return self.acceptance.joint(drafts)
-        known = self.acceptance.joint(self.outlook.most)
-        return known + (0.0,) * (self.profile.most_drafts - self.outlook.most)
+        known = self.acceptance.joint(self.outlook.max_drafts)
+        return known + (0.0,) * (self.profile.max_drafts - self.outlook.max_drafts)
 
-    def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> None:
+    def run(self, report: Report = lambda done, next_run: None) -> None:
         """Make all predictions.
 
-        Args:
-            report: called with the number of simulations done, and the name of the next one.
+        report: called with the number of simulations done, and the name of the next one
         """
         self._outlooks()
-        plain = dict[int, float]()
-        for done, point in enumerate(self.points):
+        plain_rate = math.nan
+        for done, point in enumerate(self.points):  # plain decoding is the first of each batch
             report(done, point.name)
-            batch, drafts = point
-            values = self._simulated(batch, drafts)
-            if drafts == 0:
-                plain[batch] = values["output_tokens_per_second"]
+            values = self._simulated(*point)
+            if point.drafts == 0:
+                plain_rate = values["output_tokens_per_second"]
             else:
-                values["speedup"] = values["output_tokens_per_second"] / plain[batch]
-            self._add("simulated", point.name, values, concurrency=batch, k=drafts)
+                values["speedup"] = values["output_tokens_per_second"] / plain_rate
+            self._add("simulated", point.name, values, concurrency=point.batch, k=point.drafts)
         if self.options.rate is not None:
             self._fleet(self.options.rate, report)
         report(self.num_runs, "done")
 
     def _simulated(self, batch: int, drafts: int | None) -> dict[str, float]:
-        """The figures of a simulation with `batch` requests under way."""
         options, joint, steps = self.options, self.joint(drafts), list[Step]()
         simulation = Simulation(self.profile, joint, drafts, batch, options.seed, steps.append)
         count = options.requests or max(4 * batch, 20)
-        served = simulation.run([Ask(0.0, options.input_len, options.output_len)] * count)
+        served = simulation.run([RequestSpec(0.0, options.input_len, options.output_len)] * count)
         return self._figures(served, steps, {})
 
     def _figures(
@@ -120,7 +114,8 @@ class Planner:
         values = figures(served, bounds)
         if self.profile.prompts is None:
             values = {n: x for n, x in values.items() if not n.startswith(("ttft", "e2e"))}
-        return values | {"steps": len(steps), "tokens_per_step": _per_round(steps)}
+        accepted, decoding = sum(s.num_accepted for s in steps), sum(s.num_decoding for s in steps)
+        return values | {"steps": len(steps), "tokens_per_step": 1 + accepted / max(decoding, 1)}
 
     def _add(self, kind: str, name: str, values: Mapping[str, float], **labels: Label) -> None:
         self.rows.append(Row(name, {"kind": kind, **labels}, {**values}))
@@ -128,29 +123,29 @@ class Planner:
     def _outlooks(self) -> None:
         """Add rows with the best K by batch size and context, and the break-even batch sizes."""
         options, limits = self.options, self.profile.limits
-        middle = options.input_len + options.output_len // 2
-        contexts = [c * middle for c in _LONGER if c * middle <= limits.max_model_len]
+        mean = options.input_len + options.output_len // 2
+        contexts = [factor * mean for factor in _CONTEXTS if factor * mean <= limits.max_model_len]
         for context in contexts:
             for batch in options.batch_sizes:
                 best = self.outlook.best(batch, context)
-                rate, plain = (self.outlook.rate(batch, k, context) for k in (best, 0))
+                rate, plain_rate = (self.outlook.rate(batch, k, context) for k in (best, 0))
                 blocks = batch * -(-context // limits.block_size)
                 values: dict[str, float] = {
-                    "best_k": best, "output_tokens_per_second": rate, "speedup": rate / plain,
+                    "best_k": best, "output_tokens_per_second": rate, "speedup": rate / plain_rate,
                     "cache_gib": blocks * self.profile.block_bytes / 2**30,
                     "fits": int(blocks <= limits.num_blocks),
                 }  # fmt: skip
                 for k in self.drafts[1:]:
-                    values[f"need_length_{k}"] = self.outlook.need(batch, k, context)
+                    values[f"need_length_{k}"] = self.outlook.break_even_length(batch, k, context)
                 name = f"batch {batch}, {context} tokens of context"
                 self._add("outlook", name, values, batch=batch, context=context)
-            if not self.outlook.most:
+            if not self.outlook.max_drafts:
                 continue
-            last = self.outlook.last_that_pays(context)
+            last = self.outlook.largest_paying_batch(context)
             limit, name = limits.max_num_seqs, f"break-even, {context} tokens of context"
             self._add("break-even", name, {"last_batch": last}, context=context, up_to=limit)
 
-    def _fleet(self, rate: float, report: Callable[[int, str], None]) -> None:
+    def _fleet(self, rate: float, report: Report) -> None:
         """Add rows about a fleet for `rate`: capacities, replicas, and one of its engines."""
         options, done = self.options, len(self.points)
         capacities = dict[int, float]()  # by K
@@ -169,11 +164,12 @@ class Planner:
         report(self.num_runs - 1, "fleet")
         count, random = math.ceil(rate / capacities[best]), np.random.default_rng(options.seed)
         gaps = random.exponential(count / rate, size=5 * _REQUESTS)
-        asks = [Ask(t, options.input_len, options.output_len) for t in np.cumsum(gaps).tolist()]
+        lengths = options.input_len, options.output_len
+        specs = [RequestSpec(arrival, *lengths) for arrival in np.cumsum(gaps).tolist()]
         steps = list[Step]()
         profile, joint = self.profile, self.joint(best)
         simulation = Simulation(profile, joint, best, seed=options.seed, on_step=steps.append)
-        settled = simulation.run(asks)[_REQUESTS:]
+        settled = simulation.run(specs)[_REQUESTS:]
         bounds = {"ttft_ms": options.slo_ttft_ms, "tpot_ms": options.slo_tpot_ms}
         values = self._figures(settled, steps, bounds)
         values |= {"replicas": count, "memory_gib": sum(self.memory().values()) / 2**30}
@@ -181,11 +177,7 @@ class Planner:
         self._add("fleet", name, values, k=best, requests_per_second=rate)
 
     def _drafts_of(self, replicas: Replicas, best: int, capacities: Mapping[int, float]) -> int:
-        """K of a file's engines; `best` for `auto`.
-
-        Raises:
-            ConfigError: the capacity with this K is not known.
-        """
+        """K of a file's engines, `best` for `auto`; `ConfigError` if its capacity is not known."""
         if replicas.drafts is None:
             return best
         if replicas.drafts not in capacities:
@@ -194,88 +186,75 @@ class Planner:
             raise ConfigError("num_speculative_tokens", replicas.drafts, bound)
         return replicas.drafts
 
-    def _replicas(self, replicas: Replicas, one: float, drafts: int, rate: float) -> None:
+    def _replicas(self, replicas: Replicas, engine_rate: float, drafts: int, rate: float) -> None:
         """Add rows with the capacity of 1, 2, .. replicas, the needed and the allowed number."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
-        needed = replicas.needed(one, steps, rate)
-        counts = {*range(1, min(replicas.most, _SHOWN) + 1), replicas.most, needed or 1}
+        needed = replicas.needed(engine_rate, steps, rate)
+        max_count = replicas.max_count
+        counts = {*range(1, min(max_count, _MAX_SHOWN) + 1), max_count, needed or 1}
         for count in sorted(counts):
-            value = replicas.capacity(one, steps, count)
-            name = f"{count} replica{'s' * (count > 1)}"
-            self._add("replicas", name, {"capacity": value}, replicas=count)
-        highest = replicas.capacity(one, steps, replicas.most)
-        self.sentences.append(replicas.sentence(needed, self.options, highest))
+            values = {"capacity": replicas.capacity(engine_rate, steps, count)}
+            self._add("replicas", f"{count} replica{'s' * (count > 1)}", values, replicas=count)
+        served = replicas.capacity(engine_rate, steps, max_count)
+        self.sentences.append(replicas.sentence(needed, self.options, served))
 
     def capacity(self, drafts: int) -> float:
         """The highest rate in requests/s at which one engine keeps the bounds permanently, or 0.
 
         Engines are simulated in parallel at several rates, first over the whole range, then near
-        the highest rate that keeps the bounds. Fuller queues take longer to settle: the number of
-        requests is doubled until the second and the last quarter of them give the same rate.
+        the highest rate that keeps the bounds. Fuller queues take longer to settle: requests are
+        doubled until their second and last quarter give the same rate.
         """
         options, joint = self.options, self.joint(drafts)
         fleet = Fleet(self.profile, joint, options.input_len, options.output_len)
 
-        def highest(rates: Array, count: int) -> list[float]:
+        def kept_rates(rates: Array, count: int) -> list[float]:
             """The highest rate at which each quarter of `count` requests keeps the bounds."""
             gaps = np.random.default_rng(options.seed).exponential(size=(1, _ENGINES, count))
             arrival = np.cumsum(gaps / rates[:, None, None], axis=2).reshape(-1, count)
             times = fleet.run(arrival, options.seed)
-            met = (1e3 * times.ttft() <= options.slo_ttft_ms) & (
-                1e3 * times.tpot(options.output_len) <= options.slo_tpot_ms
-            )
+            met = 1e3 * times.ttft() <= options.slo_ttft_ms
+            met &= 1e3 * times.tpot(options.output_len) <= options.slo_tpot_ms
             shares = met.reshape(len(rates), _ENGINES, 4, -1).mean(axis=(1, 3)).T
             return [_crossing(rates, share) for share in shares]
 
-        few = 4 * fleet.slots
+        base_count = 4 * fleet.slots
         # An upper bound of the rate, from an engine that is never idle: all requests arrive at
         # once. They run in lockstep; random arrivals can be served at a higher rate, hence 1.3.
-        ends = np.sort(fleet.run(np.zeros((1, 2 * few))).end_EN[0])
-        limit = 1.3 * few / float(ends[3 * few // 2] - ends[few // 2])
-        guess = highest(limit * np.geomspace(0.05, 1, 2 * _RATES), max(few, 48))[3]
+        ends = np.sort(fleet.run(np.zeros((1, 2 * base_count))).end_EN[0])
+        limit = 1.3 * base_count / float(ends[3 * base_count // 2] - ends[base_count // 2])
+        guess = kept_rates(limit * np.geomspace(0.05, 1, 2 * _RATES), max(base_count, 48))[3]
         capacity = 0.0
         for doublings in range(4 if guess else 0):
             rates = np.geomspace(guess / 1.6, min(1.25 * guess, limit), _RATES)
-            _, early, _, late = highest(rates, max(_REQUESTS, 2 * few) << doublings)
-            capacity = min(early, late)
-            if capacity > (1 - _SETTLED) * early:
+            quarters = kept_rates(rates, max(_REQUESTS, 2 * base_count) << doublings)
+            capacity = min(quarters[1], quarters[3])
+            if capacity > (1 - _SETTLED) * quarters[1]:
                 break
             guess = capacity or float(rates[0])
         return capacity
 
     def memory(self) -> dict[str, int]:
         """Bytes that an engine allocates, by name."""
-        limits = self.profile.limits
-        cache = {"cache": limits.num_blocks * self.profile.block_bytes}
-        return {**self.profile.memory, **{k: v for k, v in cache.items() if v}}
+        cache = self.profile.limits.num_blocks * self.profile.block_bytes
+        return {**self.profile.memory, **({"cache": cache} if cache else {})}
 
 
 def figures(served: Sequence[Served], bounds: Mapping[str, float]) -> dict[str, float]:
     """The figures of `foretoken bench` for these requests, without ITL."""
-    records = [
-        Record(x.arrival, [x.first, x.end][: x.tokens], x.end, num_output=x.tokens) for x in served
-    ]
-    seconds = max(x.end for x in served) - min(x.arrival for x in served)
+    records = [Record(s.arrival, [s.first, s.end][: s.tokens], s.end, 0, s.tokens) for s in served]
+    seconds = max(s.end for s in served) - min(s.arrival for s in served)
     values = bench_figures.figures(Run(records, max(seconds, 1e-12)), None, bounds)
     values |= bench_figures.percentiles(bench_figures.latencies(records))
     return {name: value for name, value in values.items() if not name.startswith("itl")}
 
 
 def _crossing(rates: Array, share: Array) -> float:
-    """The rate above which too few requests keep the bounds, interpolated between `rates`.
-
-    share: the share of requests that keep the bounds at each rate
-    """
+    """The rate up to which enough requests keep the bounds, from their share at each of `rates`."""
     kept = int(np.logical_and.accumulate(share >= _MET).sum())
     if not kept or kept == len(rates):
         return float(rates[-1]) if kept else 0.0
     return float(np.interp(-_MET, -share[kept - 1 : kept + 1], rates[kept - 1 : kept + 1]))
-
-
-def _per_round(steps: Sequence[Step]) -> float:
-    """Mean number of tokens that a request emits in a step in which it decodes."""
-    decoding = sum(step.num_decoding for step in steps)
-    return 1 + sum(step.num_accepted for step in steps) / max(decoding, 1)
 
 
 _COLUMNS = {
@@ -309,11 +288,8 @@ _TITLES = {
     ),
     "fleet": (
         "One engine of the fleet",
-        {
-            **_COLUMNS,
-            "within bounds": ("slo_met", 3, False),
-            "memory, GiB": ("memory_gib", 2, False),
-        },
+        _COLUMNS
+        | {"within bounds": ("slo_met", 3, False), "memory, GiB": ("memory_gib", 2, False)},
     ),
 }
 
@@ -322,8 +298,7 @@ def tables(rows: Sequence[Row]) -> dict[str, Table]:
     """Tables by title; columns without a value are left out."""
     result = {}
     for kind, (title, columns) in _TITLES.items():
-        rows_of_kind = [row for row in rows if row.labels["kind"] == kind]
-        if rows_of_kind:
+        if rows_of_kind := [row for row in rows if row.labels["kind"] == kind]:
             result[title] = bench.table(rows_of_kind, columns)
         if kind == "outlook" and rows_of_kind and (needs := _needs(rows_of_kind)).lines:
             result["Mean tokens per round that K drafts must reach to pay, bonus included"] = needs
@@ -335,25 +310,23 @@ def _needs(rows: Sequence[Row]) -> Table:
     drafts = sorted(int(n[12:]) for n in rows[0].values if n.startswith("need_length_"))
     lines = []
     for row in rows:
-        cells = [bench.cell(row, f"need_length_{k}", 2) for k in drafts]
-        possible = [float(c) <= k + 1 for c, k in zip(cells, drafts, strict=True)]
-        lines.append([row.case, *(c if p else "–" for c, p in zip(cells, possible, strict=True))])
+        cells = {k: bench.cell(row, f"need_length_{k}", 2) for k in drafts}
+        lines.append([row.case, *(c if float(c) <= k + 1 else "–" for k, c in cells.items())])
     return Table(["", *(f"K={k}" for k in drafts)], lines if drafts else [])
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     """The break-even rows as sentences."""
     lines = []
-    for row in rows:
-        if row.labels["kind"] == "break-even":
-            last, largest = row.values["last_batch"], row.labels["up_to"]
-            where = f"At {row.labels['context']} tokens of context drafts"
-            if not last:
-                lines.append(f"{where} do not pay at any batch up to {largest}.")
-            elif last == largest:
-                lines.append(f"{where} pay up to batch {largest}, the most that run at once.")
-            else:
-                lines.append(f"{where} pay up to batch {last}, and at none above.")
+    for row in (row for row in rows if row.labels["kind"] == "break-even"):
+        last, largest = row.values["last_batch"], row.labels["up_to"]
+        if not last:
+            finding = f"do not pay at any batch up to {largest}."
+        elif last == largest:
+            finding = f"pay up to batch {largest}, the most that run at once."
+        else:
+            finding = f"pay up to batch {last}, and at none above."
+        lines.append(f"At {row.labels['context']} tokens of context drafts {finding}")
     return lines
 
 
@@ -366,34 +339,33 @@ _ESTIMATED = {
     *("model", "speculative_config", "dtype", "local_files_only", "max_model_len", "max_num_seqs"),
     *("max_num_batched_tokens", "max_step_seconds", "block_size", "num_blocks", "kv_cache_gib"),
 }
-_FILES = {"acceptance_file", "output"}
-_PARAMS = SamplingParams(temperature=0.0)
-_REPEATS = 3  # of a calibration
-_PATIENCE_S = 40.0  # no further repeat begins after so many seconds
+_PATIENCE_S = 40.0  # after so many seconds a calibration begins no further repeat
 
 
 class Command:
     """One call of `foretoken plan`."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
 
     def run(self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams) -> None:
-        """Predict and report. After an exception, the finished predictions are reported, too.
+        """Predict and report. After an exception, the finished predictions are still reported.
 
-        Args:
-            engine: all fields of `EngineConfig`.
+        engine: all fields of `EngineConfig`
         """
         replicas = None
         if options.fleet is not None:
             model = read_model(options)
             replicas, options = replicas_of(model, options), sized_for(model, options)
-            engine = _read_for(options, engine_options(model, replicas.threads))
+            engine = engine_options(model, replicas.threads)
+            if options.stored is not None or options.bandwidth is not None:
+                used = {"model"} if options.stored is not None else _ESTIMATED
+                engine = {name: engine[name] for name in used}
         profile = self._profile(engine, options, params)
         acceptance = _acceptance(profile, options)
         planner, notes = Planner(profile, acceptance, options, replicas), list[str]()
         try:
-            with self._desk.progress(planner.num_runs, "simulations") as report:
+            with self._reporter.progress(planner.num_runs, "simulations") as report:
                 planner.run(report)
         except BaseException as error:
             notes.append(f"Ended early by {type(error).__name__}: cases are missing.")
@@ -405,9 +377,8 @@ class Command:
     def _profile(
         self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams
     ) -> Profile:
-        """The costs of steps: read from a file, estimated, or measured."""
         is_timed = options.stored is None and options.bandwidth is None
-        if not is_timed and replace(params, seed=None) != _PARAMS:
+        if not is_timed and replace(params, seed=None) != SamplingParams(temperature=0.0):
             bound = "left out where no steps are timed"
             raise ConfigError("sampling parameters", params, bound, "See --calibrate.")
         if options.stored is not None:
@@ -425,9 +396,8 @@ class Command:
     def _calibrated(
         self, config: EngineConfig, options: PlanOptions, params: SamplingParams
     ) -> Profile:
-        """Load an engine, measure its profile, and write it if the options name a file."""
         engine_options = {f.name: getattr(config, f.name) for f in fields(config)}
-        with self._desk.status(f"Loading {config.model}"):
+        with self._reporter.status(f"Loading {config.model}"):
             from foretoken.lab.plan.calibrate import Calibration
             from foretoken.lab.workloads import heldout
             from foretoken.llm import LLM
@@ -436,44 +406,31 @@ class Command:
         text = list[int]()
         if (tokenizer := llm.engine.tokenizer) is not None:
             text = tokenizer.encode("".join(item.prompt + item.reference for item in heldout(24)))
-        repeats, patience = options.repeats, math.inf
-        if repeats is None:
-            repeats, patience = _REPEATS, _PATIENCE_S
-        calibration = Calibration(
-            llm.engine, options.batch_sizes, params, repeats, text, patience=patience
-        )
-        with self._desk.progress(calibration.num_runs, "calibrating runs") as report:
+        repeats, patience = options.repeats or 3, math.inf if options.repeats else _PATIENCE_S
+        sizes = options.batch_sizes
+        calibration = Calibration(llm.engine, sizes, params, repeats, text, patience=patience)
+        with self._reporter.progress(calibration.num_runs, "calibrating runs") as report:
             profile = calibration.run(report)
         if options.profile is not None:
             profile.write(Path(options.profile))
-            line = f"Wrote {options.profile}."
-            self._desk.errors.print(line, markup=False, soft_wrap=True)
+            self._reporter.errors.print(f"Wrote {options.profile}.", markup=False, soft_wrap=True)
         return profile
 
     def _finish(self, planner: Planner, notes: list[str]) -> None:
-        """Show and write the results."""
         profile, options, rows = planner.profile, planner.options, planner.rows
-        notes = [*planner.sentences, *_about(planner), *notes]
+        notes = [*planner.sentences, *_source_notes(planner), *notes]
         shapes = {
-            **{k: v for k, v in asdict(options).items() if k not in _FILES},
+            **{k: v for k, v in asdict(options).items() if k not in ("acceptance_file", "output")},
             "profile": {**asdict(profile), "model": Path(profile.model).name},
             "acceptance": {"source": planner.acceptance.source, "joint": planner.joint(None)},
         }
         name, shown = stem(options.output, "plan"), tables(rows)
-        results = collect(name, self._desk.typed, shapes, rows, notes)
-        self._desk.show(shown, [*sentences(rows), *notes])
-        self._desk.write(results, options.output, shown, [Section(charts=charts(rows))])
-
-
-def _read_for(options: PlanOptions, engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine options of a file that apply to the source of costs."""
-    if options.stored is not None:
-        return {"model": engine["model"]}
-    return engine if options.bandwidth is None else {k: engine[k] for k in _ESTIMATED}
+        results = collect(name, self._reporter.command_line, shapes, rows, notes)
+        self._reporter.show(shown, [*sentences(rows), *notes])
+        self._reporter.write(results, options.output, shown, [Section(charts=charts(rows))])
 
 
 def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
-    """The engine's configuration; `max_num_seqs` defaults to the largest batch."""
     values = {name: value for name, value in engine.items() if value is not None}
     values["speculative_config"] = SpeculativeConfig.parse(values.get("speculative_config"))
     values = {"max_num_seqs": max(options.batch_sizes), **values, "enable_prefix_caching": False}
@@ -481,7 +438,7 @@ def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
 
 
 def _check_unset(engine: Mapping[str, Any], allowed: Set[str], bound: str) -> None:
-    """Raise `ConfigError` if an engine option is set that is not allowed: it would be ignored."""
+    """Raise `ConfigError` if an engine option is set that would be ignored."""
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for name, value in engine.items():
         if name not in allowed and value is not None and value != defaults[name]:
@@ -489,13 +446,11 @@ def _check_unset(engine: Mapping[str, Any], allowed: Set[str], bound: str) -> No
 
 
 def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
-    """The acceptance of drafts: read from a file, stated in options, or measured."""
-    drafts = profile.most_drafts
+    drafts = profile.max_drafts
     if not drafts:
         return Acceptance(source="no drafts")
     if options.acceptance_file is not None:
-        path = Path(options.acceptance_file)
-        return Acceptance.read(path, drafts, options.acceptance_name)
+        return Acceptance.read(Path(options.acceptance_file), drafts, options.acceptance_name)
     stated = {
         "rate": options.acceptance_rate, "rates": options.rates,
         "length": options.acceptance_length,
@@ -509,10 +464,10 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
     return Acceptance(tuple(profile.acceptance), source="measured with the steps")
 
 
-def _about(planner: Planner) -> list[str]:
-    """Sentences about the sources and the assumptions of a plan."""
+def _source_notes(planner: Planner) -> list[str]:
     profile, options = planner.profile, planner.options
-    joint = ", ".join(f"{rate:.2f}" for rate in planner.acceptance.joint(planner.outlook.most))
+    known = planner.acceptance.joint(planner.outlook.max_drafts)
+    joint = ", ".join(f"{rate:.2f}" for rate in known)
     memory = sum(planner.memory().values()) / 2**30
     lines = [
         f"Costs: {profile.origin}, {profile.model}, {profile.method}. Acceptance: "

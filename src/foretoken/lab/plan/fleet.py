@@ -1,9 +1,4 @@
-"""How many replicas are needed for a rate of requests, for a file of `serve deploy`.
-
-Charter: from the capacity of one engine to the capacity of several engines, on separate machines or
-on the cores of one machine. `command.py` finds the capacity of one engine; `serve/fleet/config.py`
-defines the file.
-"""
+"""How many replicas of `serve deploy` a rate of requests needs, on separate machines or on one."""
 
 from __future__ import annotations
 
@@ -24,13 +19,12 @@ class Replicas:
     """Replicas of one model's engine, and the cores that they share.
 
     Attributes:
-        name: name of the model.
         count: number of replicas in the file.
-        most: largest number of replicas that scaling allows.
+        max_count: largest number of replicas that scaling allows.
         drafts: K of the engines; None: `auto`.
         threads: number of cores that an engine keeps busy.
         cores: cores of the machine that runs all engines, the front, and all other work for
-            requests; None: each engine has its own machine.
+            requests; None: each engine has a machine to itself.
         stream_s: seconds of a core to stream one step of an answer. They are spent in the replica,
             where the engine waits meanwhile (Python runs one thread at a time), and again in the
             front.
@@ -38,7 +32,7 @@ class Replicas:
 
     name: str
     count: int
-    most: int
+    max_count: int
     drafts: int | None
     threads: int
     cores: int | None
@@ -47,9 +41,8 @@ class Replicas:
     def capacity(self, engine_rate: float, steps: float, replicas: int) -> float:
         """Requests per second that `replicas` replicas serve within the bounds.
 
-        Args:
-            engine_rate: requests per second of one engine, without the cost of streaming.
-            steps: mean steps per request.
+        engine_rate: requests per second of one engine, without the cost of streaming
+        steps: mean steps per request
         """
         if self.cores is None or not engine_rate:
             return engine_rate * replicas
@@ -61,35 +54,31 @@ class Replicas:
         """The smallest number of replicas that serves a rate; None: no number of replicas does."""
         single = self.capacity(engine_rate, steps, 1)
         count = math.ceil(rate / single) if single else _MAX_REPLICAS + 1
-        # The factor allows for the rounding of the division.
-        served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)
+        served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)  # the division rounds
         return count if count <= _MAX_REPLICAS and served >= rate else None
 
-    def sentence(self, needed: int | None, options: PlanOptions, most: float) -> str:
-        """The answer: how many replicas are needed, and how much the file's replicas can serve.
+    def sentence(self, needed: int | None, options: PlanOptions, max_rate: float) -> str:
+        """How many replicas are needed, and what the replicas in the file can serve.
 
-        Args:
-            needed: the result of `needed`.
-            most: requests per second of the largest number of replicas that the file allows.
+        max_rate: requests per second of `max_count` replicas
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
-        wanted = f"{options.rate:g} requests/s within {bounds}"
-        has = f"{self.count}" if self.most == self.count else f"{self.count} to {self.most}"
+        demand = f"{options.rate:g} requests/s within {bounds}"
+        has = str(self.count) + (f" to {self.max_count}" if self.max_count != self.count else "")
         if needed is None:
             why = "" if self.cores is None else f" on {self.cores} cores"
-            return f"No number of replicas of {self.name} serves {wanted}{why}."
-        enough = "enough" if needed <= self.most else "too few"
+            return f"No number of replicas of {self.name} serves {demand}{why}."
+        enough = "enough" if needed <= self.max_count else "too few"
         return (
-            f"{wanted} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
-            f"{has}, which is {enough}: they serve {most:.3g} requests/s."
+            f"{demand} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
+            f"{has}, which is {enough}: they serve {max_rate:.3g} requests/s."
         )
 
 
 def read_model(options: PlanOptions) -> FleetModel:
     """The model of the file to plan for: the one in `fleet_model`, or the first.
 
-    Raises:
-        ConfigError: the file does not describe a fleet, or has no such model.
+    `ConfigError`: the file does not describe a fleet, or has no such model.
     """
     fleet = Fleet.read(Path(str(options.fleet)))
     if options.fleet_model is None:
@@ -107,10 +96,9 @@ def replicas_of(model: FleetModel, options: PlanOptions) -> Replicas:
     count = scale.replicas or 1
     drafts = None if speculation is not None and speculation.is_auto else model.engine.num_drafts
     threads = model.engine.threads or max(int(scale.replica_cpus or 1), 1)
-    return Replicas(
-        model.names[0], count, scale.max_replicas or count, drafts, threads, options.cores,
-        (STREAM_MS if options.stream_ms is None else options.stream_ms) / 1e3,
-    )  # fmt: skip
+    stream_s = (STREAM_MS if options.stream_ms is None else options.stream_ms) / 1e3
+    counts = count, scale.max_replicas or count
+    return Replicas(model.names[0], *counts, drafts, threads, options.cores, stream_s)
 
 
 def sized_for(model: FleetModel, options: PlanOptions) -> PlanOptions:

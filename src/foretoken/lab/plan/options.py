@@ -99,7 +99,6 @@ class PlanOptions:
             check_file("profile", self.profile, ".json")
 
     def _check_fleet(self) -> None:
-        """Raise `ConfigError` for options of a fleet that are wrong, or that lack other options."""
         for name in ("fleet_model", "cores"):
             if getattr(self, name) is not None and self.fleet is None:
                 raise ConfigError(name, getattr(self, name), "given with `fleet`")
@@ -113,7 +112,6 @@ class PlanOptions:
                 raise ConfigError("stream_ms", self.stream_ms, "given with `cores`")
 
     def _check_sources(self) -> None:
-        """Raise `ConfigError` for sources of costs or of acceptance that exclude each other."""
         names = ("acceptance_rate", "acceptance_rates", "acceptance_length", "acceptance_file")
         stated = [name for name in names if getattr(self, name) is not None]
         if len(stated) > 1:

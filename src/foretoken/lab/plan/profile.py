@@ -1,8 +1,4 @@
-"""`Profile`, the costs of an engine's steps on some machine; and `Acceptance`, how many drafts are
-accepted. No torch.
-
-`foretoken plan` keeps a profile as a file with one JSON object: the fields of `Profile`, and
-`schema`. Times are in seconds.
+"""`Profile`: the costs of an engine's steps; `Acceptance`: how many drafts are accepted. No torch.
 
 `estimate` makes a profile from shapes only. The time of a pass is the longer of two times: reading
 its weights at the stated bandwidth, or its products at the stated arithmetic rate; plus the time of
@@ -49,10 +45,9 @@ class EngineLimits:
 class Profile:
     """Costs of an engine's steps in seconds, and sizes of the engine.
 
-    Shapes: J batch sizes, D numbers of drafts.
+    Shapes: J batch sizes, D numbers of drafts. A file has these fields, and `schema`, as JSON.
 
     Attributes:
-        model: the target.
         method: the method of drafting; `plain` without drafts.
         origin: `measured` here, `estimated` from shapes and stated hardware, or `published`.
         drafts: K of the columns, rising from 0.
@@ -62,7 +57,6 @@ class Profile:
         context: [D], seconds per token of context, summed over all requests.
         missed: seconds per prompt token that the drafter computes when it first drafts.
         prompts: costs of prompts; None: unknown, and prompts are left out of all figures.
-        limits: sizes of the engine.
         runs_ahead: whether each step is launched before the result of the previous step is read.
         lockstep: whether every request of a step makes as many draft passes as the request with
             the most drafts.
@@ -91,7 +85,6 @@ class Profile:
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for the first field that is out of bounds."""
         check_choice("profile.origin", self.origin, ORIGINS)
         for name, first in (("drafts", 0), ("batches", 1)):
             _check_rising(f"profile.{name}", getattr(self, name), first)
@@ -103,7 +96,7 @@ class Profile:
         if not (np.add(self.rest, self.draft) > 0).all():
             raise ConfigError("profile.rest", 0.0, "more than 0 seconds, with `draft`")
         if self.prompts is not None:
-            _check_rising("profile.prompts.tokens", self.prompts.tokens, None, least=2)
+            _check_rising("profile.prompts.tokens", self.prompts.tokens, None, min_count=2)
             P = len(self.prompts.tokens)
             _check_seconds("profile.prompts.seconds", self.prompts.seconds, P)
             _check_seconds("profile.prompts.pair", self.prompts.pair)
@@ -113,31 +106,29 @@ class Profile:
             elif value is not None:
                 check_number(f"profile.limits.{name}", value, 0.001, 1e6)
         if self.acceptance is not None:
-            before = 1.0
+            limit = 1.0
             for i, rate in enumerate(self.acceptance):
-                check_number(f"profile.acceptance[{i}]", rate, 0, before)
-                before = rate
+                check_number(f"profile.acceptance[{i}]", rate, 0, limit)
+                limit = rate
 
     @property
-    def most_drafts(self) -> int:
-        """The largest K with known costs."""
+    def max_drafts(self) -> int:
         return self.drafts[-1]
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Numbers of drafts that captured steps may have; () without captured steps."""
-        return draft_widths(self.most_drafts, adapts=True) if self.lockstep else ()
+        return draft_widths(self.max_drafts, adapts=True) if self.lockstep else ()
 
     @cached_property
     def table(self) -> StepTable:
         """Costs for every K, on smooth curves through the measured costs."""
-        every = np.arange(self.most_drafts + 1)
+        every = np.arange(self.max_drafts + 1)
         rest, draft = (smooth(self.drafts, np.array(x), every) for x in (self.rest, self.draft))
         context = np.interp(every, self.drafts, self.context)
         return StepTable(np.array(self.batches), rest, np.maximum(draft, 0), context, self.missed)
 
     def write(self, path: Path) -> None:
-        """Write the profile as JSON, with a line per field."""
         from foretoken.lab.results import as_text, replace_text  # loads torch
 
         replace_text(path, as_text({"schema": SCHEMA, **asdict(self)}))
@@ -162,15 +153,15 @@ class Profile:
             raise ConfigError("profile", str(path), "complete", f"{error}.") from None
 
 
-def _check_rising(name: str, values: Any, first: int | None, least: int = 1) -> None:
-    """Raise `ConfigError` unless `values` are at least `least` integers in rising order.
+def _check_rising(name: str, values: Any, first: int | None, min_count: int = 1) -> None:
+    """Raise `ConfigError` unless `values` are at min_count `min_count` rising integers.
 
-    They must begin with `first`; None: with any integer >= 1.
+    They must begin with `first`, or, if it is None, with any integer >= 1.
     """
-    is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) >= least
-    if not is_list or (first is not None and values[0] != first):
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    if not is_list or len(values) < min_count or (first is not None and values[0] != first):
         begins = "" if first is None else f" from {first} on"
-        raise ConfigError(name, values, f"{least} or more integers in rising order{begins}")
+        raise ConfigError(name, values, f"{min_count} or more integers in rising order{begins}")
     previous = 0 if first is None else first - 1
     for i, value in enumerate(values):
         check_int(f"{name}[{i}]", value, previous + 1)
@@ -218,12 +209,7 @@ def smooth(x: Sequence[float], y_NX: Array, new_x: Array) -> Array:
     return np.asarray(ends + h * bends)
 
 
-# From shapes alone --------------------------------------------------------------------------------
-
-
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_PASSES = ("draft_model", "eagle3")  # methods with one model pass per draft
 _CHUNKS = tuple(2**i for i in range(15))
 
 
@@ -231,9 +217,8 @@ _CHUNKS = tuple(2**i for i in range(15))
 class Shape:
     """Sizes of a dense decoder that decide the cost of a pass.
 
-    Attributes:
-        weights: number of parameters that a pass reads; the few rows of the embedding are left out.
-        kv_numbers: numbers in the keys and values of a token, in all layers together.
+    weights: number of parameters that a pass reads; the few rows of the embedding are left out
+    kv_numbers: numbers in the keys and values of a token, in all layers together
     """
 
     weights: int
@@ -243,16 +228,15 @@ class Shape:
     def read(cls, folder: Path, *, is_head: bool = False) -> Shape:
         """Read a model's shape from its config.json.
 
-        Args:
-            is_head: whether the model is an EAGLE-3 head. The cost of its features, which are made
-                once a step, is left out.
+        is_head: whether the model is an EAGLE-3 head. The cost of its features, which are made once
+            a step, is left out.
 
         Raises:
             CheckpointError: there is no config.json, or it lacks a needed field.
             UnsupportedModelError: a mixture of experts, of which each token reads only a part.
         """
         config = config_of(folder)
-        if any(config.get(name) for name in _EXPERTS):
+        if any(map(config.get, ("num_experts", "num_local_experts", "n_routed_experts"))):
             why = "is a mixture of experts: what a token reads of it does not follow from shapes."
             raise UnsupportedModelError(f"{folder} {why} Measure it: leave out --bandwidth.")
         try:
@@ -282,7 +266,6 @@ def config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _bytes_of_a_weight(path: Path) -> float:
-    """Mean bytes per weight of a GGUF file."""
     from foretoken.models.gguf.reader import read_gguf
 
     file = read_gguf(path)
@@ -292,11 +275,10 @@ def _bytes_of_a_weight(path: Path) -> float:
 def _limits(
     config: EngineConfig, folder: Path, block: int, token_bytes: int, length: int
 ) -> EngineLimits:
-    """The limits of an engine. By default the cache holds `max_num_seqs` requests.
+    """An engine's limits; the cache holds `max_num_seqs` requests of `length` tokens by default.
 
     block: tokens of a block
     token_bytes: bytes of the keys and values of a token
-    length: tokens of a request
     """
     limit = config.max_model_len or config_of(folder).get("max_position_embeddings", 4096)
     check_int("max_model_len", limit, 1)
@@ -304,19 +286,16 @@ def _limits(
     if config.kv_cache_gib is not None and config.num_blocks is None:
         blocks = int(config.kv_cache_gib * 2**30 / (block * token_bytes))
         check_int("blocks of `kv_cache_gib`", blocks, 1, remedy="Raise it.")
-    return EngineLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks,
-        config.max_step_seconds,
-    )  # fmt: skip
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks
+    return EngineLimits(*sizes, config.max_step_seconds)
 
 
 def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) -> Profile:
     """The profile of an engine of these options.
 
-    Args:
-        bandwidth: bytes per second.
-        flops: products and sums per second.
-        length: tokens of a request. By default the cache holds `max_num_seqs` such requests.
+    bandwidth: bytes per second
+    flops: products and sums per second
+    length: tokens of a request; by default the cache holds `max_num_seqs` such requests
     """
     from foretoken.models.locate import resolve_checkpoint
 
@@ -326,12 +305,11 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
 
     folder, speculation = find(config.model), config.speculative_config
     target, draft = Shape.read(folder), Shape(0, 0)
-    if speculation is not None and speculation.method in _PASSES:
+    if speculation is not None and speculation.method in ("draft_model", "eagle3"):
         if speculation.model is None:
             why = "The draft's shape is not known: name its folder as `model`"
             raise CheckpointError(f"{why} in --speculative-config.")
         draft = Shape.read(find(speculation.model), is_head=speculation.method == "eagle3")
-
     dtype = config_of(folder).get("dtype") if config.dtype == "auto" else config.dtype
     size = kv_size = float(_BYTES.get(str(dtype), 2))
     if folder.is_file():  # a GGUF file, which runs on a CPU
@@ -344,7 +322,6 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     drafts = list(range(config.num_drafts + 1))
     token_bytes = int(kv_size * (target.kv_numbers + draft.kv_numbers))
     block = config.block_size or BLOCK_SIZES["cuda"]
-    limits = _limits(config, folder, block, token_bytes, length)
     return Profile(
         model=config.model,
         method=str(speculation.method) if speculation else "plain",
@@ -356,7 +333,7 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         context=[kv_size * (target.kv_numbers + k * draft.kv_numbers) / bandwidth for k in drafts],
         missed=2 * draft.weights / flops,
         prompts=PromptCosts(_CHUNKS, [seconds(target, n) for n in _CHUNKS]),
-        limits=limits,
+        limits=_limits(config, folder, block, token_bytes, length),
         runs_ahead=True,
         lockstep=True,
         block_bytes=block * token_bytes,
@@ -368,14 +345,6 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     )
 
 
-# Acceptance ---------------------------------------------------------------------------------------
-# Acceptance is stated in one of three forms: as a rate or a length at the largest K, with the decay
-# of synthetic acceptance; as a rate for each position; or in a file. A file is JSON or YAML. It has
-# results of `foretoken bench`, `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or mean lengths
-# by K, as in public tables of acceptance lengths. Tables may have names:
-# `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
-
-
 _KINDS = ("rate", "rates", "length")
 
 
@@ -383,10 +352,12 @@ _KINDS = ("rate", "rates", "length")
 class Acceptance:
     """The chances that the first 1, 2, .. drafts are all accepted.
 
-    Attributes:
-        rates: the known chances, for 1, 2, .. drafts.
-        lengths: in place of rates: mean tokens of a round, bonus included, by K.
-        source: where the numbers come from, for a report.
+    They are stated as a rate or a length at the largest K, with the decay of synthetic acceptance,
+    as a rate for each position, or in a file.
+
+    rates: the known chances, for 1, 2, .. drafts
+    lengths: in place of rates: mean tokens of a round, bonus included, by K
+    source: where the numbers come from, for a report
     """
 
     rates: Sequence[float] = ()
@@ -394,17 +365,13 @@ class Acceptance:
     source: str = "stated"
 
     @property
-    def most(self) -> int:
+    def max_drafts(self) -> int:
         """The largest K with known acceptance."""
         return max(self.lengths, default=len(self.rates))
 
     def joint(self, drafts: int) -> tuple[float, ...]:
-        """The chances for K drafts. Between two K with known lengths, lengths are interpolated.
-
-        Raises:
-            ConfigError: K is larger than `most`.
-        """
-        check_int("drafts", drafts, 0, self.most, "Nothing is known of the acceptance beyond.")
+        """The chances for K <= `max_drafts`; lengths between two known K are interpolated."""
+        check_int("drafts", drafts, 0, self.max_drafts, "No acceptance is known beyond.")
         if not self.lengths or not drafts:
             return tuple(self.rates[:drafts])
         known = sorted({0: 1.0, **self.lengths}.items())
@@ -417,7 +384,7 @@ class Acceptance:
     def stated(cls, drafts: int, **given: Any) -> Self:
         """Acceptance from exactly one of `rate`, `rates` and `length`.
 
-        drafts: K of a rate or length; `rates` have their own K
+        drafts: K of a rate or length; for `rates`, K is their number
         """
         names = [name for name in _KINDS if given.get(name) is not None]
         if len(names) != 1:
@@ -437,11 +404,14 @@ class Acceptance:
 
     @classmethod
     def read(cls, path: Path, drafts: int, name: str | None = None) -> Self:
-        """Read acceptance from a file.
+        """Read acceptance from a file of JSON or YAML.
 
-        Args:
-            drafts: K of a rate or length.
-            name: the name of a table in the file, nested names joined by `/`; None: the only table.
+        It has results of `foretoken bench`, `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or
+        lengths by K, as in public tables of acceptance lengths. Tables may have names, nested ones,
+        too, as in `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
+
+        drafts: K of a rate or length
+        name: the name of a table, nested names joined by `/`; None: the only table
         """
         data = _parsed(path)
         source = f"{path.name}{f', {name}' if name else ''}"
@@ -476,7 +446,6 @@ def _length_as_rate(options: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> Any:
-    """The contents of a file of JSON or YAML; `ConfigError` if it cannot be read."""
     import yaml  # type: ignore[import-untyped]  # reads JSON, too
 
     try:
@@ -487,10 +456,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _rates_of_results(path: Path, rows: Any) -> tuple[float, ...]:
-    """The rates in the last row with the largest K; acceptance does not depend on batch sizes.
-
-    rows: the rows of `foretoken bench`
-    """
+    """The rates in the last row of `foretoken bench` with the largest K, at any batch size."""
     rates_of_rows = list[list[Any]]()
     for row in rows if isinstance(rows, list) else ():
         values = row.get("values") if isinstance(row, Mapping) else None
@@ -510,7 +476,7 @@ def _rates_of_results(path: Path, rows: Any) -> tuple[float, ...]:
 
 
 def _tables(data: Any, name: str) -> Iterator[tuple[str, dict[int, Any]]]:
-    """All tables in nested mappings, as (name, table). A table is a mapping with integer keys."""
+    """All tables (mappings with integer keys) in nested mappings, as (name, table)."""
     if not isinstance(data, Mapping) or not data:
         return
     keys = [int(k) if str(k).isdecimal() else None for k in data]

@@ -1,9 +1,9 @@
 """The engine's own scheduler, with a clock instead of a model. No torch.
 
-Charter: requests arrive, `Scheduler` decides which tokens of which request a step computes, a
-profile gives the times, and random numbers decide how many drafts are accepted. The rest of
-`Simulation` does what `Engine.step` and `Engine.commit` do with requests. `Outlook` needs no
-requests: it has the rates of a decoding batch that never changes.
+`Scheduler` decides which tokens of which request a step computes, a profile gives the times, and
+random numbers decide how many drafts are accepted. The rest of `Simulation` does what `Engine.step`
+and `Engine.commit` do with requests. `Outlook` needs no requests: it has the rates of a decoding
+batch that never changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foretoken.lab.plan.profile import Acceptance, Profile
 from foretoken.sampling.params import SamplingParams
 
 
-class Ask(NamedTuple):
+class RequestSpec(NamedTuple):
     """A request: seconds from the start to its arrival, and its tokens of prompt and of output."""
 
     arrival: float
@@ -34,13 +34,10 @@ class Ask(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The record of a served request: times in seconds after the start, and its output tokens.
-
-    first: time of the first token
-    """
+    """A served request: seconds from the start to its events, and its number of tokens."""
 
     arrival: float
-    first: float
+    first: float  # the first token
     end: float
     tokens: int
 
@@ -56,7 +53,7 @@ class Step(NamedTuple):
     num_accepted: int
 
 
-class Drawn(NamedTuple):
+class DrawnOutcome(NamedTuple):
     """A request's random outcome in a step: the fields of `Outcome` that `DraftControl` reads."""
 
     token_ids: Sequence[int]
@@ -68,13 +65,9 @@ class Drawn(NamedTuple):
 class Simulation:
     """A simulated engine.
 
-    Attributes:
-        joint_K: chances that draft i and all drafts before it are accepted, up to the largest K.
-        num_drafts: K of every request; None: K is chosen step by step, as with `auto`.
-        concurrency: at most so many requests are under way; further requests arrive when one ends.
-        seed: seed of the random acceptance.
-        on_step: called with every step.
-        now: seconds after the start.
+    joint_K: chances that draft i and all drafts before it are accepted, up to the largest K
+    num_drafts: K of every request; None: K is chosen step by step, as with `auto`
+    concurrency: at most so many requests are under way; further requests arrive when one ends
     """
 
     profile: Profile
@@ -83,35 +76,34 @@ class Simulation:
     concurrency: int | None = None
     seed: int = 0
     on_step: Callable[[Step], None] = lambda step: None
-    now: float = 0.0
+    now: float = 0.0  # seconds after the start
     served: list[Served] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        profile, control = self.profile, None
-        limits = profile.limits
+        profile, control, pace = self.profile, None, None
+        limits, prompts = profile.limits, profile.prompts
+        if limits.max_step_seconds is not None and prompts is not None:
+            seconds, lockstep = limits.max_step_seconds, profile.lockstep
+            pace = Pace(profile.table, prompts, seconds, lockstep=lockstep)
         if self.num_drafts is None:
             sizes = limits.max_num_seqs, len(self.joint_K)
             control = DraftControl(profile.table, *sizes, profile.widths, lambda: self.now)
         self.scheduler = Scheduler(
-            BlockPool(limits.num_blocks, limits.block_size),
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            enable_prefix_caching=False,
-            control=control,
-            pace=_pace(profile),
-        )
+            BlockPool(limits.num_blocks, limits.block_size), max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens, enable_prefix_caching=False,
+            control=control, pace=pace,
+        )  # fmt: skip
         self._control, self._clock = control, StepClock(profile)
         self._random = np.random.default_rng(self.seed)
         self._unread: Sequence[Share] = ()  # the step that was launched ahead
         self._first: dict[Request, float] = {}  # time of the first token
 
-    def run(self, asks: Iterable[Ask]) -> list[Served]:
+    def run(self, specs: Iterable[RequestSpec]) -> list[Served]:
         """Serve all requests; returns their records in the order in which they ended.
 
-        Raises:
-            CapacityError: a request is longer than the engine allows.
+        `CapacityError`: a request is longer than the engine allows.
         """
-        waiting = sorted(asks, key=lambda ask: ask.arrival)[::-1]
+        waiting = sorted(specs, key=lambda spec: spec.arrival)[::-1]
         limit = self.concurrency or len(waiting)
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
@@ -134,26 +126,25 @@ class Simulation:
         done: Sequence[Share] = plan.shares
         if self.profile.runs_ahead:
             done, self._unread = self._unread, done
-        # A step that was launched ahead may contain requests that have ended since. On a host they
-        # do not run. On a GPU, which drafts in lockstep, they run: the step has already begun.
+        # Requests that have ended since the launch still run on a GPU (which drafts in lockstep),
+        # where the step has already begun, but not on a host.
         live, ended = list[Share](), list[Share]()
         for share in done:
             (ended if share.request.status is Status.FINISHED else live).append(share)
         self._commit(live, ended if self.profile.lockstep else ())
 
-    def _add(self, ask: Ask) -> None:
-        """Submit a request to the scheduler."""
+    def _add(self, spec: RequestSpec) -> None:
         limits = self.profile.limits
-        length = ask.input_len + ask.output_len
+        length = spec.input_len + spec.output_len
         max_len = min(limits.max_model_len, limits.num_blocks * limits.block_size)
         if length > max_len:
             bound = f"at most {max_len}, what a request of this engine may have"
             raise CapacityError("input_len + output_len", length, bound)
-        params = SamplingParams(max_tokens=ask.output_len, ignore_eos=True)
-        arrival = ask.arrival if self.concurrency is None else self.now
-        group = RequestGroup("", None, [0] * ask.input_len, params, arrival)
+        params = SamplingParams(max_tokens=spec.output_len, ignore_eos=True)
+        arrival = spec.arrival if self.concurrency is None else self.now
+        group = RequestGroup("", None, [0] * spec.input_len, params, arrival)
         request = Request(
-            group, 0, 0, [0] * ask.input_len,
+            group, 0, 0, [0] * spec.input_len,
             num_speculative_tokens=self.num_drafts or 0, adapts=self.num_drafts is None,
         )  # fmt: skip
         group.samples.append(request)
@@ -177,21 +168,20 @@ class Simulation:
             decoding = sum(map(_decodes, shares))
             self.on_step(Step(seconds, len(shares), decoding, tokens, drafts, accepted))
         for share in shares:
-            self._take(share, drawn[share.slot])
+            self._append_tokens(share, drawn[share.slot])
 
-    def _draw(self, share: Share, u: float) -> Drawn:
+    def _draw(self, share: Share, u: float) -> DrawnOutcome:
         """A request's outcome; u is uniform and decides how many drafts are accepted."""
         request = share.request
         if request.launched_share is share:
             request.launched_share = None
         if not share.decides:
-            return Drawn((), 0, 0)
+            return DrawnOutcome((), 0, 0)
         drafts = max(min(share.max_drafts, request.num_remaining - 1), 0)
         accepted = sum(u < rate for rate in self.joint_K[:drafts])
-        return Drawn([0] * (accepted + 1), drafts, accepted)
+        return DrawnOutcome([0] * (accepted + 1), drafts, accepted)
 
-    def _take(self, share: Share, drawn: Drawn) -> None:
-        """Add a step's tokens to a request, and record the request if it ends."""
+    def _append_tokens(self, share: Share, drawn: DrawnOutcome) -> None:
         request = share.request
         if share.num_preemptions == request.num_preemptions:
             request.num_computed += share.num_tokens + drawn.num_accepted
@@ -212,14 +202,6 @@ class Simulation:
                 self._control.release(slot)
 
 
-def _pace(profile: Profile) -> Pace | None:
-    """The engine's `Pace`; None if step times are not bounded, or prompt costs are not known."""
-    bound, prompts = profile.limits.max_step_seconds, profile.prompts
-    if bound is None or prompts is None:
-        return None
-    return Pace(profile.table, prompts, bound, lockstep=profile.lockstep)
-
-
 def _decodes(share: Share) -> bool:
     """Whether a request decodes: the step computes one known token, and draws the next token."""
     return share.decides and share.num_tokens == 1
@@ -234,10 +216,7 @@ class StepClock:
         self._seen: dict[int, int] = {}  # by slot, the number of tokens that its drafter has seen
 
     def seconds(self, shares: Sequence[Share], ended: Sequence[Share] = ()) -> float:
-        """Seconds of a step with these shares, and with shares of ended requests.
-
-        0 if there are no shares.
-        """
+        """Seconds of a step with these shares and those of ended requests; 0 without shares."""
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
         drafts = [share.max_drafts for share in (*decoding, *ended)]
@@ -256,19 +235,18 @@ class StepClock:
         return seconds
 
     def release(self, slot: int) -> None:
-        """Forget a slot when its request ends or is preempted."""
         self._seen.pop(slot, None)
 
 
 class Outlook:
     """Rates of a batch in which all requests decode, by its size, K, and tokens of context each.
 
-    most: the largest K
+    max_drafts: the largest K
     """
 
     def __init__(self, profile: Profile, acceptance: Acceptance) -> None:
-        self.most = min(profile.most_drafts, acceptance.most)
-        self._lengths = [1 + sum(acceptance.joint(k)) for k in range(self.most + 1)]
+        self.max_drafts = min(profile.max_drafts, acceptance.max_drafts)
+        self._lengths = [1 + sum(acceptance.joint(k)) for k in range(self.max_drafts + 1)]
         self.profile, self.acceptance, self._clock = profile, acceptance, StepClock(profile)
 
     def seconds(self, batch: int, drafts: int, context: int) -> float:
@@ -280,26 +258,16 @@ class Outlook:
 
     def best(self, batch: int, context: int) -> int:
         """The K with the highest rate; the smallest such K if rates are equal."""
-        return max(range(self.most + 1), key=lambda k: (self.rate(batch, k, context), -k))
+        return max(range(self.max_drafts + 1), key=lambda k: (self.rate(batch, k, context), -k))
 
-    def need(self, batch: int, drafts: int, context: int) -> float:
-        """The mean tokens per round, bonus included, above which this K is faster than no drafts.
-
-        A result above K + 1 cannot be reached.
-        """
+    def break_even_length(self, batch: int, drafts: int, context: int) -> float:
+        """Mean tokens per round, with the bonus, that K needs to pay; it never does above K + 1."""
         return self.seconds(batch, drafts, context) / self.seconds(batch, 0, context)
 
-    def last_that_pays(self, context: int) -> int:
+    def largest_paying_batch(self, context: int) -> int:
         """The largest batch at which some K is faster than plain decoding; 0: no batch."""
         batches = range(self.profile.limits.max_num_seqs, 0, -1)
         return next((b for b in batches if self.best(b, context)), 0)
-
-
-# Many engines at once -----------------------------------------------------------------------------
-# The scheduler's policy on arrays, for capacities and fleets: first come, first served; prompts are
-# computed in the same steps as decoding. Preemption is left out: a request gets its slot once the
-# cache can hold all its tokens. All prompts have one length, so that older prompts are complete
-# before newer ones begin. `tests/lab/test_plan.py` compares this policy with the simulation.
 
 
 class FleetTimes(NamedTuple):
@@ -313,13 +281,17 @@ class FleetTimes(NamedTuple):
         return self.first_EN - self.arrival_EN
 
     def tpot(self, output_len: int) -> Array:
-        """Seconds per token after the first."""
         return (self.end_EN - self.first_EN) / max(output_len - 1, 1)
 
 
 @dataclass
 class Fleet:
-    """Engines of one kind, with requests of one length.
+    """Engines of one kind, with requests of one length: the scheduler's policy on arrays.
+
+    First come, first served; prompts are computed in the same steps as decoding, and older prompts
+    are complete before newer ones begin. There is no preemption: a request gets its slot once the
+    cache can hold all its tokens. `tests/lab/test_plan.py` compares this policy with the
+    simulation.
 
     Shapes: E engines, each with N requests; A requests that have a slot; T sizes of batches.
 
@@ -340,13 +312,13 @@ class Fleet:
             bound = f"at most {limits.num_blocks * limits.block_size} tokens of cache"
             raise ConfigError("input_len + output_len", self.input_len + self.output_len, bound)
         drafts, profile = len(self.joint_K), self.profile
-        # Whether a step that was launched ahead also computes requests that have ended since.
-        # Without drafts the end of a request is known in advance.
+        # Whether a step launched ahead also computes requests that have ended since. Without drafts
+        # the end of a request is known in advance.
         self.computes_ended = profile.runs_ahead and profile.lockstep and drafts > 0
         sizes = range(self.slots + 1)
         self.seconds_T = np.array([clock.decoding([drafts] * b, 0) for b in sizes])
         one_token_T = np.array([clock.decoding([drafts] * b, b) for b in sizes])
-        # Seconds per token of context.
+        # In seconds per token of context.
         self.context_T = np.divide(one_token_T - self.seconds_T, np.maximum(sizes, 1))
 
     def run(self, arrival_EN: Array, seed: int = 0) -> FleetTimes:
@@ -355,24 +327,19 @@ class Fleet:
 
 
 class _Run:
-    """The state of all engines of a fleet. In each turn every engine makes one step.
+    """The state of all engines of a fleet. In a turn every engine makes one step.
 
-    Steps of different engines take different times. Arrays with suffix A have an entry per request
-    that has a slot, in the order in which the requests got their slots.
+    Suffix A: an entry per request that has a slot, in the order in which requests got their slots.
     """
 
     def __init__(self, fleet: Fleet, arrival_EN: Array, seed: int) -> None:
         self._fleet, self._random = fleet, np.random.default_rng(seed)
         self._engines, self._count = arrival_EN.shape
         self._now_E = np.zeros(self._engines)
-        self._admitted_E = np.zeros(
-            self._engines, dtype=np.int64
-        )  # requests that got a slot so far
-        self._active_E = np.zeros(self._engines, dtype=np.int64)
-        # Requests that arrived until `_launch_E` take part in the next step. If it was launched
-        # ahead, it also contains the `_ended_E` requests that ended in the last step.
-        self._launch_E = np.zeros(self._engines)
-        self._ended_E = np.zeros(self._engines, dtype=np.int64)
+        # Numbers of requests that have got a slot, that have one, and that ended in the last step
+        # (a step that was launched ahead contains them).
+        self._admitted_E, self._active_E, self._ended_E = np.zeros((3, self._engines), np.int64)
+        self._launch_E = np.zeros(self._engines)  # until when requests join the next step
         self._next_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
         self._prompt_A = self._left_A = self._engine_A  # tokens left to compute, and to emit
@@ -410,8 +377,7 @@ class _Run:
             arrival = self._times.arrival_EN[e, n]
             self._next_E[e] = np.where(self._admitted_E[e] < self._count, arrival, np.inf)
 
-    def _sum(self, value_A: Array) -> Array:
-        """Sums over each engine's requests, [E]."""
+    def _sum(self, value_A: Array) -> Array:  # over each engine's requests, [E]
         return np.bincount(self._engine_A, value_A, self._engines)
 
     def _step(self) -> None:
@@ -456,22 +422,19 @@ class _Run:
         room_E = np.maximum(limits.max_num_batched_tokens - rows_E, 0).astype(np.int64)
         _, first, group = np.unique(engine, return_index=True, return_inverse=True)
 
-        def sum_of_older(values: Array) -> Array:
-            """For each request, the sum of the values of older requests in its engine."""
+        def sum_of_older(values: Array) -> Array:  # requests of the same engine
             before = np.cumsum(values) - values
             return np.asarray(before - before[first][group])
 
         older_tokens, start = sum_of_older(prompt), self._fleet.input_len - prompt
         chunk = np.clip(room_E[engine] - older_tokens, 0, prompt)
         if limits.max_step_seconds is not None and prompts is not None:
-            room = Room.of_step(
-                prompts, limits.max_step_seconds, decoding_E[engine], rows_E[engine]
-            )
+            limit = limits.max_step_seconds
+            room = Room.of_step(prompts, limit, decoding_E[engine], rows_E[engine])
             room.tokens = older_tokens
             room.pairs = sum_of_older(prompt * (start + prompt / 2))
-            # The oldest prompt always gets one token.
-            one_token = np.minimum(chunk, older_tokens == 0)
-            fitting = np.maximum(room.fitting(start, chunk), one_token)
+            oldest_gets = np.minimum(chunk, older_tokens == 0)  # at least one token
+            fitting = np.maximum(room.fitting(start, chunk), oldest_gets)
             chunk = np.where(rows_E[engine] > 0, fitting, chunk)
         chunk_A = np.zeros_like(self._prompt_A)
         chunk_A[index] = chunk

@@ -35,17 +35,15 @@ from foretoken.models.eagle3_config import (
 )
 from foretoken.ops.stack import plain
 
+# Temperatures of the texts that the target writes, each with its share; greedy texts soon repeat.
 SAMPLING = ((1.0, 0.35), (0.8, 0.4), (0.0, 0.25))
-"""Temperatures of the texts that the target writes, each with its share. Greedy texts soon repeat
-themselves."""
 
 
 class Documents(NamedTuple):
     """The contents of a data file.
 
-    Attributes:
-        texts: texts to learn as they are, and to continue.
-        prompts: texts that are only continued.
+    texts: texts to learn as they are, and to continue
+    prompts: texts that are only continued
     """
 
     texts: list[str]
@@ -55,9 +53,8 @@ class Documents(NamedTuple):
 def read_documents(path: Path) -> Documents:
     """Read a data file: a text, or JSON lines with a `text` or a `prompt` each.
 
-    Raises:
-        CheckpointError: the file cannot be read, or is not UTF-8.
-        ConfigError: a line is not such an object, or the file has no text.
+    `CheckpointError`: the file cannot be read as UTF-8; `ConfigError`: a line is no such object, or
+    there is no text.
     """
     with reading(path):
         content = path.read_text(encoding="utf-8")
@@ -90,10 +87,9 @@ def _parse_line(path: Path, number: int, line: str) -> tuple[str, str]:
 class Batches:
     """Batches of rows, in a new order for each epoch; batch i is the same in every run.
 
-    Args:
-        own_NL: rows written by the target; may be empty if `real_NL` is not.
-        real_NL: rows of the data; may be empty.
-        real_share: share of rows of the data in each batch.
+    own_NL: rows written by the target; may be empty if `real_NL` is not
+    real_NL: rows of the data; may be empty
+    real_share: share of rows of the data in each batch
     """
 
     def __init__(
@@ -110,14 +106,13 @@ class Batches:
         parts = []
         for rows_NL, count, seed in self._parts:
             numbers, size = range(index * count, (index + 1) * count), len(rows_NL)
-            rows = [_order(seed, i // size, size)[i % size] for i in numbers]
+            rows = [_row_order(seed, i // size, size)[i % size] for i in numbers]
             parts += [rows_NL[rows].long()] if rows else []
         return torch.cat(parts)
 
 
 @lru_cache(maxsize=4)  # the last two epochs of each part: a batch may span both
-def _order(seed: int, epoch: int, size: int) -> list[int]:
-    """The random order of `size` rows in an epoch."""
+def _row_order(seed: int, epoch: int, size: int) -> list[int]:
     generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
     order: list[int] = torch.randperm(size, generator=generator).tolist()
     return order
@@ -142,12 +137,10 @@ def pick_prompts(
 
     The file's prompts alternate with random windows of its texts. Of long prompts the end is used.
 
-    Args:
-        stream: the ids of all texts, from `encode`.
+    stream: the ids of all texts, from `encode`
     """
     generator = torch.Generator().manual_seed(seed)
-    prompts = [tokenizer.encode(prompt)[-length:] for prompt in documents.prompts]
-    prompts = [prompt for prompt in prompts if prompt]
+    prompts = [ids for p in documents.prompts if (ids := tokenizer.encode(p)[-length:])]
     starts = torch.randint(max(1, len(stream) - length), (count,), generator=generator).tolist()
     for i, start in enumerate(starts):
         if prompts and (not stream or i % 2):
@@ -166,24 +159,19 @@ def describe_head(
 ) -> dict[str, Any]:
     """The `config.json` of a head for a target: one Llama layer with the target's sizes.
 
-    Args:
-        target: the target's Transformers configuration.
+    `ConfigError`: `draft_vocab_size` is larger than the target's vocabulary.
+    `UnsupportedModelError`: the target has too few layers.
 
-    Raises:
-        ConfigError: `draft_vocab_size` is larger than the target's vocabulary.
-        UnsupportedModelError: the target has too few layers.
+    target: the target's Transformers configuration
     """
     text = target.get_text_config()
     if text.num_hidden_layers < 3:
-        raise UnsupportedModelError(
-            f"No head can be trained for this `{text.model_type}`: it takes 3 layers or more, the "
-            f"target has {text.num_hidden_layers}."
-        )
-    drafted = draft_vocab_size or text.vocab_size
-    if drafted > text.vocab_size:
+        why = f"it takes 3 layers or more, the target has {text.num_hidden_layers}."
+        raise UnsupportedModelError(f"No head can be trained for this `{text.model_type}`: {why}")
+    num_draft_ids = draft_vocab_size or text.vocab_size
+    if num_draft_ids > text.vocab_size:
         bound = f"at most {text.vocab_size}, the target's"
         raise ConfigError("draft_vocab_size", draft_vocab_size, bound)
-
     width, heads = text.hidden_size, text.num_attention_heads
     rope = _get(text, "rope_parameters", {})
     if rope.get("rope_type") not in ROPE_TYPES:
@@ -203,7 +191,7 @@ def describe_head(
         "vocab_size": text.vocab_size,
         "hidden_act": "silu",
         "num_hidden_layers": 1,
-        "draft_vocab_size": drafted,
+        "draft_vocab_size": num_draft_ids,
         "fc_norm": fc_norm,
         "norm_output": norm_output,
         "norm_before_residual": False,
@@ -215,8 +203,7 @@ def describe_head(
     }
 
 
-def _get(config: Any, name: str, default: Any) -> Any:
-    """A field of a configuration; the default if it is missing or None."""
+def _get(config: Any, name: str, default: Any) -> Any:  # in place of None, too
     value = getattr(config, name, None)
     return default if value is None else value
 
@@ -224,9 +211,8 @@ def _get(config: Any, name: str, default: Any) -> Any:
 def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | None) -> None:
     """Write `model.safetensors` in bfloat16, in the layout of the original heads.
 
-    Args:
-        weights: the tensors by the names of `speculators`.
-        target_ids: as in `Trainer`.
+    weights: the tensors by the names of `speculators`
+    target_ids: as in `Trainer`
     """
     from safetensors.torch import save_file
 
@@ -273,12 +259,9 @@ _HELD_SHARE = 1 / 32  # share of the texts on which the head is measured, but no
 class Training:
     """One call of `foretoken train-eagle3`.
 
-    Args:
-        say: called with lines of progress.
-        note: called with a line about the work done so far, which Ctrl-C reports.
-
-    Attributes:
-        trainer: the class that does the steps; a subclass may set it.
+    say: called with lines of progress
+    note: called with a line about the work done, which Ctrl-C reports
+    trainer: the class that does the steps; a subclass may set it
     """
 
     trainer: type[Trainer] = Trainer
@@ -288,31 +271,24 @@ class Training:
     ) -> None:
         self._say, self._note = say, note
         self.folder = Path(options.output)
-        self._begun = self.folder / "training" / "options.json"
+        self._options_file = self.folder / "training" / "options.json"
         self._state = self.folder / "training" / "state.safetensors"
         self._texts = self.folder / "training" / "texts.safetensors"
         if options.resume != self._state.exists():
-            bound = "a folder with" if options.resume else "a folder without"
+            bound = f"a folder {'with' if options.resume else 'without'} a checkpoint"
             remedy = "" if options.resume else "`resume` goes on from it."
-            raise ConfigError(
-                "output", options.output, f"{bound} a checkpoint (`{self._state}`)", remedy
-            )
+            raise ConfigError("output", options.output, f"{bound} (`{self._state}`)", remedy)
         if options.resume:
-            with reading(self._begun):
-                options = options.resumed(json.loads(self._begun.read_text(encoding="utf-8")))
+            with reading(self._options_file):
+                begun = json.loads(self._options_file.read_text(encoding="utf-8"))
+                options = options.resumed(begun)
         self.options = options
 
     def run(self) -> None:
-        """Train, or resume a training, and write the folder.
-
-        The folder is written even if Ctrl-C or SIGTERM ends the training early.
-
-        Raises:
-            ConfigError, CheckpointError, UnsupportedModelError.
-        """
+        """Train, or resume a training, and write the folder, also after Ctrl-C or SIGTERM."""
         options, device = self.options, choose_device(self.options.device)
         config = self._describe()
-        own_NL, real_NL = self._read_texts() if options.resume else self._make_texts()
+        own_NL, real_NL = self._rows()
         num_held = max(1, int(len(own_NL) * _HELD_SHARE))
         held_NL, own_NL = own_NL[:num_held].to(device), own_NL[num_held:].to(device)
         trainer = self._trainer(config, own_NL, device)
@@ -327,10 +303,7 @@ class Training:
         interrupt.deliver([])
 
     def _describe(self) -> Eagle3Config:
-        """Write the head's `config.json` and the options; returns the head's configuration.
-
-        Raises an error before any other work if the target cannot have a head.
-        """
+        """Write the head's `config.json` and the options; an error if no head can be made."""
         options = self.options
         folder = resolve_checkpoint(options.model)
         with quiet_transformers():
@@ -338,19 +311,21 @@ class Training:
         names = ("draft_vocab_size", "intermediate_size", "fc_norm", "norm_output")
         config = describe_head(target, **{name: getattr(options, name) for name in names})
         self._texts.parent.mkdir(parents=True, exist_ok=True)
-        self._begun.write_text(json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(options.to_resume(), indent=1) + "\n"
+        self._options_file.write_text(text, encoding="utf-8")
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         return read_eagle3_config(self.folder)
 
-    def _make_texts(self) -> tuple[Tensor, Tensor]:
-        """The rows that the target writes, and the rows of the data, int32 [N, length].
-
-        They are also written to a file for `resume`.
-        """
-        from safetensors.torch import save_file
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Rows written by the target, and rows of the data, int32; kept in a file for `resume`."""
+        from safetensors.torch import load_file, save_file
 
         from foretoken import LLM, SamplingParams
 
+        if self.options.resume:
+            with reading(self._texts):
+                texts = load_file(self._texts)
+            return texts["own"], texts["real"]
         options, documents = self.options, read_documents(Path(self.options.data))
         tokenizer = load_tokenizer(options.model)
         if tokenizer is None:
@@ -372,26 +347,13 @@ class Training:
         save_file(texts, self._texts)
         return texts["own"], texts["real"]
 
-    def _read_texts(self) -> tuple[Tensor, Tensor]:
-        """The rows that `_make_texts` wrote to a file."""
-        from safetensors.torch import load_file
-
-        with reading(self._texts):
-            texts = load_file(self._texts)
-        return texts["own"], texts["real"]
-
     def _trainer(self, config: Eagle3Config, own_NL: Tensor, device: torch.device) -> Trainer:
-        """Load the target, choose the ids that the head drafts, and make the trainer."""
         options, target_ids = self.options, None
         layers = config.aux_layers or ()
         model = load_model(
-            options.model,
-            device=device,
-            dtype=options.dtype,
-            backend="torch",
-            max_model_len=options.length,
-            view=TargetView(layers, head=True, module=True),
-        )
+            options.model, device=device, dtype=options.dtype, backend="torch",
+            max_model_len=options.length, view=TargetView(layers, head=True, module=True),
+        )  # fmt: skip
         model.module.set_attn_implementation("sdpa")  # whole texts instead of a paged cache
         target = Target(model.module, plain(model.embedding), plain(model.head), layers)
         if config.draft_vocab_size < config.vocab_size:
@@ -399,13 +361,10 @@ class Training:
             commonest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]
             target_ids = commonest.sort().values
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
-        sample_BT = own_NL[: options.batch_size].long()
-        return self.trainer(
-            config, target, recipe, sample_BT, target_ids=target_ids, tied=options.tied_head
-        )
+        sample_BT, tied = own_NL[: options.batch_size].long(), options.tied_head
+        return self.trainer(config, target, recipe, sample_BT, target_ids=target_ids, tied=tied)
 
     def _loop(self, trainer: Trainer, batches: Batches, interrupt: Interrupt) -> None:
-        """Train until all steps are made, or until an interrupt."""
         options, report_every = self.options, max(1, self.options.steps // _REPORTS)
         start, first = time.perf_counter(), trainer.step
         while trainer.step < options.steps and interrupt.name is None:
@@ -429,7 +388,6 @@ class Training:
         self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left:.0f} s left")
 
     def _save(self, trainer: Trainer, held_NL: Tensor) -> None:
-        """Write a checkpoint, the head, and a card with its acceptance on held-out texts."""
         options = self.options
         trainer.save(self._state)
         save_weights(self.folder, trainer.weights, trainer.target_ids)
@@ -440,9 +398,8 @@ class Training:
         facts["steps"] = f"{trainer.step} of {options.steps}"
         for temperature in (1.0, 0.5):
             rates = trainer.evaluate(held_NL, options.batch_size, temperature)
-            shown = ", ".join(f"{rate:.3f}" for rate in rates)
             name = f"accepted at T={temperature:g} on texts that it was not trained on, by position"
-            facts[name] = shown
-            self._say(f"{name}: {shown}")
+            facts[name] = ", ".join(f"{rate:.3f}" for rate in rates)
+            self._say(f"{name}: {facts[name]}")
         write_card(self.folder, facts, trainer.history)
         self._say(f"Wrote `{self.folder}`.")

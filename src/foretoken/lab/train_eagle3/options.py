@@ -103,11 +103,7 @@ class TrainOptions:
         return {name: value for name, value in asdict(self).items() if name not in may_change}
 
     def resumed(self, begun: Mapping[str, Any]) -> TrainOptions:
-        """These options, completed by the options with which the training was begun.
-
-        Raises:
-            ConfigError: an option was given with another value.
-        """
+        """These options, completed by those of the begun training; `ConfigError` if one differs."""
         defaults = {field.name: field.default for field in fields(self)}
         begun = {**{name: defaults[name] for name in self.to_resume()}, **begun}
         for name, value in self.to_resume().items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError
-from foretoken.lab.train_eagle3.unroll import Fuse, Rows, Unroll, agreement, loss_of
+from foretoken.lab.train_eagle3.unroll import Fuse, LogitFunctions, Unroll, agreement, loss_of
 from foretoken.models.checkpoint import reading
 from foretoken.models.eagle3 import OUTPUT_LAYER, stack_of, tensor_shapes
 from foretoken.models.eagle3_config import Eagle3Config
@@ -38,10 +38,8 @@ def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.op
 class HeadOptimizer:
     """Muon (Jordan 2024) for the matrices inside the layer, AdamW for all other weights.
 
-    Args:
-        weights: the weights by name.
-        output_layer: name of the output layer, which AdamW trains, since its rows are tokens.
-        muon_share: Muon's learning rate in units of AdamW's; 0: AdamW trains all weights.
+    output_layer: name of the output layer, which AdamW trains, since its rows are tokens
+    muon_share: Muon's learning rate in units of AdamW's; 0: AdamW trains all weights
     """
 
     def __init__(
@@ -58,13 +56,11 @@ class HeadOptimizer:
         self._parts.append((adamw(others, 0.0, weight_decay), 1.0))
         if inner:
             matrices = [weights[name] for name in sorted(inner)]
-            muon = torch.optim.Muon(
-                matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
+            decay, adjust = weight_decay, "match_rms_adamw"
+            muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=decay, adjust_lr_fn=adjust)
             self._parts.append((muon, muon_share))
 
     def step(self, lr: float) -> None:
-        """Make one step with this learning rate, and clear the gradients."""
         for optimizer, share in self._parts:
             set_learning_rate(optimizer, lr * share)
             optimizer.step()
@@ -80,7 +76,6 @@ class HeadOptimizer:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state that `state` returned."""
         for part, (optimizer, _) in enumerate(self._parts):
             own_state: dict[int, dict[str, Tensor]] = {}
             for key, value in state.items():
@@ -107,9 +102,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 # Temperatures of p and q, used in turn by steps; low temperatures stand for greedy decoding.
 TEMPERATURES = (1.0, 0.8, 0.5, 0.8)
 _WARMUP_SHARE = 0.05
-# Weight of `kl` in addition to `tv` or `length`, which have no gradient where q is nearly 0.
-_KL_WEIGHT = 0.05
-_WEIGHT_DECAY, _CLIP = 0.01, 1.0
+_KL_WEIGHT = 0.05  # of `kl`, added to `tv` or `length`, which have no gradient where q is nearly 0
+_WEIGHT_DECAY, _MAX_GRADIENT_NORM = 0.01, 1.0
 
 
 class Recipe(NamedTuple):
@@ -127,15 +121,11 @@ class Recipe(NamedTuple):
 class Target:
     """A Transformers module as a function from texts to hidden states and logits.
 
-    Args:
-        module: the frozen module; its attention takes [B, T].
-        embedding: the embedding of tokens, [V, hidden].
-        head: the output layer, [V, hidden].
-        aux_layers: the hidden states that the EAGLE-3 head reads, numbered as in
-            `ForwardOutput.aux`.
-
-    Attributes:
-        norm: the weight of the norm before the output layer; None if the module has no `norm`.
+    module: the frozen module; its attention takes [B, T]
+    embedding: the embedding of tokens, [V, hidden]
+    head: the output layer, [V, hidden]
+    aux_layers: the hidden states that the EAGLE-3 head reads, numbered as in `ForwardOutput.aux`
+    norm: the weight of the norm before the output layer; None if the module has no `norm`
     """
 
     def __init__(
@@ -157,16 +147,13 @@ class Trainer:
     """The training of a head.
 
     Args:
-        config: the head's configuration.
         sample_BT: some texts, to find the magnitude of hidden states.
-        target_ids: the ids that the head drafts, int64 [draft_vocab_size], ascending; None: all ids
-            of the target.
+        target_ids: the ids that the head drafts, int64 [draft_vocab_size], ascending; None: all.
         tied: whether the head uses the target's output layer.
         fuse: see `Unroll`.
 
     Attributes:
         weights: the head's trained tensors in float32, by the names of `speculators`.
-        step: the number of steps made.
     """
 
     def __init__(
@@ -188,7 +175,8 @@ class Trainer:
             weight.requires_grad_()
         self.begin(recipe, {})
         self._config = config
-        self._unroll, self._rows = Unroll(embedding.device, fuse), Rows(*map(fuse, Rows()))
+        self._unroll = Unroll(embedding.device, fuse)
+        self._functions = LogitFunctions(*map(fuse, LogitFunctions()))
 
     @torch.no_grad()
     def begin(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
@@ -199,24 +187,22 @@ class Trainer:
         self.recipe, self.step, self.history = recipe, 0, list[dict[str, float]]()
         for name, weight in weights.items():
             self.weights[name].copy_(weight)
-        self._optimizer = HeadOptimizer(
-            self.weights, OUTPUT_LAYER, _WEIGHT_DECAY, recipe.muon_share
-        )
+        settings = (OUTPUT_LAYER, _WEIGHT_DECAY, recipe.muon_share)
+        self._optimizer = HeadOptimizer(self.weights, *settings)
 
     def head(self) -> Stack:
         """The head with the current weights in the target's dtype; gradients flow to them."""
         embedding = self.target.embedding
         tensors = {n: w.to(embedding.dtype) for n, w in (self.weights | self._frozen).items()}
-        # Without target ids, its logits are for the head's own ids: p is gathered for these, which
-        # is cheaper than scattering q.
+        # Without target ids, its logits are for the ids that it drafts: p is gathered for these,
+        # which is cheaper than scattering q.
         return stack_of(tensors, self._config, Dense(embedding), None)
 
     def train(self, token_BT: Tensor) -> Tensor:
         """Make one step on texts, int64 [B, T]; returns the loss without waiting for the device."""
         recipe = self.recipe
-        rate = learning_rate(
-            self.step, recipe.steps, recipe.learning_rate, max(1, int(_WARMUP_SHARE * recipe.steps))
-        )
+        warmup = max(1, int(_WARMUP_SHARE * recipe.steps))
+        rate = learning_rate(self.step, recipe.steps, recipe.learning_rate, warmup)
         kind = recipe.loss if self.step >= recipe.kl_share * recipe.steps else "kl"
         temperature = TEMPERATURES[self.step % len(TEMPERATURES)]
         rates, entropies = self._measure(token_BT, temperature)
@@ -224,7 +210,7 @@ class Trainer:
         if kind != "kl":
             loss = loss + _KL_WEIGHT * loss_of("kl", (), entropies)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), _CLIP)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), _MAX_GRADIENT_NORM)
         self._optimizer.step(rate)
         self.step += 1
         return loss.detach()
@@ -239,10 +225,9 @@ class Trainer:
             p_BTV = p_BTV[..., self.target_ids]
         head, size, results = self.head(), token_BT.shape[1] - self.recipe.unroll, []
         for j, hidden_XC in enumerate(self._unroll(head, aux, token_BT, self.recipe.unroll)):
-            logits_XV = output(head, hidden_XC)
-            logits_BSV = logits_XV.view(len(token_BT), size, -1)
+            logits_BSV = output(head, hidden_XC).view(len(token_BT), size, -1)
             p_BSV = p_BTV[:, j + 1 : j + 1 + size]
-            results.append(agreement(logits_BSV, p_BSV, temperature, self._rows))
+            results.append(agreement(logits_BSV, p_BSV, temperature, self._functions))
         overlaps, entropies = zip(*results, strict=True)
         return overlaps, entropies
 
@@ -270,8 +255,7 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Continue the training from a checkpoint.
 
-        Raises:
-            CheckpointError: the checkpoint cannot be read, or has another recipe or other shapes.
+        `CheckpointError`: the checkpoint cannot be read, or has another recipe or other shapes.
         """
         from safetensors import safe_open
 
@@ -281,12 +265,11 @@ class Trainer:
         shapes = {name: w.shape for name, w in stored.items() if not name.startswith("optimizer.")}
         own_shapes = {name: weight.shape for name, weight in self.weights.items()}
         if facts.get("recipe") != self.recipe._asdict() or shapes != own_shapes:
-            raise CheckpointError(
-                f"`{path}` was begun with {facts.get('recipe')}, not with {self.recipe._asdict()}, "
-                "or for a head of another shape: resume with the same options."
-            )
-        state = {name: value for name, value in stored.items() if name not in shapes}
-        self._optimizer.load({n.removeprefix("optimizer."): v for n, v in state.items()})
+            options = f"{facts.get('recipe')}, not with {self.recipe._asdict()}"
+            why = "or for a head of another shape: resume with the same options."
+            raise CheckpointError(f"`{path}` was begun with {options}, {why}")
+        state = {n.removeprefix("optimizer."): v for n, v in stored.items() if n not in shapes}
+        self._optimizer.load(state)
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(stored[name])

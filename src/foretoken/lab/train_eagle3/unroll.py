@@ -1,8 +1,8 @@
 """The training forward of an EAGLE-3 head: several draft steps from every position of a text.
 
-Belongs here: the attention of drafting, for all positions at once; the losses, which measure how
-often drafts will be rejected. The rest of a head runs in the stock operators of
-`ops/backends/torch/stack.py`, so that training and drafting compute the same.
+Here are the attention for all positions at once, and the losses, which measure how often drafts
+will be rejected. The rest of a head runs in the operators of `ops/backends/torch/stack.py`, so that
+training and drafting compute the same.
 
 Step j of position s stands for a drafter's pass for draft j, after the text up to s + 1. It reads
 the token at s + j + 1, and its output predicts the token at s + j + 2. Step 0 reads the target's
@@ -26,8 +26,8 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.torch.stack import begin, cos_sin, feature, finish, norm, project
 from foretoken.ops.stack import FeatureRule, Stack
 
-# Logits are processed in pieces of so many numbers. On a CPU the float32 copies of a piece should
-# fit the cache; on a GPU there should be few pieces.
+# Numbers in a piece of the logits, which are processed piece by piece. On a CPU the float32 copies
+# of a piece should fit the cache; on a GPU there should be few pieces.
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
 Fuse = Callable[[Any], Any]
 
@@ -35,15 +35,12 @@ Fuse = Callable[[Any], Any]
 class Unroll:
     """The draft steps of a head, on a device.
 
-    Args:
-        fuse: applied to each function that runs over all positions: `torch.compile`, or the
-            identity.
+    fuse: applied to each function that runs over all positions: `torch.compile`, or the identity
     """
 
     def __init__(self, device: torch.device, fuse: Fuse = lambda function: function) -> None:
-        self._project, self._finish = fuse(_project), fuse(_finish)
-        self._merge = fuse(_merge)
-        self._first: Any = _Flex() if device.type == "cuda" else _causal
+        self._project, self._finish, self._merge = map(fuse, (_project, _finish, _merge))
+        self._attend_first: Any = _Flex() if device.type == "cuda" else _causal
 
     def __call__(
         self, head: Stack, aux: Sequence[Tensor], token_BT: Tensor, steps: int
@@ -52,9 +49,7 @@ class Unroll:
 
         S = T - `steps`, so that every step of every position has a token to read.
 
-        Args:
-            aux: hidden states of the target, [B, T, target_hidden_size] each, in the order of
-                layers.
+        aux: hidden states of the target, [B, T, target_hidden_size] each, in the order of layers
         """
         size = token_BT.shape[1] - steps
         states = [state[:, :size].flatten(0, 1) for state in aux]
@@ -67,7 +62,7 @@ class Unroll:
             query, key, value = (x.unflatten(0, (-1, size)).transpose(1, 2) for x in projected)
             keys.append(key)
             values.append(value)
-            out_BHSD, lse_BHS = self._first(query, keys[0], values[0])
+            out_BHSD, lse_BHS = self._attend_first(query, keys[0], values[0])
             if j:
                 later = torch.stack(keys[1:]), torch.stack(values[1:])
                 out_BHSD = self._merge(out_BHSD, lse_BHS, query, *later)
@@ -124,8 +119,7 @@ class _Flex:
         self._create_mask, self._masks = flex.create_block_mask, dict[int, Any]()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The result of `_causal`; block masks are kept by number of positions."""
-        size = query.shape[2]
+        size = query.shape[2]  # number of positions
         if size not in self._masks:
             self._masks[size] = self._create_mask(
                 lambda b, h, i, j: j <= i, None, None, size, size, device=query.device
@@ -159,8 +153,7 @@ def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Ten
     """A scalar loss from the `agreement` of each step.
 
     `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of rejections.
-    `length`: 1 - the number of accepted drafts per step; a draft counts only if all drafts before
-    it are accepted, too.
+    `length`: 1 - the accepted drafts per step, each with all drafts before it accepted.
     """
     if kind == "kl":
         return torch.stack(list(cross_entropies)).mean()
@@ -169,19 +162,19 @@ def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Ten
 
 
 def agreement(
-    logits_BSV: Tensor, p_BSV: Tensor, temperature: float, rows: Rows | None = None
+    logits_BSV: Tensor, p_BSV: Tensor, temperature: float, functions: LogitFunctions | None = None
 ) -> tuple[Tensor, Tensor]:
     """How well q fits p at each position: overlap and cross-entropy, float32 [B, S] each.
 
-    The overlap sum(min(p, q)) is the probability that a draft is accepted. The cross-entropy
-    -sum(p log q) in nats is KL(p, q) plus a term that does not depend on q. q is the softmax of
+    The overlap sum(min(p, q)) is the probability that a draft is accepted. The cross-entropy -sum(p
+    log q) in nats is KL(p, q) plus a term that does not depend on q. q is the softmax of
     `logits_BSV / temperature`. p has the target's probabilities of the same ids; only its last
     dimension must be dense.
     """
     # A tensor: a plain number would be a constant of the compiled code.
     scale = torch.full((), 1 / temperature, device=logits_BSV.device)
     overlap_BS, entropy_BS = _Agreement.apply(  # type: ignore[no-untyped-call]
-        logits_BSV, p_BSV, scale, rows or Rows()
+        logits_BSV, p_BSV, scale, functions or LogitFunctions()
     )
     return overlap_BS, entropy_BS
 
@@ -195,21 +188,21 @@ class _Agreement(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor, rows: Rows
+        ctx: Any, logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor, functions: LogitFunctions
     ) -> tuple[Tensor, ...]:
         size = max(1, _PIECE[logits_BSV.device.type] // logits_BSV[0].numel())
         pieces = torch.split(logits_BSV, size), torch.split(p_BSV, size)
-        results = [rows.measure(*piece, scale) for piece in zip(*pieces, strict=True)]
+        results = [functions.measure(*piece, scale) for piece in zip(*pieces, strict=True)]
         overlap_BS, entropy_BS, overlap_slope, entropy_slope = (
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)
         )
         ctx.save_for_backward(overlap_slope, entropy_slope)
-        ctx.rows = rows
+        ctx.functions = functions
         return overlap_BS, entropy_BS
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.rows.weigh(*ctx.saved_tensors, *gradients), None, None, None
+        return ctx.functions.weigh(*ctx.saved_tensors, *gradients), None, None, None
 
 
 def _measure(
@@ -240,7 +233,7 @@ def _weigh(
     return gradient_BSV.to(overlap_slope.dtype)
 
 
-class Rows(NamedTuple):
+class LogitFunctions(NamedTuple):
     """The two functions that run over all logits; they may be fused."""
 
     measure: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = _measure

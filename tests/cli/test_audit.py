@@ -44,14 +44,14 @@ class Auditing(Actions):
     def __init__(self, *subjects: Subject) -> None:
         self.subjects = subjects
 
-    def audit(self, desk: Any, *scope: Any) -> int:
+    def audit(self, reporter: Any, *scope: Any) -> int:
         subjects = self.subjects
 
         class Given(command.AuditScope):
             def subjects(self, status: Any) -> Iterator[Subject]:
                 yield from subjects
 
-        return command.Command(desk).run(Given(*scope))
+        return command.Command(reporter).run(Given(*scope))
 
 
 def run(*args: object, actions: Actions | None = None) -> Any:

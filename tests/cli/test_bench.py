@@ -34,14 +34,14 @@ class Interrupted(Actions):
     def __init__(self, number: signal.Signals, line: str, times: int) -> None:
         self.number, self.line, self.left = number, line, times
 
-    def bench(self, desk: Any, *given: Any) -> None:
+    def bench(self, reporter: Any, *given: Any) -> None:
         def note(line: str) -> None:
-            desk.note(line)
+            reporter.note(line)
             self.left -= line == self.line
             if line == self.line and not self.left:
                 signal.raise_signal(self.number)
 
-        super().bench(replace(desk, note=note), *given)
+        super().bench(replace(reporter, note=note), *given)
 
 
 def test_tables_results_and_figures(target: Path, draft: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions, Load, engine_cases
 from foretoken.lab.bench.report import charts, results, tables
 from foretoken.lab.bench.run import Bench, Measured
-from foretoken.lab.desk import Section, Table, as_csv, as_html, as_text
+from foretoken.lab.reporter import Section, Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from tests.lab.runs import SMALL, by_hand, step
 from tests.support.asynchronous import until

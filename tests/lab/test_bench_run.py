@@ -25,7 +25,7 @@ from foretoken.lab.bench.load import (
 from foretoken.lab.bench.options import BenchCase, BenchOptions, Load, engine_cases
 from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
-from foretoken.lab.desk import as_text
+from foretoken.lab.reporter import as_text
 from foretoken.lab.results import Spread, validate
 from tests.lab.runs import NGRAM, SMALL
 

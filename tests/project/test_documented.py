@@ -96,13 +96,13 @@ class Reached(Actions):
     def load(self, model: str, speculative_config: Any, **options: Any) -> NoReturn:
         self.reach({"model": model, "speculative_config": speculative_config, **options})
 
-    def bench(self, desk: Any, asked: Any, params: Any, engine: dict[str, Any]) -> NoReturn:
+    def bench(self, reporter: Any, asked: Any, params: Any, engine: dict[str, Any]) -> NoReturn:
         self.reach(engine)
 
-    def plan(self, desk: Any, engine: dict[str, Any], *others: Any) -> NoReturn:
+    def plan(self, reporter: Any, engine: dict[str, Any], *others: Any) -> NoReturn:
         self.reach(engine)
 
-    def audit(self, desk: Any, parts: Any, asked: Any, engine: Any, params: Any) -> NoReturn:
+    def audit(self, reporter: Any, parts: Any, asked: Any, engine: Any, params: Any) -> NoReturn:
         self.reach(engine if "engine" in parts else {"model": engine["model"]})
 
     def train(self, options: Any, *others: Any) -> NoReturn:

@@ -43,7 +43,7 @@ TORCH_FREE = [
     "foretoken.engine.pace",
     "foretoken.engine.request",
     "foretoken.engine.scheduler",
-    "foretoken.lab.desk",
+    "foretoken.lab.reporter",
     "foretoken.lab.plan.simulate",
 ]
 

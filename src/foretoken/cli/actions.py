@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from foretoken.lab.audit.options import AuditOptions
     from foretoken.lab.bench.options import BenchOptions
     from foretoken.lab.demo import Demo
-    from foretoken.lab.desk import Desk
     from foretoken.lab.plan.options import PlanOptions
+    from foretoken.lab.reporter import Reporter
     from foretoken.lab.train_eagle3.options import TrainOptions
     from foretoken.llm import LLM
     from foretoken.sampling.params import SamplingParams
@@ -43,33 +43,41 @@ class Actions:
         return Demo(llm, console(highlight=False), note)
 
     def bench(
-        self, desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+        self,
+        reporter: Reporter,
+        options: BenchOptions,
+        params: SamplingParams,
+        engine: dict[str, Any],
     ) -> None:
         """Measure an engine, or a server."""
-        with desk.status("Starting"):
+        with reporter.status("Starting"):
             from foretoken.lab.bench.command import run
-        run(desk, options, params, engine)
+        run(reporter, options, params, engine)
 
     def audit(
         self,
-        desk: Desk,
+        reporter: Reporter,
         parts: tuple[str, ...],
         options: AuditOptions,
         engine: Mapping[str, Any],
         params: SamplingParams,
     ) -> int:
         """Audit these parts; returns the exit code."""
-        with desk.status("Starting"):
+        with reporter.status("Starting"):
             from foretoken.lab.audit.command import AuditScope, Command
-        return Command(desk).run(AuditScope(parts, options, engine, params))
+        return Command(reporter).run(AuditScope(parts, options, engine, params))
 
     def plan(
-        self, desk: Desk, engine: dict[str, Any], options: PlanOptions, params: SamplingParams
+        self,
+        reporter: Reporter,
+        engine: dict[str, Any],
+        options: PlanOptions,
+        params: SamplingParams,
     ) -> None:
         """Predict what drafts would buy."""
-        with desk.status("Starting"):
+        with reporter.status("Starting"):
             from foretoken.lab.plan.command import Command
-        Command(desk).run(engine, options, params)
+        Command(reporter).run(engine, options, params)
 
     def serve(self, engine: Mapping[str, Any], options: ServeOptions, say: Say) -> None:
         """Serve one engine in this process."""

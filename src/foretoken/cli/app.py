@@ -40,7 +40,7 @@ from foretoken.serve.fleet.config import ReplicaOptions
 from foretoken.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from foretoken.lab.desk import Desk
+    from foretoken.lab.reporter import Reporter
 
 _EMBEDDED = "tiny-python"
 _OWN_DRAFTS: dict[str, dict[str, Any]] = {
@@ -199,11 +199,7 @@ def demo(
 
 @app.command()
 @with_fields(BenchOptions, without=SET_BY_BENCH, model=_EMBEDDED, temperature=0.0, **BENCH_DEFAULTS)
-def bench(
-    ctx: typer.Context,
-    debug: Debug = False,
-    **options: Any,
-) -> None:
+def bench(ctx: typer.Context, debug: Debug = False, **options: Any) -> None:
     """Measure latency and throughput under load, and where the time goes.
 
     Measures an engine in this process, or a server. Runs with and without speculation alternate, to
@@ -222,17 +218,14 @@ def bench(
                 if value != defaults[name]:
                     raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
-        with _desk(note, secret=bench_options.api_key) as desk:
-            ctx.ensure_object(Actions).bench(desk, bench_options, params, engine)
+        with _reporter(note, secret=bench_options.api_key) as reporter:
+            ctx.ensure_object(Actions).bench(reporter, bench_options, params, engine)
 
 
 @app.command()
 @with_fields(AuditOptions, without={*SET_BY_AUDIT, "no_speculation"}, model=None, backend=None)
 def audit(
-    ctx: typer.Context,
-    as_json: AsJson = False,
-    debug: Debug = False,
-    **options: Any,
+    ctx: typer.Context, as_json: AsJson = False, debug: Debug = False, **options: Any
 ) -> None:
     """Is it lossless? Refute a verifier and name its bug, or state which deviations are ruled out.
 
@@ -250,9 +243,9 @@ def audit(
         given_options = {name: value for name, value in options.items() if value is not None}
         engine = _engine_options({"model": _EMBEDDED, **given_options})
         note("nothing was audited.")
-        with _desk(note, as_json, audit_options.api_key) as desk:
+        with _reporter(note, as_json, audit_options.api_key) as reporter:
             actions = ctx.ensure_object(Actions)
-            raise SystemExit(actions.audit(desk, parts, audit_options, engine, params))
+            raise SystemExit(actions.audit(reporter, parts, audit_options, engine, params))
 
 
 @app.command()
@@ -290,8 +283,8 @@ def plan(
             speculation = filter(None, map(options.get, SPECULATION))
             engine["speculative_config"] = next(speculation, None)
         note("nothing was predicted.")
-        with _desk(note, as_json) as desk:
-            ctx.ensure_object(Actions).plan(desk, engine, plan_options, params)
+        with _reporter(note, as_json) as reporter:
+            ctx.ensure_object(Actions).plan(reporter, engine, plan_options, params)
 
 
 @app.command(cls=ServeCommand)
@@ -350,20 +343,20 @@ def train_eagle3(ctx: typer.Context, debug: Debug = False, **options: Any) -> No
 
 
 @contextmanager
-def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Desk]:
-    """The `Desk` through which a command of the lab reports its results.
+def _reporter(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Reporter]:
+    """The `Reporter` through which a command of the lab reports its results.
 
     SIGTERM raises `SystemExit`, so that the command can still report what it has measured.
 
     Args:
         secret: a key to replace by `KEY` in the command line that the report quotes.
     """
-    from foretoken.lab.desk import Desk
+    from foretoken.lab.reporter import Reporter
 
     command_line = as_typed() if secret is None else as_typed().replace(secret, "KEY")
     tables, errors = console(highlight=False), console(stderr=True, highlight=False)
     with exit_on_sigterm():
-        yield Desk(command_line, tables, errors, note, as_json)
+        yield Reporter(command_line, tables, errors, note, as_json)
 
 
 def _refuse_unused(options: dict[str, Any], used: Set[str], bound: str) -> None:

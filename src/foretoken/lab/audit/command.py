@@ -19,8 +19,8 @@ from foretoken.lab.audit.reference import Reference
 from foretoken.lab.audit.server import Client, ServerAudit
 from foretoken.lab.audit.subjects import Subject, backend_subject, bind, callable_subject, load
 from foretoken.lab.audit.verdict import INCONCLUSIVE, Finding, audit
-from foretoken.lab.desk import Desk, Section, Table
 from foretoken.lab.plot import Axes, Bar, Series, bar_chart, line_chart
+from foretoken.lab.reporter import Reporter, Section, Table
 from foretoken.lab.results import Label, Results, Row, Value, collect, stem
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.tokenizer import load_tokenizer
@@ -220,15 +220,15 @@ class AuditScope:
 class Command:
     """One call of `foretoken audit`."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
         self.findings: list[Finding] = []
         self._num_shown = 0
 
     def run(self, scope: AuditScope) -> int:
         """Audit each subject and report, also after an exception; returns the exit code."""
         try:
-            for subject in scope.subjects(self._desk.status):
+            for subject in scope.subjects(self._reporter.status):
                 self._audit(subject, scope)
         finally:
             if self.findings:
@@ -251,7 +251,7 @@ class Command:
         self.findings.append(finding)
         try:
             first = "" if subject.exact is None else "what is checked without draws"
-            with self._desk.progress(draws, f"draws of `{subject.name}`", first) as report:
+            with self._reporter.progress(draws, f"draws of `{subject.name}`", first) as report:
                 audit(subject, draws, lambda done: report(done, "" if done else first), finding)
         except RequestError:  # the subject's output cannot be audited
             self.findings.pop()
@@ -262,9 +262,9 @@ class Command:
         """Show a finding."""
         self._num_shown += 1
         style = "bold red" if finding.refuted else "bold"
-        self._desk.say(f"{finding.subject.name}: {finding.verdict}", style)
+        self._reporter.say(f"{finding.subject.name}: {finding.verdict}", style)
         for note in [*finding.exact, *finding.notes]:
-            self._desk.say(f"  {note}")
+            self._reporter.say(f"  {note}")
 
     def _finish(self, scope: AuditScope) -> None:
         """Show findings that are not shown yet, then the table; write the files."""
@@ -272,9 +272,9 @@ class Command:
         values = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
         shapes = {"of": ", ".join(scope.parts), **values}
         name = stem(options.output, "audit")
-        file = results(self.findings, name, self._desk.typed, shapes)
+        file = results(self.findings, name, self._reporter.command_line, shapes)
         for finding in self.findings[self._num_shown :]:
             self._say(finding)
         tables = {"Evidence": table(self.findings)}
-        self._desk.show(tables, [])
-        self._desk.write(file, options.output, tables, sections(self.findings))
+        self._reporter.show(tables, [])
+        self._reporter.write(file, options.output, tables, sections(self.findings))

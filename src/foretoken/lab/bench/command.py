@@ -10,7 +10,7 @@ from foretoken.lab.bench.options import BenchOptions, engine_cases, parse_sweep,
 from foretoken.lab.bench.report import charts, remarks, results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.bench.server import Server
-from foretoken.lab.desk import Desk, Section
+from foretoken.lab.reporter import Reporter, Section
 from foretoken.sampling.params import SamplingParams
 
 
@@ -34,13 +34,15 @@ async def make_bench(
     return Bench(options, server, server_cases(sweep, temperature, **switches))
 
 
-def run(desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]) -> None:
+def run(
+    reporter: Reporter, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+) -> None:
     """Measure and report. After an exception, the finished runs are reported, too."""
-    asyncio.run(_run(desk, options, params, engine))
+    asyncio.run(_run(reporter, options, params, engine))
 
 
 async def _run(
-    desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+    reporter: Reporter, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
 ) -> None:
     """See `run`."""
     bench, notes, done = await make_bench(options, params, engine), list[str](), 0
@@ -51,7 +53,7 @@ async def _run(
         report(ended, work)
 
     try:
-        with desk.progress(bench.num_requests, "requests") as report:
+        with reporter.progress(bench.num_requests, "requests") as report:
             await bench.run(count)
     except BaseException as error:
         runs = sum(len(measured.repeats) for measured in bench.measured.values())
@@ -60,11 +62,11 @@ async def _run(
             notes.append(f"Ended early by {why}, after {runs} measured runs.")
         raise
     finally:
-        if (file := results(bench, desk.typed, notes)) is not None:
+        if (file := results(bench, reporter.command_line, notes)) is not None:
             lines, shown = remarks(file), tables(file.rows)
             if bandwidth := file.shapes.get("bandwidth_gb_per_s"):
                 origin = "given" if file.shapes["bandwidth_given"] else "measured"
                 floor = f"The floor is for memory that reads {bandwidth:.1f} GB/s ({origin})."
                 lines.insert(0, floor)
-            desk.show(shown, lines)
-            desk.write(file, options.output, shown, [Section(charts=charts(file.rows))])
+            reporter.show(shown, lines)
+            reporter.write(file, options.output, shown, [Section(charts=charts(file.rows))])

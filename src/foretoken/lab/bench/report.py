@@ -8,8 +8,8 @@ from itertools import product
 from foretoken.lab.bench.figures import percentiles, unit_of
 from foretoken.lab.bench.options import BenchCase, Load
 from foretoken.lab.bench.run import Bench, Measured
-from foretoken.lab.desk import Table
 from foretoken.lab.plot import COLOURS, INK, Axes, Bar, Series, bar_chart, line_chart
+from foretoken.lab.reporter import Table
 from foretoken.lab.results import Label, Results, Row, Spread, Value, collect, stem
 
 _PARTS = ("target", "draft", "verify", "host_gap")

@@ -194,8 +194,7 @@ def residual(masses: Weights) -> Callable[[Backend], Backend]:
 
     def mutant(backend: Backend) -> Backend:
         return replaced(
-            backend,
-            verify=lambda batch: _redraw(backend, batch, backend.verify(batch), masses),
+            backend, verify=lambda batch: _redraw(backend, batch, backend.verify(batch), masses)
         )
 
     return mutant

@@ -20,11 +20,11 @@ from foretoken.errors import ConfigError
 from foretoken.lab.bench import figures as bench_figures
 from foretoken.lab.bench import report as bench
 from foretoken.lab.bench.load import Record, Run
-from foretoken.lab.desk import Desk, Section, Table
 from foretoken.lab.plan.fleet import Replicas, engine_options, read_model, replicas_of, sized_for
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.profile import Acceptance, Profile, estimate
 from foretoken.lab.plan.simulate import Ask, Fleet, Outlook, Served, Simulation, Step
+from foretoken.lab.reporter import Reporter, Section, Table
 from foretoken.lab.results import Label, Row, collect, stem
 from foretoken.sampling.params import SamplingParams
 
@@ -375,8 +375,8 @@ _PATIENCE_S = 40.0  # no further repeat begins after so many seconds
 class Command:
     """One call of `foretoken plan`."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
 
     def run(self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams) -> None:
         """Predict and report. After an exception, the finished predictions are reported, too.
@@ -393,7 +393,7 @@ class Command:
         acceptance = _acceptance(profile, options)
         planner, notes = Planner(profile, acceptance, options, replicas), list[str]()
         try:
-            with self._desk.progress(planner.num_runs, "simulations") as report:
+            with self._reporter.progress(planner.num_runs, "simulations") as report:
                 planner.run(report)
         except BaseException as error:
             notes.append(f"Ended early by {type(error).__name__}: cases are missing.")
@@ -427,7 +427,7 @@ class Command:
     ) -> Profile:
         """Load an engine, measure its profile, and write it if the options name a file."""
         engine_options = {f.name: getattr(config, f.name) for f in fields(config)}
-        with self._desk.status(f"Loading {config.model}"):
+        with self._reporter.status(f"Loading {config.model}"):
             from foretoken.lab.plan.calibrate import Calibration
             from foretoken.lab.workloads import heldout
             from foretoken.llm import LLM
@@ -442,12 +442,12 @@ class Command:
         calibration = Calibration(
             llm.engine, options.batch_sizes, params, repeats, text, patience=patience
         )
-        with self._desk.progress(calibration.num_runs, "calibrating runs") as report:
+        with self._reporter.progress(calibration.num_runs, "calibrating runs") as report:
             profile = calibration.run(report)
         if options.profile is not None:
             profile.write(Path(options.profile))
             line = f"Wrote {options.profile}."
-            self._desk.errors.print(line, markup=False, soft_wrap=True)
+            self._reporter.errors.print(line, markup=False, soft_wrap=True)
         return profile
 
     def _finish(self, planner: Planner, notes: list[str]) -> None:
@@ -460,9 +460,9 @@ class Command:
             "acceptance": {"source": planner.acceptance.source, "joint": planner.joint(None)},
         }
         name, shown = stem(options.output, "plan"), tables(rows)
-        results = collect(name, self._desk.typed, shapes, rows, notes)
-        self._desk.show(shown, [*sentences(rows), *notes])
-        self._desk.write(results, options.output, shown, [Section(charts=charts(rows))])
+        results = collect(name, self._reporter.command_line, shapes, rows, notes)
+        self._reporter.show(shown, [*sentences(rows), *notes])
+        self._reporter.write(results, options.output, shown, [Section(charts=charts(rows))])
 
 
 def _read_for(options: PlanOptions, engine: dict[str, Any]) -> dict[str, Any]:

@@ -51,18 +51,18 @@ class Section(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Desk:
+class Reporter:
     """The outputs of one call of a command.
 
     Attributes:
-        typed: the command line as typed, for the results file.
+        command_line: as typed, for the results file.
         console: for findings.
         errors: for progress.
         note: gets a line about the work done so far, which Ctrl-C reports.
         as_json: print the results file, and nothing else.
     """
 
-    typed: str
+    command_line: str
     console: Console
     errors: Console
     note: Callable[[str], None]

@@ -28,7 +28,13 @@ from foretoken.lab.audit.subjects import (
 )
 from foretoken.lab.audit.verdict import EXACT, Finding, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
-from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream
+from foretoken.lab.laws.mutants import (
+    RESIDUALS,
+    hide_token,
+    replaced,
+    residual_mutant,
+    shared_stream,
+)
 from foretoken.ops import Rule, get_backend
 
 CPU = torch.device("cpu")
@@ -515,8 +521,8 @@ def test_a_tail_that_never_comes_is_refuted() -> None:
     ("bug", "breaks"),
     [
         ("shared_noise", {"backend": shared_stream}),
-        ("residual_is_p", {"backend": residual(RESIDUALS["no_subtraction"])}),
-        ("unknown", {"backend": residual(RESIDUALS["other_way_round"])}),
+        ("residual_is_p", {"backend": residual_mutant(RESIDUALS["no_subtraction"])}),
+        ("unknown", {"backend": residual_mutant(RESIDUALS["other_way_round"])}),
         ("unknown", {"mutate": hide_token}),  # another token than the gallery's placeholders
     ],
 )

@@ -32,7 +32,7 @@ from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
 from foretoken.lab.audit.subjects import Checks
 from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
-from foretoken.lab.laws.mutants import RESIDUALS, asking, residual, shared_stream
+from foretoken.lab.laws.mutants import RESIDUALS, batch_mutant, residual_mutant, shared_stream
 from foretoken.ops import Backend, Rule, VerifyBatch, get_backend, rules
 from tests.models import families
 from tests.models.heads import head_of
@@ -140,7 +140,7 @@ def tokens_alone(asked: EngineAudit, draws: int) -> Finding:
     return audit(subject._replace(exact=None, models=subject.models[:1]), draws)
 
 
-@asking
+@batch_mutant
 def dropped_q(x: VerifyBatch) -> VerifyBatch:
     """Lossless, but slow: sampled drafts are verified as one-hot."""
     drafts = replace(x.drafts, real_q_B=torch.zeros_like(x.drafts.real_q_B))
@@ -174,7 +174,7 @@ def test_a_wrong_residual_is_named(
         return torch.ones(len(x.slot_B), x.drafts.token_BK.shape[1] + 1)
 
     monkeypatch.setattr(mutants, "_block_weights", ones)  # of rounds that are equally long
-    with verified_by(pair, residual(RESIDUALS["no_subtraction"])):
+    with verified_by(pair, residual_mutant(RESIDUALS["no_subtraction"])):
         found = tokens_alone(asked, 3000)
     assert found.bug == "residual_is_p", found.verdict
 

@@ -460,7 +460,7 @@ def backend_subject(
         )  # fmt: skip
         digits = toy.vocabulary ** torch.arange(toy.length - 1, -1, -1, device=device)
         cells = (emission.token_SL * digits).sum(dim=1)
-        return cells.cpu().numpy(), emission.first_S.cpu().numpy()
+        return cells.cpu().numpy(), emission.first_accepted_S.cpu().numpy()
 
     def check_ends() -> Checks:
         """Check u at both ends of its range, and tokens of a far tail."""

@@ -22,7 +22,7 @@ from foretoken import AsyncEngine
 from foretoken.cli import app
 from foretoken.cli.actions import Actions
 from foretoken.lab.audit import command, server
-from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.evidence import Source
 from foretoken.lab.audit.gallery import BUGS, member
 from foretoken.lab.audit.reference import Reference, Text, filtered
 from foretoken.lab.audit.server import Client, ServerAudit
@@ -104,12 +104,12 @@ def test_a_wrong_verifier_exits_with_1_and_json_names_the_bug(documented: Path) 
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path: Path) -> None:
-    def draw(number: int, trials: int, wave: int) -> tuple[Any]:
-        if wave == 2:
+    def draw(number: int, trials: int, batch: int) -> tuple[Any]:
+        if batch == 2:
             raise KeyboardInterrupt
         return (np.arange(trials) % 16,)
 
-    subject = Subject("x", [Model("m", np.full(16, 1 / 16), {})], draw)
+    subject = Subject("x", [Source("m", np.full(16, 1 / 16), {})], draw)
     file = tmp_path / "x.json"
     result = run("--callable", "x:verify", "--output", file, actions=Auditing(subject))
     assert result.exit_code == 130
@@ -205,9 +205,9 @@ def audited(url: str, draws: int) -> Any:
     asked = ServerAudit.__new__(ServerAudit)
     asked.client, asked.noise = Client(url, None), 0.03
     null = np.array([0.4995, 0.4995, 0.001])
-    model = Model("prompt 1", null, {}, delta=0.02, closed=True)
+    expected = Source("prompt 1", null, {}, delta=0.02, closed=True)
     params = SamplingParams(max_tokens=4)
-    asked.chosen = [server.ChosenPrompt("p", [1], params, {"a": 0, "b": 1}, model)]
+    asked.chosen = [server.ChosenPrompt("p", [1], params, {"a": 0, "b": 1}, expected)]
     return audit(asked.subject("x")._replace(exact=None), draws)
 
 
@@ -255,7 +255,7 @@ def test_a_server_that_stops_ends_the_command_with_what_there_is_and_2(tmp_path:
         assert run("--url", url, actions=Auditing(stopping, refuted)).exit_code == 1
     assert result.exit_code == 2
     assert "x: not refuted: no difference in 64 draws" in result.stdout
-    assert "must be a server that answers to the end of the audit." in result.stderr
+    assert "must be a server that answers until the audit ends." in result.stderr
     (row,) = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
     assert (row["labels"]["complete"], row["values"]["draws"]) == (False, 64)
 

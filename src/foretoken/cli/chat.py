@@ -93,7 +93,6 @@ class Conversation:
         self._is_typed = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
-        """Answer messages until the input ends."""
         if self._is_typed:
             say(_HELP, style="dim")
         while (line := self._read()) is not None:

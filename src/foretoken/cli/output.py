@@ -104,7 +104,6 @@ class _SamplePrinter:
         self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
 
     def show(self, output: RequestOutput) -> None:
-        """Print the new text of `output`."""
         for sample in output.outputs[self._index :]:
             if self._painter is None:
                 _write(self._title + sample.text[self._num_printed :])
@@ -195,7 +194,6 @@ def _finite(number: float | None) -> float | None:
 
 
 def _summary(output: RequestOutput) -> str:
-    """A line about a request: tokens, passes, speed, mean acceptance length."""
     metrics = output.metrics
     reasons = ", ".join(dict.fromkeys(str(sample.finish_reason) for sample in output.outputs))
     parts = [
@@ -260,10 +258,7 @@ def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
     """The lines of a sample's table, each with its style."""
     trace = sample.trace or []
     names = [*dict.fromkeys(token.drafter for token in trace if token.drafter)]
-    heading = [
-        f"trace of sample {sample.index + 1}",
-        *(f"rule {token.rule}" for token in trace[:1]),
-    ]
+    heading = [f"trace of sample {sample.index + 1}", *(f"rule {t.rule}" for t in trace[:1])]
     heading += [f"drafts by {', '.join(names)}"] if names else []
     heading += ["acceptance was set: the text means nothing"] if sample.synthetic_acceptance else []
     yield "\n" + " · ".join(heading), "bold"

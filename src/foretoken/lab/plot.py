@@ -60,53 +60,33 @@ summary { line-height: 44px; cursor: pointer; }
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart.
+    """A line of a chart."""
 
-    Attributes:
-        name: for the legend, where each name appears once.
-        points: (x, median, minimum, maximum), in order of x.
-        colour: one of `COLOURS`, or `INK`; "": the next colour.
-    """
-
-    name: str
-    points: Sequence[tuple[float, float, float, float]]
-    colour: str = ""
+    name: str  # for the legend, where each name appears once
+    points: Sequence[tuple[float, float, float, float]]  # (x, median, minimum, maximum), ordered
+    colour: str = ""  # one of `COLOURS`, or `INK`; "": the next colour
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of stacked parts.
+    """A bar of stacked parts."""
 
-    Attributes:
-        name: the label below the axis.
-        group: a label that neighbouring bars share, below the names.
-        parts: name -> size, from the axis upwards.
-        mark: a height to mark on the bar, or None.
-        limits: minimum and maximum of the bar's height or mark; None: not shown.
-    """
-
-    name: str
-    group: str
-    parts: dict[str, float]
-    mark: float | None = None
-    limits: tuple[float, float] | None = None
+    name: str  # the label below the axis
+    group: str  # a label that neighbouring bars share, below the names
+    parts: dict[str, float]  # name -> size, from the axis upwards
+    mark: float | None = None  # a height to mark on the bar, or None
+    limits: tuple[float, float] | None = None  # minimum and maximum of the height or mark
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a line chart.
+    """The axes of a line chart."""
 
-    Attributes:
-        x, y: labels of the axes.
-        logarithmic: whether both axes are logarithmic; otherwise both begin at 0.
-        x_marks: ticks of a logarithmic x axis, from end to end; (): chosen by the points.
-    """
-
-    x: str
+    x: str  # label of the axis, like `y`
     y: str
-    logarithmic: bool = False
-    x_marks: Sequence[float] = ()
+    logarithmic: bool = False  # whether both axes are logarithmic; otherwise both begin at 0
+    x_marks: Sequence[float] = ()  # ticks of a logarithmic x axis, from end to end
 
 
 def ticks(highest: float, count: int = 5) -> list[float]:

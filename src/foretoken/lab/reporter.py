@@ -32,37 +32,23 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Charts that belong together.
+    """Charts that belong together, as SVG texts."""
 
-    Attributes:
-        title: what the charts show; "": all measurements.
-        lines: the findings, one sentence each.
-        charts, folded: SVG texts; a page shows folded charts after a click.
-    """
-
-    title: str = ""
-    lines: Sequence[str] = ()
+    title: str = ""  # what the charts show; "": all measurements
+    lines: Sequence[str] = ()  # the findings, one sentence each
     charts: Sequence[str] = ()
-    folded: Sequence[str] = ()
+    folded: Sequence[str] = ()  # charts that a page shows after a click
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """The output of one call of a command.
+    """The output of one call of a command."""
 
-    Attributes:
-        command_line: for the results file.
-        console: standard output, for findings.
-        errors: the error stream, for progress.
-        note: takes a line about the work done, which Ctrl-C reports.
-        as_json: print the results file, and nothing else.
-    """
-
-    command_line: str
-    console: Console
-    errors: Console
-    note: Callable[[str], None]
-    as_json: bool = False
+    command_line: str  # for the results file
+    console: Console  # standard output, for findings
+    errors: Console  # the error stream, for progress
+    note: Callable[[str], None]  # takes a line about the work done, which Ctrl-C reports
+    as_json: bool = False  # print the results file, and nothing else
 
     @contextmanager
     def status(self, text: str) -> Iterator[None]:
@@ -170,19 +156,15 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def as_html(results: Results, tables: Mapping[str, Table], sections: Sequence[Section]) -> str:
     """A report in one file: contents, tables, charts, notes, and the machine."""
-    about: dict[str, Any] = {
-        name: getattr(results, name)
-        for name in ("command", "date", "commit", "hardware", "versions")
-    }
+    names = ("command", "date", "commit", "hardware", "versions")
+    about: dict[str, Any] = {name: getattr(results, name) for name in names}
     lines_of = {part.title: part.lines for part in sections if part.title}
     contents = [html_contents(lines_of)] if len(lines_of) > 1 else []
     figures = [html_table(title, table.header, table.lines) for title, table in tables.items()]
     charts = [html_charts(*part) for part in sections]
     parts = contents + (charts + figures if lines_of else figures + charts)
     parts.append(html_list("What the figures mean", results.notes))
-    pairs = [
-        [name, value if isinstance(value, str) else json.dumps(value)]
-        for name, value in (about | results.shapes).items()
-    ]
+    about |= results.shapes
+    pairs = [[k, v if isinstance(v, str) else json.dumps(v)] for k, v in about.items()]
     parts.append(html_table("What was measured, and where", ["", ""], pairs, "words"))
     return html(" ".join(results.command.split()[:2]), parts)

@@ -149,14 +149,10 @@ def read(path: Path) -> Results:
     """Read and check a results file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     validate(data)
-    rows = [
-        Row(
-            row["case"],
-            row["labels"],
-            {k: Spread(**v) if isinstance(v, dict) else v for k, v in row["values"].items()},
-        )
-        for row in data.pop("rows")
-    ]
+    rows = []
+    for row in data.pop("rows"):
+        spreads = {k: Spread(**v) for k, v in row["values"].items() if isinstance(v, dict)}
+        rows.append(Row(row["case"], row["labels"], row["values"] | spreads))
     return Results(rows=rows, **data)
 
 

@@ -56,13 +56,9 @@ def table(findings: Sequence[Finding]) -> Table:
 def row(finding: Finding) -> Row:
     """The row of one subject in a results file."""
     evidence, num = finding.evidence, len(finding.evidence.tallies)
-    labels: dict[str, Label] = {
-        "verdict": finding.verdict,
-        "refuted": finding.refuted,
-        "bug": finding.bug,
-        "complete": finding.complete,
-        "accepts_less": evidence.accepts_less is not None,
-    }
+    labels: dict[str, Label] = {"verdict": finding.verdict, "refuted": finding.refuted}
+    labels |= {"bug": finding.bug, "complete": finding.complete}
+    labels["accepts_less"] = evidence.accepts_less is not None
     labels |= {f"check_{i}": line for i, line in enumerate([*finding.exact, *finding.notes], 1)}
     values: dict[str, Value] = {"draws": evidence.draws, "log10_e_value": evidence.log10_e}
     if evidence.refuted_at is not None:
@@ -128,11 +124,10 @@ def _outcome_chart(finding: Finding, tally: Tally) -> str:
     plot, draws = tally.source.plot, tally.draws
     names = plot.names or [*map(str, range(len(tally.counts)))]
     shares, targets = tally.counts / draws, tally.expected / draws
+    columns = (names, *(column.tolist() for column in (shares, targets, tally.half_widths)))
     bars = [
         Bar(name, plot.axis, {"drawn": share}, target, (max(target - width, 0), target + width))
-        for name, share, target, width in zip(
-            names, shares.tolist(), targets.tolist(), tally.half_widths.tolist(), strict=True
-        )
+        for name, share, target, width in zip(*columns, strict=True)
     ]
     title = f"{finding.subject.name}: source `{tally.source.name}`"
     note = f"{draws:,} draws. {plot.about}"
@@ -146,18 +141,12 @@ RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
 @dataclass(frozen=True)
 class AuditScope:
-    """What one call of the command audits.
+    """What one call of the command audits."""
 
-    Attributes:
-        parts: kinds of subjects, see `AuditOptions.parts`.
-        engine: options of an `LLM`; an audit of operators reads only `backend` and `device`.
-        params: sampling parameters of an engine's requests.
-    """
-
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # kinds of subjects, see `AuditOptions.parts`
     options: AuditOptions
-    engine: Mapping[str, Any]
-    params: SamplingParams
+    engine: Mapping[str, Any]  # options of an `LLM`, of which some parts read only a few
+    params: SamplingParams  # sampling parameters of an engine's requests
 
     def subjects(self, status: Status) -> Iterator[Subject]:
         """Make each subject when it is needed; `status` shows slow preparations."""

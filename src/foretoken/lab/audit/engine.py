@@ -39,17 +39,12 @@ FLAT = np.full(CELLS, 1 / CELLS)
 LENGTH, PROMPT_TOKENS, BATCH = 16, 32, 32  # tokens of a text and of a prompt; requests at a time
 NEAR_TIE = 1e-4  # closer logits may change their order between passes over 1 row and K + 1 rows
 FEW: dict[str, Any] = {"top_k": 3, "top_p": 1.0, "min_p": 0.0}  # two or three outcomes per token
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.5},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.5},
-    "min_p": {"min_p": 0.3},
-    "presence_penalty": {"presence_penalty": 2.0},
-    "frequency_penalty": {"frequency_penalty": 2.0},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "logit_bias": {"logit_bias": {}},  # `_values` fills in the likeliest tokens
-    "allowed_token_ids": {"allowed_token_ids": ()},  # `_values` fills in half of all tokens
-}
+CHANGES: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.3, "presence_penalty": 2.0,
+    "frequency_penalty": 2.0, "repetition_penalty": 1.5,
+    "logit_bias": {}, "allowed_token_ids": (),  # `_values` fills in token ids
+}  # fmt: skip
+PARAMETERS = {name: {name: value} for name, value in CHANGES.items()}
 RANK = "A token's rank is where it fell in the distribution that the target's module computes there"
 UNRELATED = "all pairs are equally frequent if the two numbers are independent."
 WITHIN = "all outcomes with the same first digit are equally frequent."
@@ -82,11 +77,8 @@ MAX_BATCHES = 8  # of 256 tokens each, in which a parameter must show its effect
 MIXED = 0.01  # weight of the other distribution in each mixture of `_gain`
 DRAWN = 0.5  # share of alpha for the draws; the checks of parameters share the rest
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
-# Parameters that edit logits, and their values without effect.
-EDITS = {
-    "logit_bias": None, "allowed_token_ids": None, "repetition_penalty": 1.0,
-    "presence_penalty": 0.0, "frequency_penalty": 0.0,
-}  # fmt: skip
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+EDITS = {"logit_bias", "allowed_token_ids", *PENALTIES}
 ODDS = 0.01  # weight of the bug `shared_noise` in the null, so that its ratio is at most 1 / ODDS
 TINY = 1e-30
 
@@ -122,7 +114,7 @@ class EngineAudit:
         check_lossless(llm, params)
         check_known(params)
         self.llm, self.reference = llm, reference
-        unedited = all(getattr(params, name) == value for name, value in EDITS.items())
+        unedited = all(getattr(params, name) == getattr(SamplingParams(), name) for name in EDITS)
         self.draft = draft if unedited else None  # the engine decides how edits change q
         self.params = replace(params, max_tokens=LENGTH, ignore_eos=True, trace=True, logprobs=None)
         self.seed, self.alpha, self._num_requests = seed, alpha, 0
@@ -158,11 +150,8 @@ class EngineAudit:
         """New texts, and the ranks of the generated tokens, [texts, LENGTH]."""
         texts = self.texts(params, count)
         self._p = self.reference.probabilities(texts, params)
-        ranks_of_texts = [
-            ranks(p_RV, text.output, self.generator)
-            for p_RV, text in zip(self._p, texts, strict=True)
-        ]
-        return texts, torch.stack(ranks_of_texts)
+        rows = zip(self._p, texts, strict=True)
+        return texts, torch.stack([ranks(p, text.output, self.generator) for p, text in rows])
 
     def subject(self, name: str) -> Subject:
         """The audit as a subject; at temperature 0 it has no draws, only checks."""
@@ -290,8 +279,6 @@ class EngineAudit:
         pairs_N2 = (torch.tensor(numbers).reshape(-1, 2) for numbers in (after_ranks, in_turn))
         first, second = (pairs(x_N2[:, 0], x_N2[:, 1]) for x_N2 in pairs_N2)
         return first, second
-
-    # Checks without draws -------------------------------------------------------------------------
 
     def checks(self) -> Checks:
         return checked(self.greedy, self._coupled, self._parameters)
@@ -478,12 +465,8 @@ def reference_of(llm: LLM) -> Reference:
     has_plain_head = not isinstance(network, ModuleNetwork) and (
         isinstance(head := network.stack.head.weight, Dense) and not head.rounds
     )
-    return Reference(
-        llm.config.model,
-        llm.config.revision,
-        round_inputs=rounds_inputs(llm),
-        plain_head=has_plain_head,
-    )
+    config, rounds = llm.config, rounds_inputs(llm)
+    return Reference(config.model, config.revision, round_inputs=rounds, plain_head=has_plain_head)
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:

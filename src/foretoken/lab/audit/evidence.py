@@ -39,65 +39,43 @@ NAMING_SHARE = 0.99  # share of the evidence that a bug needs to be named
 
 
 class PlotText(NamedTuple):
-    """The texts in a plot of outcomes.
+    """The texts in a plot of outcomes."""
 
-    Attributes:
-        axis: what the names of outcomes mean.
-        about: what an outcome is, and where the target's share of it comes from.
-        names: names of the outcomes in order; (): their indices.
-    """
-
-    axis: str = "number of the outcome"
-    about: str = ""
-    names: Sequence[str] = ()
+    axis: str = "number of the outcome"  # what the names of outcomes mean
+    about: str = ""  # what an outcome is, and where the target's share of it comes from
+    names: Sequence[str] = ()  # names of the outcomes in order; (): their indices
 
 
 class Source(NamedTuple):
     """A kind of outcome that a subject gives, and its distribution if the subject is lossless.
 
     An outcome is counted in a cell, for example the rank of a token in a sixteenth of [0, 1).
-
-    Attributes:
-        null: P(cell) of a lossless subject, [cells].
-        bugs: P(cell) under each bug; `null` for bugs that have a likelihood ratio per outcome.
-        num_drafts: number of drafts of a round; 0: acceptance is unknown.
-        most_accepted: mean number of drafts of a round that the best lossless rule accepts.
-        usual_accepted: mean number that `usual_rule` accepts; 0: the optimum, see `Evidence.add`.
-        cluster: number of outcomes that may depend on each other, such as tokens of one text.
-        delta: total variation from `null` that other arithmetic may cause without a bug.
-        closed: whether the last cell is for impossible outcomes, which `delta` does not allow for.
-        groups: number of groups of consecutive cells, all equally large. `null` is then P(cell |
-            group): the frequencies of groups do not matter.
     """
 
     name: str
-    null: Any
-    bugs: Mapping[str, Any]
-    num_drafts: int = 0
+    null: Any  # P(cell) of a lossless subject, [cells]
+    bugs: Mapping[str, Any]  # P(cell) under each bug, or `null` if `Evidence.add` gets its ratios
+    num_drafts: int = 0  # number of drafts of a round; 0: acceptance is unknown
+    # Mean number of drafts per round that the best lossless rule accepts.
     most_accepted: float = 0.0
-    usual_accepted: float = 0.0
-    cluster: int = 1
-    delta: float = 0.0
+    usual_accepted: float = 0.0  # mean number that `usual_rule` accepts; 0: `Tally.best`
+    cluster: int = 1  # number of outcomes that may depend on each other, such as tokens of one text
+    delta: float = 0.0  # total variation from `null` that other arithmetic may cause without a bug
     usual_rule: str = "standard"
-    closed: bool = False
-    groups: int = 1
+    closed: bool = False  # whether the last cell is for impossible outcomes, even with `delta`
+    groups: int = 1  # number of equal groups of consecutive cells; `null` is then P(cell | group)
     plot: PlotText = PlotText()
 
 
 @dataclass
 class Tally:
-    """The outcomes drawn from one source, counted by cell.
-
-    Attributes:
-        accepted: number of drafts accepted in all draws.
-        best: mean number of drafts that the best lossless rule accepts in as many draws.
-    """
+    """The outcomes drawn from one source, counted by cell."""
 
     source: Source
     counts: Any
     draws: int = 0
-    accepted: int = 0
-    best: float = 0.0
+    accepted: int = 0  # number of drafts accepted in all draws
+    best: float = 0.0  # mean number of drafts that the best lossless rule accepts in as many draws
 
     @property
     def distance(self) -> float:
@@ -194,21 +172,14 @@ class Tally:
 
 @dataclass
 class Evidence:
-    """The e-values of one subject; `add` consumes draws in order.
-
-    Attributes:
-        draws: number of draws from all sources.
-        refuted_at: number of draws after which the average first exceeded 1/alpha, or None.
-        highest: log of the highest average.
-        path: (number of draws, log10 of the average) after each call of `add`, for plots.
-    """
+    """The e-values of one subject; `add` consumes draws in order."""
 
     sources: Sequence[Source]
     alpha: float = ALPHA
-    draws: int = 0
-    refuted_at: int | None = None
-    highest: float = 0.0
-    path: list[tuple[int, float]] = field(default_factory=list)
+    draws: int = 0  # number of draws from all sources
+    refuted_at: int | None = None  # number of draws when the average first exceeded 1/alpha
+    highest: float = 0.0  # log of the highest average
+    path: list[tuple[int, float]] = field(default_factory=list)  # (draws, log10 of the average)
 
     def __post_init__(self) -> None:
         self.tallies = [Tally(source, np.zeros(len(source.null))) for source in self.sources]

@@ -42,22 +42,18 @@ def separate_uniforms(u: Any) -> tuple[Any, Any]:
 
 
 class Steps(NamedTuple):
-    """The steps of `standard` as functions of p, q and a draft; a bug replaces one of them.
+    """The steps of `standard` as functions of p, q and a draft; a bug replaces one of them."""
 
-    Attributes:
-        chance: the probability to accept a draft.
-        replace: the weights of tokens that may replace a rejected draft.
-        split: splits K + 1 uniforms into uniforms for tests and uniforms for draws.
-        below: whether a uniform accepts a draft with this chance.
-        drops: whether the round ends before a draft.
-        bonus: the weights of the token after the last draft, from p there and the last draft's q.
-    """
-
+    # The probability to accept a draft.
     chance: Callable[[Any, Any, int], Any] = lambda p, q, x: p[x] / q[x]
+    # The weights of tokens that may replace a rejected draft.
     replace: Callable[[Any, Any, int], Any] = lambda p, q, x: residual(p, q)
+    # Splits K + 1 uniforms into uniforms for tests and uniforms for draws.
     split: Callable[[Any], tuple[Any, Any]] = separate_uniforms
+    # Whether a uniform accepts a draft with this chance.
     below: Callable[[Any, Any], Any] = operator.lt
-    drops: Callable[[Any, int], bool] = lambda q, x: False
+    drops: Callable[[Any, int], bool] = lambda q, x: False  # whether the round ends before a draft
+    # The weights of the token after the last draft, from p there and the last draft's q.
     bonus: Callable[[Any, Any], Any] = lambda p, q: p
 
 
@@ -120,9 +116,6 @@ def mean_accepted_by_block(p: Any, q: Any, drafts: Tokens) -> float:
     """
     chance_to_fail = 1 - np.array(thresholds(p, q, drafts)[0], dtype=float)
     return float((1 - chance_to_fail[::-1].cumprod()).sum())
-
-
-# Bugs ---------------------------------------------------------------------------------------------
 
 
 def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
@@ -200,19 +193,12 @@ class ReusedAcrossRounds:
 
 
 class Bug(NamedTuple):
-    """A way to break losslessness.
+    """A way to break losslessness."""
 
-    Attributes:
-        key: its name in results and in tables.
-        flaw: what is wrong, as part of a sentence.
-        verify: the function, or a class with an instance per sample.
-        by_uniforms: whether the bug shows only with injected uniforms.
-    """
-
-    key: str
-    flaw: str
-    verify: Any
-    by_uniforms: bool = False
+    key: str  # its name in results and in tables
+    flaw: str  # what is wrong, as part of a sentence
+    verify: Any  # the function, or a class with an instance per sample
+    by_uniforms: bool = False  # whether the bug shows only with injected uniforms
 
 
 def _replace_from_p(p: Any, q: Any, x: int) -> Any:

@@ -43,10 +43,7 @@ Distribution = dict[str, Any]
 """text -> its probabilities [1 + bugs + NOISES]: true, under each of `IGNORED`, with each noise."""
 Candidate = tuple[list[int], SamplingParams, Distribution]
 MAX_TEXTS = 15  # largest number of possible texts of a prompt; one more cell is for all other texts
-IGNORED: dict[str, dict[str, Any]] = {
-    "temperature_ignored": {"temperature": 1.0},
-    "nucleus_ignored": {"top_p": 1.0},
-}
+IGNORED = {"temperature_ignored": {"temperature": 1.0}, "nucleus_ignored": {"top_p": 1.0}}
 LEAK = 0.05  # share of other texts under the bug "nucleus_leaks"
 # PyTorch's own bfloat16 moves logits of the embedded model 1.4 times as far as `rounding`, which
 # leaves out rounding inside of modules; float16 moves them an eighth of that.

@@ -55,24 +55,16 @@ class ToyOutcomes(NamedTuple):
 
 @dataclass(frozen=True)
 class Toy:
-    """A target and a draft on `vocabulary` tokens.
-
-    Attributes:
-        length: number of tokens of an outcome.
-        num_drafts: number of drafts of every round.
-        spread: standard deviation of the logits.
-        filters: filters of target and draft, as `Setting` names them.
-        drafted: the draft proposes only tokens with ids below this; 0: all tokens.
-    """
+    """A target and a draft on `vocabulary` tokens."""
 
     name: str
     vocabulary: int
-    length: int
-    num_drafts: int
+    length: int  # number of tokens of an outcome
+    num_drafts: int  # number of drafts of every round
     seed: int
-    spread: float = 1.0
-    filters: dict[str, Any] = field(default_factory=dict)
-    drafted: int = 0
+    spread: float = 1.0  # standard deviation of the logits
+    filters: dict[str, Any] = field(default_factory=dict)  # of target and draft, as in `Setting`
+    drafted: int = 0  # the draft proposes only tokens with ids below this; 0: all tokens
 
     @property
     def cells(self) -> int:
@@ -155,11 +147,10 @@ class Toy:
         for length in range(self.length):
             for prefix in [known for known in mass if len(known) == length]:
                 weight = mass.pop(prefix)
-                runs = (
-                    {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
-                    if once and prefix
-                    else self._runs(begin, prefix, whole and not once)
-                )
+                if once and prefix:
+                    runs = {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
+                else:
+                    runs = self._runs(begin, prefix, whole and not once)
                 for rounds, chance in runs.items():
                     if not prefix:
                         accepted[len(rounds[0]) - 1] += chance
@@ -241,26 +232,18 @@ Checks = tuple[list[str], list[str]]
 
 
 class Subject(NamedTuple):
-    """What is audited: its name, its sources of outcomes, and how it draws from them.
-
-    Attributes:
-        exact: a verifier to enumerate, or other checks without draws; None: no such checks.
-        batch: number of outcomes of a source that are drawn together.
-        budget: default of the total number of outcomes.
-        notes: returns lines to report at the end, in addition to the evidence.
-        drawn: share of alpha for the draws; checks without draws have the rest.
-        of_tokens: the largest vocabulary of its toys, as part of a sentence; "" without toys.
-    """
+    """What is audited: its name, its sources of outcomes, and how it draws from them."""
 
     name: str
     sources: Sequence[Source]
     draw: Draw
+    # A verifier to enumerate, or other checks without draws; None: no such checks.
     exact: Bound | Callable[[], Checks] | None = None
-    batch: int = 1000
-    budget: int = 60_000
-    notes: Callable[[], list[str]] = list
-    drawn: float = 1.0
-    of_tokens: str = ""
+    batch: int = 1000  # number of outcomes of a source that are drawn together
+    budget: int = 60_000  # default of the total number of outcomes
+    notes: Callable[[], list[str]] = list  # returns further lines to report at the end
+    drawn: float = 1.0  # share of alpha for the draws; checks without draws have the rest
+    of_tokens: str = ""  # the largest vocabulary of its toys, as part of a sentence
 
 
 def checked(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
@@ -387,18 +370,13 @@ def _module(name: str) -> Any:
 def toy_sources() -> tuple[Source, ...]:
     """A source for each of `TOYS`, with the distributions of the gallery's bugs."""
     bugs = {bug.key: bind(bug.verify) for bug in BUGS if not bug.by_uniforms}
-    return tuple(
-        Source(
-            toy.name,
-            toy.null,
-            {k: toy.outcomes_of(b.begin, b.remembers).probabilities for k, b in bugs.items()},
-            toy.num_drafts,
-            max(toy.optimum),
-            toy.optimum[0],
-            plot=toy.plot,
-        )
-        for toy in TOYS
-    )
+    sources = []
+    for toy in TOYS:
+        outcomes = {k: toy.outcomes_of(b.begin, b.remembers) for k, b in bugs.items()}
+        distributions = {k: outcome.probabilities for k, outcome in outcomes.items()}
+        source = Source(toy.name, toy.null, distributions, toy.num_drafts, max(toy.optimum))
+        sources.append(source._replace(usual_accepted=toy.optimum[0], plot=toy.plot))
+    return tuple(sources)
 
 
 def callable_subject(name: str, verify: Bound, seed: int = 0) -> Subject:

@@ -45,27 +45,17 @@ Report = Callable[[int], None]
 
 @dataclass
 class Finding:
-    """The result of auditing one subject.
-
-    Attributes:
-        error: the largest error of an enumerated probability; None: not enumerated.
-        same_as: the bug of the gallery with the enumerated distribution, or None.
-        exact: lines about enumeration and other checks without draws.
-        broken: bugs found by checks without draws, other than enumeration.
-        notes: further lines from the subject.
-        complete: False if the audit was interrupted.
-        stopped: the reason why the subject stopped giving outcomes, or None.
-    """
+    """The result of auditing one subject."""
 
     subject: Subject
     evidence: Evidence
-    error: float | None = None
-    same_as: str | None = None
-    exact: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    complete: bool = False
-    stopped: str | None = None
+    error: float | None = None  # the largest error of enumerated probabilities, if enumerated
+    same_as: str | None = None  # the bug of the gallery with the enumerated distribution, or None
+    exact: list[str] = field(default_factory=list)  # lines about checks without draws
+    broken: list[str] = field(default_factory=list)  # bugs that checks found
+    notes: list[str] = field(default_factory=list)  # further lines from the subject
+    complete: bool = False  # False if the audit was interrupted
+    stopped: str | None = None  # the reason why the subject stopped giving outcomes, or None
 
     @property
     def enumerated_wrong(self) -> bool:
@@ -204,15 +194,14 @@ def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
 def same_as(distributions: Sequence[Any]) -> str | None:
     """The bug of the gallery that has nearly these distributions of outcomes on `TOYS`, or None."""
 
-    def distance(alternatives: Sequence[Any]) -> float:
-        """The largest total variation over the toys."""
+    def largest_distance(alternatives: Sequence[Any]) -> float:
         pairs = zip(distributions, alternatives, strict=True)
         return max(float(np.abs(a - b).sum() / 2) for a, b in pairs)
 
     toys = toy_sources()
-    distance_of = {bug: distance([toy.bugs[bug] for toy in toys]) for bug in toys[0].bugs}
+    distance_of = {bug: largest_distance([toy.bugs[bug] for toy in toys]) for bug in toys[0].bugs}
     nearest = min(distance_of, key=distance_of.__getitem__)
-    is_near = distance_of[nearest] < SAME * distance([toy.null for toy in toys])
+    is_near = distance_of[nearest] < SAME * largest_distance([toy.null for toy in toys])
     return nearest if is_near else None
 
 

@@ -251,9 +251,6 @@ def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
     return findings
 
 
-# The synthetic rule: acceptance at configured rates, whatever the logits are ----------------------
-
-
 SYNTHETIC_TRIALS = 40_960
 RATE_ERROR = 0.01  # four standard errors of a rate of 0.5
 RATES = (0.9, 0.6, 1.0, 0.0)  # of each draft index, given that the drafts before it are accepted
@@ -338,11 +335,9 @@ def mean_rates(
     findings = []
     for num_drafts, mean in itertools.product(drafts, means):
         config = SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=num_drafts,
-            rejection_sample_method="synthetic",
-            synthetic_acceptance_rate=mean,
-        )
+            method="ngram", num_speculative_tokens=num_drafts,
+            rejection_sample_method="synthetic", synthetic_acceptance_rate=mean,
+        )  # fmt: skip
         observed, offered = observed_rates(backend, device, rates_of(config), (1.0, False, False))
         error = abs(sum(observed) / num_drafts - mean)
         case = f"synthetic_rate{mean:g}-K{num_drafts}"
@@ -368,7 +363,5 @@ def greedy_rejections(
     wrong_BK1 = verdict.token_BK1 != best_BK1.masked_fill(unused_BK1, -1)
     wrong = int(wrong_BK1.any(dim=1).sum())
     observed = [float((verdict.n_accept_B > i).double().mean()) for i in range(2)]
-    return [
-        none_finding("synthetic-greedy-tokens", "wrong", wrong, trials),
-        *rate_findings("synthetic-greedy", observed, [trials] * 2, rates),
-    ]
+    findings = rate_findings("synthetic-greedy", observed, [trials] * 2, rates)
+    return [none_finding("synthetic-greedy-tokens", "wrong", wrong, trials), *findings]

@@ -144,22 +144,16 @@ EDITS = {"penalties": cache(_penalties), "grammar": cache(_grammar)}
 
 @dataclass(frozen=True)
 class Setting:
-    """How a request samples, and how it is verified.
-
-    Attributes:
-        edits: a key of `EDITS`, or None.
-        rates: conditional acceptance rates of the synthetic rule, by draft index.
-        fp64_noise: whether noise has 53 random bits instead of 32.
-    """
+    """How a request samples, and how it is verified."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    edits: str | None = None
+    edits: str | None = None  # a key of `EDITS`, or None
     rule: Rule = Rule.STANDARD
-    rates: tuple[float, ...] | None = None
-    fp64_noise: bool = False
+    rates: tuple[float, ...] | None = None  # conditional acceptance rates of the synthetic rule
+    fp64_noise: bool = False  # whether noise has 53 random bits instead of 32
 
     def params(self, num_slots: int, seed: int, device: torch.device) -> SlotParams:
         """Parameters of slots: all slots are equal, except that each has a random 64-bit key."""
@@ -232,18 +226,13 @@ def window(next_CV: Tensor, start: int, width: int) -> Tensor:
     return joint.flatten()
 
 
-# Emission: propose and verify in turn, on the target's device -------------------------------------
-
-
 TRIALS = 200_000
 SLOTS = {"cpu": 25_000, "cuda": 50_000}  # upper bound of the slots of one call
 BYTES = {"cpu": 2**28, "cuda": 2**33}  # of logits that one call reads, approximately
 CELLS = 5000  # upper bound of the number of outcomes of a window of tokens
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]
-"""A drafter: (prefix_BL, slot_B, position_B) -> drafts. Only the first position_B tokens of a
-prefix are tokens."""
-
+"""A drafter: (prefix_BL, slot_B, position_B) -> drafts after position_B tokens of each prefix."""
 MakePropose = Callable[[SlotParams], Propose]
 """Makes a drafter for the slots of one batch, from their parameters."""
 
@@ -260,20 +249,14 @@ def batches(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[t
 
 @dataclass(frozen=True)
 class TableDrafter:
-    """A `Propose`: drafts `num_drafts` tokens of a chain through a backend's `draft`.
-
-    Attributes:
-        real_q: False: the block has no q, and its drafts are verified with a one-hot q.
-        lookup: the draft after each context, [C], like that of an n-gram drafter; None: drafts are
-            sampled.
-    """
+    """A `Propose`: drafts `num_drafts` tokens of a chain through a backend's `draft`."""
 
     backend: Backend
     chain: Chain
     params: SlotParams
     num_drafts: int = 3
-    real_q: bool = True
-    lookup: Tensor | None = None
+    real_q: bool = True  # False: the block has no q, and its drafts are verified with a one-hot q
+    lookup: Tensor | None = None  # the draft after each context, [C]; None: drafts are sampled
     fp64_noise: bool = False
 
     def __call__(self, prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
@@ -289,12 +272,10 @@ class TableDrafter:
         for i in range(self.num_drafts):
             context_B = self.chain.context(prefix_BL, position_B + i)
             if self.lookup is None:
+                rows = Rows(logits_CV[context_B], self.params, slot_B)
                 index_B = torch.full_like(slot_B, i)
-                token_BK[:, i] = self.backend.draft(
-                    Rows(logits_CV[context_B], self.params, slot_B),
-                    Noise(position_B + i, index_B, DRAFT, self.fp64_noise),
-                    cache,
-                )
+                noise = Noise(position_B + i, index_B, DRAFT, self.fp64_noise)
+                token_BK[:, i] = self.backend.draft(rows, noise, cache)
             else:
                 token_BK[:, i] = self.lookup[context_B]
             prefix_BL[row_B, position_B + i] = token_BK[:, i]
@@ -304,23 +285,12 @@ class TableDrafter:
 
 @dataclass
 class Emission:
-    """Emitted tokens, and numbers of accepted drafts.
+    """Emitted tokens, and numbers of accepted drafts."""
 
-    Attributes:
-        token_SL: the tokens of every slot, [trials, length].
-        first_accepted_S: number of accepted drafts in each slot's first round.
-        offered: number of verified drafts, by draft index.
-        accepted: number of accepted drafts, by draft index.
-    """
-
-    token_SL: Tensor
-    first_accepted_S: Tensor
-    offered: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    @property
-    def acceptance(self) -> float:
-        return sum(self.accepted) / max(sum(self.offered), 1)
+    token_SL: Tensor  # the tokens of every slot, [trials, length]
+    first_accepted_S: Tensor  # number of accepted drafts in each slot's first round
+    offered: list[int] = field(default_factory=list)  # number of verified drafts, by draft index
+    accepted: list[int] = field(default_factory=list)  # number of accepted drafts, by draft index
 
     def count(self, num_B: Tensor, n_accept_B: Tensor, width: int) -> None:
         """Add one round: a request had draft i if num > i, and accepted it if n_accept > i."""

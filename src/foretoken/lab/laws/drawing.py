@@ -78,10 +78,9 @@ def _draw_counts(draw: Draw, logits_V: Tensor, draws: int) -> Tensor:
 def _fit_cells(counts_V: Tensor, next_V: Tensor, cell_V: Tensor) -> float:
     """The p-value of counts that are summed by cell; `cell_V` is the cell of each token."""
     cells = int(cell_V.max()) + 1
-    return fit(
-        torch.zeros(cells, dtype=torch.int64).index_add_(0, cell_V, counts_V),
-        torch.zeros(cells, dtype=torch.float64).index_add_(0, cell_V, next_V.double()),
-    )
+    counts = torch.zeros(cells, dtype=torch.int64).index_add_(0, cell_V, counts_V)
+    chance = torch.zeros(cells, dtype=torch.float64).index_add_(0, cell_V, next_V.double())
+    return fit(counts, chance)
 
 
 def vocabulary_law(
@@ -174,10 +173,8 @@ def near_uniform(
     error, drawn = math.sqrt(max(variance, 1.0)), int((counts_V > 0).sum())
     cell_V = torch.arange(vocabulary) // max(1, 8 * vocabulary // draws)  # 8 draws or more each
     case = f"{case}-V{vocabulary}"
-    return [
-        p_finding(case, _fit_cells(counts_V, next_V, cell_V), draws),
-        z_finding(f"{case}-coverage", drawn, expected, error, draws),
-    ]
+    distribution = p_finding(case, _fit_cells(counts_V, next_V, cell_V), draws)
+    return [distribution, z_finding(f"{case}-coverage", drawn, expected, error, draws)]
 
 
 def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
@@ -199,10 +196,8 @@ def tail(
     """Tokens of a far tail are drawn as often as expected: FP32 noise has enough bits."""
     observed, expected = tail_counts(draw, device, vocabulary, draws)
     case = f"{case}-V{vocabulary}"
-    return [
-        Finding(f"{case}-expected", "draws", expected, 10.0, math.inf, draws),
-        z_finding(case, observed, expected, math.sqrt(expected), draws),
-    ]
+    enough = Finding(f"{case}-expected", "draws", expected, 10.0, math.inf, draws)
+    return [enough, z_finding(case, observed, expected, math.sqrt(expected), draws)]
 
 
 def far_rows(

@@ -83,15 +83,10 @@ SIGMAS = 4.0  # bound of a z-score
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A number that a law measured, and its exclusive bounds.
+    """A number that a law measured, and its exclusive bounds."""
 
-    Attributes:
-        case: name of the experiment.
-        statistic: what `value` is: a p-value, a z-score, a share, a count.
-    """
-
-    case: str
-    statistic: str
+    case: str  # name of the experiment
+    statistic: str  # what `value` is: a p-value, a z-score, a share, a count
     value: float
     low: float
     high: float

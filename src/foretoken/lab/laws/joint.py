@@ -30,13 +30,9 @@ VOCABULARY = 16
 SPREAD = 0.5  # standard deviation of the logits: about half of all drafts are accepted
 
 FILTERS: dict[str, dict[str, Any]] = {
-    "no_filter": {},
-    "top_k": {"top_k": 13},
-    "top_p": {"top_p": 0.95},
-    "min_p": {"min_p": 0.15},
-    "penalties": {"edits": "penalties"},
-    "grammar": {"edits": "grammar"},
-}
+    "no_filter": {}, "top_k": {"top_k": 13}, "top_p": {"top_p": 0.95}, "min_p": {"min_p": 0.15},
+    "penalties": {"edits": "penalties"}, "grammar": {"edits": "grammar"},
+}  # fmt: skip
 # Kinds of drafts: sampled and verified with their q; sampled but verified with a one-hot q; looked
 # up by the last two tokens.
 Q = ("real", "one_hot", "lookup")
@@ -46,25 +42,17 @@ RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to speculate on a chain of 16 tokens.
-
-    Attributes:
-        q: a kind of drafts, one of `Q`.
-        filters: a key of `FILTERS`.
-        dtype: dtype of the draft logits.
-        rounds: number of rounds, as in `emit`; None: until all tokens are emitted.
-        draft_vocabulary: size of the draft's vocabulary; None: size of the target's.
-    """
+    """One way to speculate on a chain of 16 tokens."""
 
     rule: Rule
     num_drafts: int
-    q: str
-    filters: str
+    q: str  # a kind of drafts, one of `Q`
+    filters: str  # a key of `FILTERS`
     fp64_noise: bool
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # dtype of the draft logits
     temperature: float = 1.0
-    rounds: int | None = 1
-    draft_vocabulary: int | None = None
+    rounds: int | None = 1  # number of rounds, as in `emit`; None: until all tokens are emitted
+    draft_vocabulary: int | None = None  # size of the vocabulary; None: like the target's
 
     @property
     def name(self) -> str:

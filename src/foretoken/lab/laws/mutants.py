@@ -47,9 +47,6 @@ def replaced(backend: Backend, **functions: Callable[..., Any]) -> Backend:
     return mutant
 
 
-# Drafters -----------------------------------------------------------------------------------------
-
-
 def _proposal_mutant(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose], Propose]:
     """Turn a change of drafts into a mutant of drafters."""
 
@@ -77,9 +74,9 @@ def cut_before_token(drafts: DraftBlock) -> DraftBlock:
 def cut_by_total(drafts: DraftBlock) -> DraftBlock:
     """Drafts of two neighbouring requests end at the first index where either draft is token 2."""
     pair_B = torch.arange(len(drafts.num_B), device=drafts.num_B.device) // 2
-    sampled_BK = (drafts.token_BK == 2).long()
-    total_BK = torch.zeros_like(sampled_BK).index_add(0, pair_B, sampled_BK)[pair_B]
-    kept_BK = (total_BK < 1).long().cumprod(dim=1)
+    hit_BK = (drafts.token_BK == 2).long()
+    hits_of_pair_BK = torch.zeros_like(hit_BK).index_add(0, pair_B, hit_BK)[pair_B]
+    kept_BK = (hits_of_pair_BK < 1).long().cumprod(dim=1)
     return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
 
 
@@ -91,9 +88,6 @@ def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
         return drafts
     rolled = (tensor.roll(1, dims=1) for tensor in (q.logits_SKV, q.threshold_SK, q.lse_SK))
     return replace(drafts, cache=DraftCache(*rolled))
-
-
-# Backends -----------------------------------------------------------------------------------------
 
 
 def shared_stream(backend: Backend) -> Backend:
@@ -156,15 +150,9 @@ def mask_drops_drafts(batch: VerifyBatch) -> VerifyBatch:
 
 def without_filters(params: SlotParams) -> SlotParams:
     """Parameters with top-k, top-p and min-p switched off in all slots."""
-    return replace(
-        params,
-        top_k_S=torch.zeros_like(params.top_k_S),
-        top_p_S=torch.ones_like(params.top_p_S),
-        min_p_S=torch.zeros_like(params.min_p_S),
-    )
-
-
-# Residuals ----------------------------------------------------------------------------------------
+    top_k_S, top_p_S = torch.zeros_like(params.top_k_S), torch.ones_like(params.top_p_S)
+    min_p_S = torch.zeros_like(params.min_p_S)
+    return replace(params, top_k_S=top_k_S, top_p_S=top_p_S, min_p_S=min_p_S)
 
 
 Weights = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -254,9 +242,6 @@ def _block_weights(backend: Backend, batch: VerifyBatch, p_NV: Tensor) -> Tensor
     return torch.stack(columns, dim=1)
 
 
-# Rules --------------------------------------------------------------------------------------------
-
-
 RuleMutant = Callable[[rules.Decide], rules.Decide]
 
 
@@ -300,9 +285,6 @@ def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
         yield
     finally:
         rules.RULES[rule] = original
-
-
-# Cases --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -372,12 +354,6 @@ def mutants() -> list[Mutant]:
 
 def rule_mutants() -> list[Mutant]:
     """Mutants of rules, for the backends in `READ_RULES`."""
-    return [
-        Mutant(mutate.__name__, _real_q(rule), rule=mutate)
-        for rule, mutate in (
-            (Rule.STANDARD, one_uniform),
-            (Rule.BLOCK, one_uniform),
-            (Rule.BLOCK, early_stop),
-            (Rule.BLOCK, mass_of_the_row_before),
-        )
-    ]
+    pairs = [(Rule.STANDARD, one_uniform), (Rule.BLOCK, one_uniform)]
+    pairs += [(Rule.BLOCK, early_stop), (Rule.BLOCK, mass_of_the_row_before)]
+    return [Mutant(mutate.__name__, _real_q(rule), rule=mutate) for rule, mutate in pairs]

@@ -51,11 +51,8 @@ def noise(name: str, backend: Backend, device: torch.device, trials: int) -> lis
 
 def synthetic_rates(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
     """Findings of the synthetic rule: rates per position, mean rates, rejections at T = 0."""
-    return [
-        *acceptance.per_position(backend, device),
-        *acceptance.mean_rates(backend, device),
-        *acceptance.greedy_rejections(backend, device),
-    ]
+    findings = acceptance.per_position(backend, device) + acceptance.mean_rates(backend, device)
+    return findings + acceptance.greedy_rejections(backend, device)
 
 
 LAWS: dict[str, Law] = {

@@ -145,7 +145,7 @@ def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(tmp_path: 
         (["--alpha", "2"], "`alpha` is 2.0"),
         (["--output", "x.pdf"], "`output` is 'x.pdf': must be a file that ends in .json, .csv"),
         (["--api-key", "x"], "`api_key`"),
-        (["--url", "http://x", "--top-k", "5"], "`top_k` is 5: must be left out: of no use to"),
+        (["--url", "http://x", "--top-k", "5"], "`top_k` is 5: must be left out: the audit"),
         (["--callable", "x:y", "--temperature", "0.2"], "`temperature`"),
         (["--gallery", "--model", "tiny-python"], "`model`"),
         (["--backend", "native", "--speculative-config", "{}"], "`speculative_config`"),

@@ -26,7 +26,7 @@ from foretoken.lab.audit.subjects import (
     callable_subject,
     toy_sources,
 )
-from foretoken.lab.audit.verdict import ROUNDING, Finding, audit, enumerated
+from foretoken.lab.audit.verdict import ROUNDING, Finding, audit, enumerate_verifier
 from foretoken.lab.laws.acceptance import accepted_moments
 from foretoken.lab.laws.mutants import (
     RESIDUALS,
@@ -73,7 +73,7 @@ def test_random_numbers_of_ones_own_cannot_be_enumerated() -> None:
         lambda p, q, drafts, rng: [*drafts, int(rng.random() < rng.random())],
         lambda p, q, drafts, rng: [*drafts, int(rng.gumbel(size=2).argmax())],
     ):
-        error, _, (line,) = enumerated(bind(verify))
+        error, _, (line,) = enumerate_verifier(bind(verify))
         assert error is None
         assert line.startswith("Not enumerated: it ")
         assert "draw every random number from `rng`" in line

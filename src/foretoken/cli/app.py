@@ -62,6 +62,7 @@ READ_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
     ("operators",): {"backend", "device"},
     ("server",): {"model", "revision", "local_files_only", "temperature"},
 }
+SET_BY_PLAN = SET_BY_BENCH | {"enable_prefix_caching"}
 SET_BY_AUDIT = SET_BY_BENCH | {"logprobs", "prompt_logprobs", "structured_outputs", "bad_words"}
 
 app = typer.Typer(
@@ -233,7 +234,7 @@ def audit(
         parts = audit_options.parts(options["model"], options["backend"])
         # `--seed` fills the field of `AuditOptions`, not the field of `SamplingParams`.
         used = READ_BY_AUDIT.get(parts, options.keys()) | {"seed"}
-        _refuse_unused(options, used, f"left out: of no use to {parts[0]}")
+        _refuse_unused(options, used, f"left out: the audit of the {parts[0]} does not use it")
         given_options = {name: value for name, value in options.items() if value is not None}
         engine = _engine_options({"model": _EMBEDDED, **given_options})
         note("nothing was audited.")
@@ -243,13 +244,7 @@ def audit(
 
 
 @app.command()
-@with_fields(
-    PlanOptions,
-    without={*SET_BY_BENCH, "enable_prefix_caching"},
-    model=None,
-    temperature=0.0,
-    max_num_seqs=None,
-)
+@with_fields(PlanOptions, without=SET_BY_PLAN, model=None, temperature=0.0, max_num_seqs=None)
 def plan(
     ctx: typer.Context,
     model_name: Model = None,
@@ -267,7 +262,7 @@ def plan(
         if plan_options.fleet is not None:
             given_options = options | {"model": _model_of(model_name, options["model"], False)}
             used = {f.name for f in fields(SamplingParams)}
-            _refuse_unused(given_options, used, "left out with --fleet: its file says it")
+            _refuse_unused(given_options, used, "left out with --fleet: the file has it")
         options["model"] = _model_of(model_name, options["model"], plan_options.stored is None)
         params = SamplingParams(**fields_given(SamplingParams, options))
         engine = fields_given(EngineConfig, options)

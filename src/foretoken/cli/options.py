@@ -46,6 +46,7 @@ SPECULATION: dict[str, Any] = {
     ],
 }
 """Options that all fill the field `speculative_config` of `EngineConfig`."""
+_NONE = frozenset[str]()
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -53,8 +54,8 @@ def with_fields(
     *own: type,
     engine: bool = True,
     sampling: bool = True,
-    without: Set[str] = frozenset(),
-    also: Set[str] = frozenset(),
+    without: Set[str] = _NONE,
+    also: Set[str] = _NONE,
     **defaults: Any,
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig`, `SPECULATION` and `SamplingParams`.
@@ -98,9 +99,7 @@ def with_fields(
     return decorate
 
 
-def fields_given(
-    cls: type, options: dict[str, Any], also: Set[str] = frozenset()
-) -> dict[str, Any]:
+def fields_given(cls: type, options: dict[str, Any], also: Set[str] = _NONE) -> dict[str, Any]:
     """The values of a dataclass's fields that the options of a command give, by field name.
 
     Raises:
@@ -124,10 +123,7 @@ def _option_fields(cls: Any, also: Set[str]) -> list[Field[Any]]:
 
 
 def _parameters(
-    cls: Any,
-    defaults: dict[str, Any],
-    without: Set[str] = frozenset(),
-    also: Set[str] = frozenset(),
+    cls: Any, defaults: dict[str, Any], without: Set[str] = _NONE, also: Set[str] = _NONE
 ) -> list[inspect.Parameter]:
     """A parameter for each field of a dataclass that becomes an option; see `with_fields`."""
     texts = _field_texts(cls)

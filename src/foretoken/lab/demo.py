@@ -73,13 +73,10 @@ class Demo:
     """Runs the parts of the demo in order, on one loaded engine with a drafter.
 
     `note` takes a line about the work done, which Ctrl-C reports.
-
-    Attributes, which a subclass may set:
-        rounds: number of timed runs of each kind of decoding.
-        audit: the class that checks the losslessness.
     """
 
-    rounds: int = ROUNDS
+    # A subclass may set both.
+    rounds: int = ROUNDS  # number of timed runs of each kind of decoding
     audit: type[EngineAudit] = EngineAudit
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:

@@ -65,20 +65,16 @@ class Reporter:
 
     @contextmanager
     def progress(self, total: int, unit: str, first: str = "") -> Iterator[Report]:
-        """Show progress while the context runs; yields the function to report it with.
+        """Show progress: on a terminal a bar that vanishes, else a line every few seconds.
 
-        A terminal shows a bar that vanishes when done, other outputs a line every few seconds. The
-        bar is drawn only by updates: a thread that redraws it would take time from a step.
-
-        Args:
-            unit: plural name of what `total` counts.
-            first: name of the first work.
+        Yields a function to report progress with. `unit` is the plural name of what `total` counts,
+        `first` the name of the first work.
         """
         is_terminal, printed_at = self.errors.is_terminal, -math.inf
         bar = Progress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(), console=self.errors, auto_refresh=False, transient=True,
-            disable=not is_terminal,
+            TimeRemainingColumn(), console=self.errors, transient=True, disable=not is_terminal,
+            auto_refresh=False,  # a thread that redraws the bar would take time from a step
         )  # fmt: skip
         task = bar.add_task(unit, total=total)
 

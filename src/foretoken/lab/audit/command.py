@@ -17,7 +17,13 @@ from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.options import AuditOptions
 from foretoken.lab.audit.reference import Reference
 from foretoken.lab.audit.server import Client, ServerAudit
-from foretoken.lab.audit.subjects import Subject, backend_subject, bind, callable_subject, load
+from foretoken.lab.audit.subjects import (
+    Subject,
+    backend_subject,
+    bind,
+    callable_subject,
+    load_verifier,
+)
 from foretoken.lab.audit.verdict import INCONCLUSIVE, Finding, audit
 from foretoken.lab.plot import Axes, Bar, Series, bar_chart, line_chart
 from foretoken.lab.reporter import Reporter, Section, Table
@@ -154,7 +160,7 @@ class AuditScope:
         for part in self.parts:
             if part == "callable":
                 name = str(self.options.callable)
-                yield callable_subject(name, load(name), seed)
+                yield callable_subject(name, load_verifier(name), seed)
             elif part == "gallery":
                 for name in (*LOSSLESS, *(bug.key for bug in BUGS)):
                     yield callable_subject(name, bind(member(name)), seed)
@@ -230,7 +236,7 @@ class Command:
         return 2 if any(f.verdict.startswith(INCONCLUSIVE) for f in self.findings) else 0
 
     def _audit(self, subject: Subject, scope: AuditScope) -> None:
-        finding = Finding(subject, Evidence(subject.sources, scope.alpha * subject.drawn))
+        finding = Finding(subject, Evidence(subject.sources, scope.alpha * subject.draw_share))
         draws = scope.options.draws or subject.budget
         self.findings.append(finding)
         try:

@@ -25,7 +25,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.audit.evidence import ALPHA, PlotText, Source
 from foretoken.lab.audit.gallery import after_the_same_race, mean_accepted_by_block, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
-from foretoken.lab.audit.subjects import Checks, Subject, checked
+from foretoken.lab.audit.subjects import Checks, Subject, run_checks
 from foretoken.lab.workloads import heldout
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.ops.stack import Dense, rounds_rows
@@ -75,7 +75,7 @@ PLOTS = {
 }
 MAX_BATCHES = 8  # of 256 tokens each, in which a parameter must show its effect
 MIXED = 0.01  # weight of the other distribution in each mixture of `_gain`
-DRAWN = 0.5  # share of alpha for the draws; the checks of parameters share the rest
+DRAW_SHARE = 0.5  # share of alpha for the draws; the checks of parameters share the rest
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 EDITS = {"logit_bias", "allowed_token_ids", *PENALTIES}
@@ -93,14 +93,12 @@ class EngineAudit:
         draft: a reference of the draft model's checkpoint, see `draft_reference`; None: q is
             unknown.
         alpha: upper bound of the probability that a lossless engine is refuted.
-
-    Attributes, which a subclass may set:
-        batch: number of requests at a time.
-        parameters: the sampling parameters to check, each with the change that it makes.
-        max_batches: upper bound of the half-sized batches that check one parameter.
     """
 
-    batch, parameters, max_batches = BATCH, PARAMETERS, MAX_BATCHES
+    # A subclass may set all three.
+    batch = BATCH  # number of requests at a time
+    parameters = PARAMETERS  # the sampling parameters to check, each with the change that it makes
+    max_batches = MAX_BATCHES  # upper bound of the half-sized batches that check one parameter
 
     def __init__(
         self,
@@ -168,7 +166,8 @@ class EngineAudit:
             Source("two or three outcomes", FLAT, {}, cluster=LENGTH),
         ]
         sources = [source._replace(plot=PLOTS[source.name]) for source in sources if samples]
-        return Subject(name, sources, self._draw, self.checks, self.batch, DRAWS, drawn=DRAWN)
+        subject = Subject(name, sources, self._draw, self.checks, self.batch, DRAWS)
+        return subject._replace(draw_share=DRAW_SHARE)
 
     def _draw(self, number: int, trials: int, batch: int) -> tuple[Any, ...]:
         """Outcomes of a source. Source 0 draws texts, which all sources but the last one use."""
@@ -281,7 +280,7 @@ class EngineAudit:
         return first, second
 
     def checks(self) -> Checks:
-        return checked(self.greedy, self._coupled, self._parameters)
+        return run_checks(self.greedy, self._coupled, self._parameters)
 
     def greedy(self) -> tuple[str | None, str]:
         params = replace(self.params, temperature=0.0)
@@ -312,7 +311,7 @@ class EngineAudit:
         If a parameter acts, exp(-gain) is a supermartingale that starts at 1: with n parameters it
         *ever* exceeds n/alpha with probability at most alpha/n.
         """
-        limit = math.log(len(self.parameters) / ((1 - DRAWN) * self.alpha))
+        limit = math.log(len(self.parameters) / ((1 - DRAW_SHARE) * self.alpha))
         names_of: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         for name, change in self.parameters.items():

@@ -55,9 +55,7 @@ class Interval:
 class Uniform:
     """A strictly monotone function of a random number of which only an interval is known.
 
-    Args:
-        inverse: the inverse of the function; None: the identity.
-        rises: whether the function is increasing.
+    `inverse` is the inverse of the function (None: the identity), `rises` whether it increases.
     """
 
     __slots__ = ("interval", "inverse", "rises")
@@ -173,17 +171,13 @@ class Uniform:
 class SymbolicRandom:
     """The generator of one run, with those methods of numpy's generator that verifiers use.
 
-    Args:
-        branches: the branches to take at the first forks.
-
-    Attributes:
-        branches: all branches that the run has taken.
-        weight: the probability of these branches.
-        unexplored: `branches` of further runs, which take another branch at some fork.
+    branches: the branches to take at the first forks
     """
 
     def __init__(self, branches: list[int]) -> None:
-        self.branches, self.weight, self.unexplored = branches, 1, list[list[int]]()
+        self.branches = branches  # becomes all branches that the run takes
+        self.weight = 1  # the probability of the branches taken
+        self.unexplored = list[list[int]]()  # `branches` of runs that differ at some fork
         self._num_forks = 0
 
     def fork(self, weights: Sequence[Any]) -> int:

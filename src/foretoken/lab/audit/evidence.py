@@ -185,14 +185,15 @@ class Evidence:
         self.tallies = [Tally(source, np.zeros(len(source.null))) for source in self.sources]
         self._bugs = list(dict.fromkeys(bug for source in self.sources for bug in source.bugs))
         self._ratios = [self._ratios_of(source) for source in self.sources]
-        groups = [(bug, WEIGHTS["bugs"] / len(self._bugs)) for bug in self._bugs]
+        # The (name, weight) of each e-value, in the order of `_logs`.
+        bets = [(bug, WEIGHTS["bugs"] / len(self._bugs)) for bug in self._bugs]
         num = len(self.sources) * len(CONCENTRATIONS)
-        groups += [(UNKNOWN, WEIGHTS[UNKNOWN] / max(num, 1))] * num
-        groups += [(TOO_MUCH, WEIGHTS[TOO_MUCH] / len(STAKES))] * len(STAKES)
-        self._names = [name for name, _ in groups]
-        weights = np.array([weight for _, weight in groups])
-        self._prior = np.log(weights / weights.sum())
-        self._logs = np.zeros(len(groups))
+        bets += [(UNKNOWN, WEIGHTS[UNKNOWN] / max(num, 1))] * num
+        bets += [(TOO_MUCH, WEIGHTS[TOO_MUCH] / len(STAKES))] * len(STAKES)
+        self._names = [name for name, _ in bets]
+        weights = np.array([weight for _, weight in bets])
+        self._log_weights = np.log(weights / weights.sum())
+        self._logs = np.zeros(len(bets))
 
     def _ratios_of(self, source: Source) -> Any:
         """Log-likelihood ratios of each bug to `null`, [bugs, cells]."""
@@ -204,25 +205,19 @@ class Evidence:
         return np.array(rows).reshape(len(self._bugs), len(null))
 
     def add(
-        self,
-        number: int,
-        cells: Any,
-        accepted: Any = None,
-        optimum: Any = None,
-        ratios: Mapping[str, Any] | None = None,
+        self, number: int, cells: Any, accepted: Any = None, optimum: Any = None, ratios: Any = None
     ) -> None:
         """Consume outcomes of the source at index `number`.
 
-        Tokens of one text may be outcomes of several sources. Single outcomes then have factors
-        with other means than 1, only those of whole texts have mean 1: the average is compared with
-        1/alpha only after the last source.
+        If several sources read one text, only the product of all its factors has mean 1: the
+        average is compared with 1/alpha after the last source.
 
         Args:
             cells: the cell of each outcome.
             accepted: number of accepted drafts in each outcome's first round.
             optimum: the mean number that the best lossless rule accepts in that round; None: the
                 source's `most_accepted`.
-            ratios: for some bugs, the likelihood ratio of each outcome, given all earlier outcomes.
+            ratios: bug -> likelihood ratio of each outcome, given all earlier outcomes.
         """
         tally, source = self.tallies[number], self.sources[number]
         steps = np.zeros((len(self._logs), len(cells)))
@@ -249,7 +244,7 @@ class Evidence:
             logs, after = logs[:, -1:], after[-1:]
         if any(source.delta for source in self.sources):
             logs, after = self._logs_within_delta()[:, None], after[-1:]
-        total = _log_sum(logs + self._prior[:, None])
+        total = _log_sum(logs + self._log_weights[:, None])
         above = np.flatnonzero(total >= -math.log(self.alpha))
         if self.refuted_at is None and len(above):
             self.refuted_at = int(after[above[0]])
@@ -281,12 +276,9 @@ class Evidence:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each bug in the average.
-
-        Bets on acceptance are left out if any likelihood ratio is above 1.
-        """
+        """The share of each bug in the average, without `TOO_MUCH` if another bug is above 1."""
         logs: dict[str, float] = {}
-        for name, log in zip(self._names, self._logs + self._prior, strict=True):
+        for name, log in zip(self._names, self._logs + self._log_weights, strict=True):
             logs[name] = np.logaddexp(logs.get(name, -math.inf), log)
         if max(value for name, value in logs.items() if name != TOO_MUCH) > 0:
             logs.pop(TOO_MUCH)
@@ -304,7 +296,7 @@ class Evidence:
         best, share = max(self.shares.items(), key=lambda item: item[1])
         if share < NAMING_SHARE:
             return None
-        logs = zip(self._logs + self._prior, self._names, strict=True)
+        logs = zip(self._logs + self._log_weights, self._names, strict=True)
         _, strongest = max((log, name) for log, name in logs if name in (UNKNOWN, TOO_MUCH))
         return strongest if best == UNKNOWN else best
 

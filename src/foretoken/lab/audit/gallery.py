@@ -17,6 +17,7 @@ import numpy as np
 from foretoken.errors import ConfigError
 
 Tokens = list[int]
+Params = Mapping[str, Any]  # sampling parameters, by name
 LOW_Q = 0.3  # the bug `own_token_truncation` drops drafts with lower q
 
 
@@ -139,7 +140,7 @@ def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
     return chance
 
 
-def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
+def sampled_from(p: Any, params: Params) -> Any:
     """Rows of p after temperature and top-k; tokens that tie with the k-th token are kept."""
     heated = p ** (1 / params["temperature"])
     if params["top_k"]:
@@ -148,14 +149,7 @@ def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
 
 
 def filtered_after_test(
-    p: Any,
-    q: Any,
-    drafts: Tokens,
-    rng: Any,
-    params: Mapping[str, Any],
-    uniforms: Any = None,
-    *,
-    late: Mapping[str, Any],
+    p: Any, q: Any, drafts: Tokens, rng: Any, params: Params, uniforms: Any = None, *, late: Params
 ) -> Tokens:
     """`standard`, but drafts are tested with the `late` parameters in place of those in `params`.
 

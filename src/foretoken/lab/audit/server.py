@@ -26,7 +26,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.audit.engine import classify
 from foretoken.lab.audit.evidence import PlotText, Source
 from foretoken.lab.audit.reference import Reference, Text, check_known, filtered
-from foretoken.lab.audit.subjects import Checks, StoppedError, Subject, checked
+from foretoken.lab.audit.subjects import Checks, StoppedError, Subject, run_checks
 from foretoken.lab.bench.load import RequestFailedError, ServerGoneError
 from foretoken.lab.bench.server import Server
 from foretoken.lab.workloads import heldout
@@ -69,7 +69,7 @@ class Client:
         self.failures, self._in_a_row, self._heard = Counter[str](), 0, time.monotonic()
 
     def texts(self, prompt: str, count: int, **fields: Any) -> list[str]:
-        """`count` completions of a prompt, as texts; an empty list if the request fails.
+        """`count` texts after a prompt; [] if the request fails.
 
         Raises:
             StoppedError: the server has stopped, or too many requests failed in a row.
@@ -176,9 +176,9 @@ class ServerAudit:
     def _most_even(
         self, temperature: float, factor: float, nuclei: Sequence[float]
     ) -> list[Candidate]:
-        """The `PROMPTS` candidates with the least probability of their likeliest text.
+        """The `PROMPTS` candidates with the least probability of the likeliest text.
 
-        The search ends early once the probability is at most `EVEN` in enough candidates.
+        The search ends early if enough candidates have at most `EVEN`.
         """
 
         def likeliest(candidate: Candidate) -> float:
@@ -204,10 +204,7 @@ class ServerAudit:
     def _distributions(
         self, numbers: Sequence[int], params: SamplingParams
     ) -> list[Distribution | None]:
-        """The distribution of texts after each prompt.
-
-        None if there are too many texts, or if a token is too near the edge of a nucleus.
-        """
+        """The distribution of texts after each prompt; None: too many texts, or near an edge."""
         ignoring = [replace(params, **change) for change in IGNORED.values()]
         random = np.random.default_rng(0)
         live: dict[int, dict[Path, Any]] = {
@@ -275,7 +272,7 @@ class ServerAudit:
         return lines
 
     def checks(self) -> Checks:
-        broken, lines = checked(self._greedy, self._replay)
+        broken, lines = run_checks(self._greedy, self._replay)
         return broken, ["Not testable against a server: u = 0, tails beyond 24 bits.", *lines]
 
     def _greedy(self) -> tuple[str | None, str]:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ class Toy:
     seed: int
     spread: float = 1.0  # standard deviation of the logits
     filters: dict[str, Any] = field(default_factory=dict)  # of target and draft, as in `Setting`
-    drafted: int = 0  # the draft proposes only tokens with ids below this; 0: all tokens
+    draft_ids: int = 0  # the draft proposes only tokens with ids below this; 0: all tokens
 
     @property
     def cells(self) -> int:
@@ -88,7 +88,7 @@ class Toy:
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, (self.vocabulary + 1) ** 2, self.vocabulary)
         target, draft = torch.randn(shape, generator=generator) * self.spread
-        draft[:, self.drafted or self.vocabulary :] = -math.inf
+        draft[:, self.draft_ids or self.vocabulary :] = -math.inf
         return Chain(target), Chain(draft)
 
     @cached_property
@@ -132,11 +132,9 @@ class Toy:
         """Enumerate every draft and every branch of a verifier; rounding errors are below 1e-11.
 
         Args:
-            begin: makes the verifier of a sample, as `Bound.begin` does.
-            whole: enumerate whole samples instead of single rounds, for a verifier that remembers
-                earlier rounds.
-            once: only the first round is the verifier's, later tokens are drawn from the target.
-                This shows whether the first round is lossless, with a fraction of the runs.
+            begin: makes the verifier of a sample, as `BoundVerifier.begin` does.
+            whole: enumerate whole samples, for a verifier that remembers earlier rounds.
+            once: tokens after the first round are drawn from the target, which saves runs.
 
         Raises:
             NotEnumerableError: see `enumerate_runs`.
@@ -164,10 +162,7 @@ class Toy:
     def _runs(
         self, begin: Callable[[], Any], prefix: Prefix, whole: bool
     ) -> dict[tuple[Prefix, ...], Any]:
-        """P(emitted tokens, one tuple per round) after a prefix.
-
-        whole: all rounds of the sample; False: only the next round
-        """
+        """P(emitted tokens, one tuple per round) after a prefix; `whole`: of all later rounds."""
         q = self.tables[1]
 
         def run(rng: Any) -> tuple[Prefix, ...]:
@@ -184,10 +179,7 @@ class Toy:
 
     @cached_property
     def optimum(self) -> tuple[float, float]:
-        """The mean number of accepted drafts per round of `standard`, and of `block`, the optimum.
-
-        For one draft both are sum_x min(p(x), q(x)).
-        """
+        """The mean number of accepted drafts per round: of `standard`, of `block` (the optimum)."""
         of_standard = self.outcomes_of(bind(standard).begin).mean_accepted
         of_block = self.outcomes_of(bind(block).begin).mean_accepted
         return of_standard, of_block
@@ -200,9 +192,10 @@ TOYS = (
     Toy("filtered", 4, 2, 2, seed=2, spread=0.7, filters={"top_k": 3}),
     Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
-# Toys that are only enumerated, for one round: some verifiers are correct only for few tokens. The
-# drafts have few distinct tokens, so that this takes 2,000 runs.
-WIDE = (Toy("wide", 64, 2, 1, seed=5, drafted=16), Toy("wide pairs", 16, 3, 2, seed=6, drafted=4))
+# Toys that are only enumerated, for one round: some verifiers are correct only for few tokens. With
+# few ids of drafts this takes 2,000 runs.
+_TOY_64, _TOY_16 = Toy("wide", 64, 2, 1, seed=5), Toy("wide pairs", 16, 3, 2, seed=6)
+WIDE = (replace(_TOY_64, draft_ids=16), replace(_TOY_16, draft_ids=4))
 
 
 def up_to(toys: Sequence[Toy]) -> str:
@@ -238,15 +231,15 @@ class Subject(NamedTuple):
     sources: Sequence[Source]
     draw: Draw
     # A verifier to enumerate, or other checks without draws; None: no such checks.
-    exact: Bound | Callable[[], Checks] | None = None
+    exact: BoundVerifier | Callable[[], Checks] | None = None
     batch: int = 1000  # number of outcomes of a source that are drawn together
     budget: int = 60_000  # default of the total number of outcomes
     notes: Callable[[], list[str]] = list  # returns further lines to report at the end
-    drawn: float = 1.0  # share of alpha for the draws; checks without draws have the rest
+    draw_share: float = 1.0  # share of alpha for the draws; checks without draws have the rest
     of_tokens: str = ""  # the largest vocabulary of its toys, as part of a sentence
 
 
-def checked(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
+def run_checks(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
     """Run checks without draws; each check returns a bug or None, and a line."""
     results = [check() for check in checks]
     return [bug for bug, _ in results if bug], [line for _, line in results]
@@ -256,7 +249,7 @@ class StoppedError(Exception):
     """A subject gives no more outcomes: the audit ends early, and reports that."""
 
 
-class Bound(NamedTuple):
+class BoundVerifier(NamedTuple):
     """A verifier with its optional parameters, those other than p, q and drafts."""
 
     verify: Verifier
@@ -273,7 +266,7 @@ class Bound(NamedTuple):
         """Whether a round may depend on earlier rounds."""
         return isinstance(self.verify, type)
 
-    def begin(self) -> Bound:
+    def begin(self) -> BoundVerifier:
         """The verifier for the rounds of one sample; if it is a class, a new instance."""
         verify: Any = self.verify() if self.remembers else self.verify
         return self._replace(verify=verify)
@@ -295,7 +288,7 @@ class Bound(NamedTuple):
         p = inputs.unfiltered if self.takes_params else inputs.p
         arguments = (p.copy(), inputs.q.copy(), list(inputs.drafts), *[rng] * self.takes_rng)
         try:
-            out = self.verify(*arguments, **options)
+            returned = self.verify(*arguments, **options)
         except NotEnumerableError:
             raise
         except Exception as error:
@@ -307,9 +300,9 @@ class Bound(NamedTuple):
             bound = "a function (p, q, drafts, rng) that returns token ids"
             raise RequestError("callable", self.name, bound, remedy) from error
         try:
-            tokens = tuple(operator.index(token) for token in out)
+            tokens = tuple(operator.index(token) for token in returned)
         except TypeError:
-            raise RequestError(f"{self.name}()", out, "a sequence of token ids") from None
+            raise RequestError(f"{self.name}()", returned, "a sequence of token ids") from None
         num = len(tokens) - 1
         if not 0 <= num <= len(inputs.drafts) or list(tokens[:num]) != list(inputs.drafts[:num]):
             bound = f"a prefix of the drafts {inputs.drafts} (maybe empty), then one more token"
@@ -319,22 +312,22 @@ class Bound(NamedTuple):
         return tokens
 
 
-def bind(verify: Verifier) -> Bound:
+def bind(verify: Verifier) -> BoundVerifier:
     """A verifier with its optional parameters, which are read from its signature."""
     try:
         function = verify.__call__ if isinstance(verify, type) else verify
         parameters = [*inspect.signature(function).parameters.values()]
         parameters = parameters[isinstance(verify, type) :]  # without `self`
     except (TypeError, ValueError):  # some extension modules have no signature
-        return Bound(verify)
+        return BoundVerifier(verify)
     names = [p.name for p in parameters]
     positional = [p for p in parameters if p.name not in ("uniforms", "params")]
     positional = [p for p in positional if p.kind != p.KEYWORD_ONLY]
     takes_rng = len(positional) > 3 or any(p.kind == p.VAR_POSITIONAL for p in positional)
-    return Bound(verify, takes_rng, "uniforms" in names, "params" in names)
+    return BoundVerifier(verify, takes_rng, "uniforms" in names, "params" in names)
 
 
-def load(name: str) -> Bound:
+def load_verifier(name: str) -> BoundVerifier:
     """Import the verifier `module:function`, from a module or from a file in the working folder."""
     module, _, function = name.partition(":")
     remedy = "For example `my_verifier:verify` for `verify` in my_verifier.py."
@@ -348,7 +341,7 @@ def load(name: str) -> Bound:
         for part in function.split("."):
             verifier = getattr(verifier, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError("callable", name, "what can be imported", f"{error}.") from error
+        raise ConfigError("callable", name, "an importable function", f"{error}.") from error
     if not callable(verifier):
         raise ConfigError("callable", name, f"a function, not {type(verifier).__name__}", remedy)
     return bind(verifier)
@@ -379,7 +372,7 @@ def toy_sources() -> tuple[Source, ...]:
     return tuple(sources)
 
 
-def callable_subject(name: str, verify: Bound, seed: int = 0) -> Subject:
+def callable_subject(name: str, verify: BoundVerifier, seed: int = 0) -> Subject:
     """The audit of a Python verifier, on toys."""
 
     def draw(number: int, trials: int, batch: int) -> tuple[Any, Any]:
@@ -438,4 +431,4 @@ def backend_subject(
         return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {result}."]
 
     subject = Subject(name, toy_sources(), draw, batch=4000, of_tokens=up_to(TOYS))
-    return subject._replace(exact=check_ends, drawn=0.5) if rule is Rule.STANDARD else subject
+    return subject._replace(exact=check_ends, draw_share=0.5) if rule is Rule.STANDARD else subject

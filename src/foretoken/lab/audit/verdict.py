@@ -15,7 +15,7 @@ from foretoken.lab.audit.gallery import BUGS
 from foretoken.lab.audit.subjects import (
     TOYS,
     WIDE,
-    Bound,
+    BoundVerifier,
     StoppedError,
     Subject,
     Toy,
@@ -82,7 +82,7 @@ class Finding:
         evidence = self.evidence
         interrupted = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:
-            by_uniforms = isinstance(self.subject.exact, Bound)
+            by_uniforms = isinstance(self.subject.exact, BoundVerifier)
             how = "by injected uniforms" if by_uniforms else "without a draw"
             if self.enumerated_wrong:
                 how = "by enumeration"
@@ -125,15 +125,15 @@ def audit(
         draws: total number of outcomes; None: the subject's own budget.
         finding: filled during the audit, so that an interrupted audit keeps its results.
     """
-    finding = finding or Finding(subject, Evidence(subject.sources, ALPHA * subject.drawn))
+    finding = finding or Finding(subject, Evidence(subject.sources, ALPHA * subject.draw_share))
     budget = subject.budget if draws is None else draws
     report(0)
-    if isinstance(subject.exact, Bound):
-        finding.error, finding.same_as, lines = enumerated(subject.exact)
-        finding.broken, uniform_lines = injected(subject.exact)
+    if isinstance(subject.exact, BoundVerifier):
+        finding.error, finding.same_as, lines = enumerate_verifier(subject.exact)
+        finding.broken, uniform_lines = check_end_uniforms(subject.exact)
         finding.exact += [*lines, *uniform_lines]
     try:
-        if subject.exact is not None and not isinstance(subject.exact, Bound):
+        if subject.exact is not None and not isinstance(subject.exact, BoundVerifier):
             finding.broken, finding.exact = subject.exact()
         limit = budget if subject.sources and not finding.broken else 0
         _draw_until_sure(finding, limit, report)
@@ -162,7 +162,7 @@ def _draw_until_sure(finding: Finding, budget: int, report: Report) -> None:
             limit = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
 
 
-def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
+def enumerate_verifier(verify: BoundVerifier) -> tuple[float | None, str | None, list[str]]:
     """Enumerate a verifier on all toys; a wrong verifier is not enumerated on `WIDE` toys.
 
     Returns:
@@ -205,7 +205,7 @@ def same_as(distributions: Sequence[Any]) -> str | None:
     return nearest if is_near else None
 
 
-def injected(verify: Bound) -> tuple[list[str], list[str]]:
+def check_end_uniforms(verify: BoundVerifier) -> tuple[list[str], list[str]]:
     """Bugs that show only with uniforms at the ends of their range, and lines about them.
 
     u = 0 must not accept a draft of probability 0, and a token of probability 2^-27 must be drawn

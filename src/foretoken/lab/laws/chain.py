@@ -81,10 +81,7 @@ def random_chain(
 ) -> tuple[Chain, Chain]:
     """A random target, and a draft with the target's logits negated.
 
-    Args:
-        spread: standard deviation of the logits; with 0.5 and 16 tokens `standard` accepts half of
-            the drafts.
-        draft_vocabulary: size of the draft's vocabulary; None: size of the target's.
+    spread: standard deviation of the logits; with 0.5 and 16 tokens half of all drafts are accepted
     """
     generator = torch.Generator().manual_seed(seed)
     contexts = (vocabulary + 1) ** 2
@@ -93,9 +90,6 @@ def random_chain(
     shared = min(vocabulary, draft.shape[1])
     draft[:, :shared] = -logits[:, :shared]
     return Chain(logits), Chain(draft)
-
-
-# The edits of a chain depend only on the context, so that the edited model is still a chain.
 
 
 def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
@@ -138,8 +132,8 @@ def _grammar(ids: int) -> Edits:
     return Edits(mask_RW, torch.arange(contexts), start, empty.long(), empty, empty, empty)
 
 
+# Functions from `Chain.ids` to edits with one row per context: the edited model is still a chain.
 EDITS = {"penalties": cache(_penalties), "grammar": cache(_grammar)}
-"""Functions from `Chain.ids` to edits with one row per context."""
 
 
 @dataclass(frozen=True)
@@ -238,10 +232,7 @@ MakePropose = Callable[[SlotParams], Propose]
 
 
 def batches(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[tuple[int, int]]:
-    """Split trials into batches of slots: yields each batch's number and its number of slots.
-
-    row_bytes: bytes of logits that a slot reads
-    """
+    """Split trials into batches of slots; yields (index, number of slots) of each batch."""
     size = max(1, min(SLOTS[device.type], BYTES[device.type] // row_bytes))
     for number, start in enumerate(range(0, trials, size)):
         yield number, min(size, trials - start)
@@ -313,11 +304,9 @@ def emit(
 ) -> Emission:
     """Emit `length` tokens in each of `trials` slots, one batch of slots after another.
 
-    Args:
-        rounds: number of rounds, after which missing tokens are drawn from the exact distribution;
-            None: as many rounds as all tokens need. Few rounds take less time. All tokens together
-            have the target's distribution if and only if these rounds are lossless, which is the
-            form in which the papers prove losslessness.
+    rounds: number of rounds, after which missing tokens are drawn from the exact distribution, to
+        save time; None: as many rounds as needed. In both cases all tokens together have the
+        target's distribution if and only if the rounds are lossless.
     """
     device = target.logits_CV.device
     empty = torch.empty(0, dtype=torch.int64, device=device)

@@ -23,7 +23,7 @@ from foretoken.lab.laws.chain import (
     random_chain,
 )
 from foretoken.lab.laws.findings import Finding, fit, none_finding, p_finding, z_finding
-from foretoken.lab.laws.joint import RULES
+from foretoken.lab.laws.joint import RULES, Rules
 from foretoken.ops import (
     TARGET,
     Backend,
@@ -31,7 +31,6 @@ from foretoken.ops import (
     DraftCache,
     Noise,
     Rows,
-    Rule,
     SlotParams,
     Stream,
     VerifyBatch,
@@ -84,11 +83,7 @@ def _fit_cells(counts_V: Tensor, next_V: Tensor, cell_V: Tensor) -> float:
 
 
 def vocabulary_law(
-    backend: Backend,
-    device: torch.device,
-    vocabulary: int,
-    trials: int,
-    rules: tuple[Rule, ...] = RULES,
+    backend: Backend, device: torch.device, vocabulary: int, trials: int, rules: Rules = RULES
 ) -> list[Finding]:
     """The first token after one verified draft has the target's distribution; all ids are valid.
 

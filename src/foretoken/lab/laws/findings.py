@@ -22,10 +22,7 @@ class ChiSquare:
 
 
 def upper_tail(statistic: float, degrees: int) -> float:
-    """P(X > statistic) for a chi-square distributed X, to 8 digits.
-
-    Q(degrees/2, statistic/2), the upper incomplete gamma function (Abramowitz & Stegun 6.5.3).
-    """
+    """P(X > statistic) for a chi-square distributed X, to 8 digits (Abramowitz & Stegun 6.5.3)."""
     shape, x = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(shape, x))
 

@@ -38,6 +38,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 Q = ("real", "one_hot", "lookup")
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
+Rules = tuple[Rule, ...]
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def several_rounds(
     backend: Backend,
     device: torch.device,
     trials: int = 32_768,
-    rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
+    rules: Rules = (Rule.BLOCK, Rule.STANDARD),
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
 ) -> list[Finding]:
     """Tokens of several rounds have the target's joint distribution.

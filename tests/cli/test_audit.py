@@ -221,7 +221,7 @@ def test_a_server_that_is_right_passes_and_one_that_is_not_is_refuted() -> None:
     assert (found.refuted, found.complete) == (False, True)
     assert found.notes == [
         "Allowed for other arithmetic: logits off by 0.030 (standard deviation), "
-        "which is TV <= 0.0200 per prompt, and 0.1% of texts that cannot be."
+        "which is TV <= 0.0200 per prompt, and 0.1% of impossible texts."
     ]
     with serving(in_turn(choices("aab" * 10))) as url:
         assert audited(url, 3000).refuted

@@ -63,7 +63,8 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
     server_values = {name: value for name, value in values.items() if name in SERVER_OPTIONS}
     engine_values = {name: value for name, value in values.items() if name not in server_values}
     without_foreign(server_values, SERVER_OPTIONS, ConfigError)
-    return engine_values, [name for name in values if ... in _TABLE[name].harmless]
+    without_effect = [name for name in values if ... in _TABLE[name].harmless]  # `...`: any value
+    return engine_values, without_effect
 
 
 class _Line:

@@ -39,8 +39,8 @@ MEANING = [
     "Checks and several subjects share alpha.",
     f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
     "The G-test's p-value does not correct for the choice of when to stop.",
-    "accepted: drafts per draw, which is a token of an engine and a first round of a toy, beside "
-    "what `standard` and the best lossless rule accept.",
+    "accepted, standard, best: mean numbers of drafts that the subject, `standard` and the best "
+    "lossless rule accept, per token of an engine or per first round of a toy.",
 ]
 
 
@@ -182,7 +182,7 @@ class AuditScope:
 
     def _engine(self, status: Status) -> Iterator[Subject]:
         with ExitStack() as stack:
-            with status(f"Loading {self.engine['model']}, and what it is compared with"):
+            with status(f"Loading {self.engine['model']} and a reference of it"):
                 from foretoken.llm import LLM
 
                 llm = stack.enter_context(LLM(**self.engine))
@@ -240,7 +240,7 @@ class Command:
         draws = scope.options.draws or subject.budget
         self.findings.append(finding)
         try:
-            first = "" if subject.exact is None else "what is checked without draws"
+            first = "" if subject.exact is None else "checks without draws"
             with self._reporter.progress(draws, f"draws of `{subject.name}`", first) as report:
                 audit(subject, draws, lambda done: report(done, "" if done else first), finding)
         except RequestError:  # the subject's output cannot be audited

@@ -176,7 +176,7 @@ class SymbolicRandom:
 
     def __init__(self, branches: list[int]) -> None:
         self.branches = branches  # becomes all branches that the run takes
-        self.weight = 1  # the probability of the branches taken
+        self.weight: Any = 1  # the probability of the branches taken
         self.unexplored = list[list[int]]()  # `branches` of runs that differ at some fork
         self._num_forks = 0
 

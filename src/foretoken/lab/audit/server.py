@@ -43,7 +43,9 @@ Distribution = dict[str, Any]
 """text -> its probabilities [1 + bugs + NOISES]: true, under each of `IGNORED`, with each noise."""
 Candidate = tuple[list[int], SamplingParams, Distribution]
 MAX_TEXTS = 15  # largest number of possible texts of a prompt; one more cell is for all other texts
-IGNORED = {"temperature_ignored": {"temperature": 1.0}, "nucleus_ignored": {"top_p": 1.0}}
+IGNORED: dict[str, dict[str, Any]] = {
+    "temperature_ignored": {"temperature": 1.0}, "nucleus_ignored": {"top_p": 1.0}
+}  # fmt: skip
 LEAK = 0.05  # share of other texts under the bug "nucleus_leaks"
 # PyTorch's own bfloat16 moves logits of the embedded model 1.4 times as far as `rounding`, which
 # leaves out rounding inside of modules; float16 moves them an eighth of that.
@@ -135,21 +137,22 @@ class ServerAudit:
     ) -> None:
         check_known(params)
         self.client, self.reference, self.tokenizer = client, reference, tokenizer
-        self.prompts = self._readable()
+        self.prompts = self._stable_prompts()
         self.noise = SPARE * reference.rounding(self.prompts[:CANDIDATES])
         self.max_shift = EDGE * math.sqrt(2) * self.noise  # of the difference of two logits
-        self._rows: dict[tuple[int, Path], Tensor] = {}
+        self._known_logits: dict[tuple[int, Path], Tensor] = {}
         self.chosen = self._choose(params.temperature or 1.0)
 
     def _choose(self, temperature: float) -> list[ChosenPrompt]:
         """Choose prompts with few, about equally likely texts; some at half the temperature."""
         candidates = [*self._most_even(temperature, *FULL), *self._most_even(temperature, *HALF)]
-        self._rows.clear()
+        self._known_logits.clear()
         if not candidates:
-            raise ConfigError("model", "this target", "one with prompts of few outcomes")
+            bound = f"a model with at most {MAX_TEXTS} likely texts of {LENGTH} tokens per prompt"
+            raise ConfigError("model", self.client.server.model, bound, "Audit an engine instead.")
         chosen = []
         for number, (ids, params, distribution) in enumerate(candidates, 1):
-            all_rows = np.stack([*distribution.values()], axis=1)
+            all_rows = np.stack([*distribution.values()], axis=1)  # [1 + bugs + NOISES, texts]
             rows, noisy = all_rows[: 1 + len(IGNORED)], all_rows[1 + len(IGNORED) :]
             delta = float(np.quantile(np.abs(noisy - rows[0]).sum(axis=1) / 2, 0.99))
             others = np.maximum(1 - rows.sum(axis=1, keepdims=True), 0)
@@ -167,8 +170,8 @@ class ServerAudit:
             chosen.append(ChosenPrompt(prompt, ids, params, cells, source))
         return chosen
 
-    def _readable(self) -> list[list[int]]:
-        """Prompts with tokens that are the same after decoding and encoding, as by the server."""
+    def _stable_prompts(self) -> list[list[int]]:
+        """Held-out prompts that the server, which gets them as text, encodes as the same tokens."""
         encode, decode = self.tokenizer.encode, self.tokenizer.decode
         prompts = (encode(item.prompt)[:PROMPT_TOKENS] for item in heldout())
         return [ids for ids in prompts if encode(decode(ids)) == ids]
@@ -230,11 +233,11 @@ class ServerAudit:
 
     def _logits(self, keys: Sequence[tuple[int, Path]]) -> list[Tensor]:
         """The logits after each (index of a prompt, path of tokens), float64 [1, V]."""
-        new = [key for key in keys if key not in self._rows]
+        new = [key for key in keys if key not in self._known_logits]
         texts = [Text(self.prompts[i], [*path, 0]) for i, path in new]
         for key, logits in zip(new, self.reference.logits(texts), strict=True):
-            self._rows[key] = logits[-1:].clone()
-        return [self._rows[key].double() for key in keys]
+            self._known_logits[key] = logits[-1:].clone()
+        return [self._known_logits[key].double() for key in keys]
 
     def _distribution(self, ids: list[int], paths: dict[Path, Any]) -> Distribution | None:
         """The distribution of texts, from that of paths; None if a path has a stop token."""
@@ -262,12 +265,12 @@ class ServerAudit:
         deltas = ", ".join(f"{chosen.source.delta:.4f}" for chosen in self.chosen)
         lines = [
             f"Allowed for other arithmetic: logits off by {self.noise:.3f} (standard deviation), "
-            f"which is TV <= {deltas} per prompt, and {OTHER:.1%} of texts that cannot be."
+            f"which is TV <= {deltas} per prompt, and {OTHER:.1%} of impossible texts."
         ]
         if not self.client.neutral:
-            lines.append(f"It refuses {', '.join(NEUTRAL)}: it may apply some of its own.")
+            lines.append(f"The server refuses {', '.join(NEUTRAL)}: its defaults may have others.")
         if self.client.failures:
-            failed = ", ".join(f"{what} ({n})" for what, n in self.client.failures.items())
+            failed = ", ".join(f"{reason} ({n})" for reason, n in self.client.failures.items())
             lines.append(f"Requests that failed: {failed}.")
         return lines
 
@@ -278,8 +281,8 @@ class ServerAudit:
     def _greedy(self) -> tuple[str | None, str]:
         """Check that texts at temperature 0 are the target's.
 
-        The tokens of an encoded text may differ from the generated tokens. So if they look wrong,
-        the text is compared with the reference's text.
+        The tokens of an encoded text may differ from the generated tokens. So if these tokens look
+        wrong, the text is compared with the reference's text.
         """
         params, gaps = SamplingParams(temperature=0.0), list[float]()
         fields = {"max_tokens": GREEDY_TOKENS, "temperature": 0.0}

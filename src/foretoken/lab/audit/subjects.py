@@ -146,7 +146,8 @@ class Toy:
             for prefix in [known for known in mass if len(known) == length]:
                 weight = mass.pop(prefix)
                 if once and prefix:
-                    runs = {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
+                    next_token = enumerate(p[self.context(prefix)])
+                    runs: dict[tuple[Prefix, ...], Any] = {((x,),): y for x, y in next_token}
                 else:
                     runs = self._runs(begin, prefix, whole and not once)
                 for rounds, chance in runs.items():

@@ -25,7 +25,7 @@ from foretoken.lab.audit.subjects import (
 )
 
 ROUNDING = 1e-6  # bound of the rounding error of an enumerated probability: 1e-7 in float32
-SAME = 0.25  # a bug is named if its distance to the subject is below this share of p's distance
+NEAR = 0.25  # distance of a bug from the subject at which it is named, per distance of p
 INCONCLUSIVE = "inconclusive"
 DRAWS_TO_NAME = 4  # factor: draws until a bug is named, at most, per draw until the refutation
 FLAWS = {bug.key: bug.flaw for bug in BUGS} | {
@@ -187,11 +187,11 @@ def enumerate_verifier(verify: BoundVerifier) -> tuple[float | None, str | None,
     line = (
         f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
     )
-    bug = same_as(distributions) if wrong else None
+    bug = nearest_bug(distributions) if wrong else None
     return worst, bug, [f"{line} (rounding explains {ROUNDING:g})."]
 
 
-def same_as(distributions: Sequence[Any]) -> str | None:
+def nearest_bug(distributions: Sequence[Any]) -> str | None:
     """The bug of the gallery that has nearly these distributions of outcomes on `TOYS`, or None."""
 
     def largest_distance(alternatives: Sequence[Any]) -> float:
@@ -201,7 +201,7 @@ def same_as(distributions: Sequence[Any]) -> str | None:
     toys = toy_sources()
     distance_of = {bug: largest_distance([toy.bugs[bug] for toy in toys]) for bug in toys[0].bugs}
     nearest = min(distance_of, key=distance_of.__getitem__)
-    is_near = distance_of[nearest] < SAME * largest_distance([toy.null for toy in toys])
+    is_near = distance_of[nearest] < NEAR * largest_distance([toy.null for toy in toys])
     return nearest if is_near else None
 
 

@@ -178,7 +178,7 @@ class _Line:
     def _turn_off(self, key: str) -> bool:
         """Take `--no-KEY`; False if KEY is not a flag."""
         option = self._our_options.get("--" + key.replace("_", "-"))
-        if option is not None and option.is_flag:  # off when it is left out
+        if option is not None and option.is_flag:  # a flag is off unless it is given
             self._groups = [group for group in self._groups if group[0] not in option.opts]
         elif _is_flag(key):
             self.foreign[key] = False

@@ -250,11 +250,11 @@ def show_tables(samples: Iterable[CompletionOutput]) -> None:
 
     terminal = console(highlight=False, soft_wrap=True)
     for sample in samples:
-        for line, style in _lines(sample):
+        for line, style in _table_lines(sample):
             terminal.print(Text(line, style), end="\n")
 
 
-def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
+def _table_lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
     """The lines of a sample's table, each with its style."""
     trace = sample.trace or []
     names = [*dict.fromkeys(token.drafter for token in trace if token.drafter)]
@@ -264,12 +264,12 @@ def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
     yield "\n" + " · ".join(heading), "bold"
     yield _LINE.format(*_HEAD), "bold"
     for token in trace:
-        yield _line(token, names), _STYLES[token.origin]
+        yield _table_line(token, names), _STYLES[token.origin]
         for draft in token.dropped:
-            yield _line(draft, names), "dim"
+            yield _table_line(draft, names), "dim"
 
 
-def _line(token: TokenTrace, drafters: list[str]) -> str:
+def _table_line(token: TokenTrace, drafters: list[str]) -> str:
     """A token or a dropped draft as a line, with the drafter's name if there are several."""
     text = f"<{token.token_id}>" if token.decoded_token is None else repr(token.decoded_token)
     numbers = (token.p, token.q, token.u, token.threshold)

@@ -145,7 +145,7 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
-        """Print a bar for each draft position: the share of its drafts that were accepted."""
+        """Print a bar for each draft position: the share of accepted drafts."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)

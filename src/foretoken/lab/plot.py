@@ -176,9 +176,8 @@ def bar_chart(
         note: how to read the chart, below the title.
     """
     bottom = HEIGHT - BOTTOM
-    sizes = [sum(bar.parts.values()) for bar in bars] + [
-        bar.limits[1] for bar in bars if bar.limits
-    ]
+    sizes = [sum(bar.parts.values()) for bar in bars]
+    sizes += [bar.limits[1] for bar in bars if bar.limits]
     y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars)))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)

@@ -153,7 +153,7 @@ def filtered_after_test(
 ) -> Tokens:
     """`standard`, but drafts are tested with the `late` parameters in place of those in `params`.
 
-    Tokens in place of drafts, and after them, are drawn with `params`.
+    Tokens in place of rejected drafts, and bonus tokens, are drawn with `params`.
     """
     test_rows = iter(sampled_from(p, {**params, **late}))
     steps = Steps(chance=lambda row, q, x: next(test_rows)[x] / q[x])

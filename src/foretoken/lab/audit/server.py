@@ -268,7 +268,7 @@ class ServerAudit:
             f"which is TV <= {deltas} per prompt, and {OTHER:.1%} of impossible texts."
         ]
         if not self.client.neutral:
-            lines.append(f"The server refuses {', '.join(NEUTRAL)}: its defaults may have others.")
+            lines.append(f"The server refuses {', '.join(NEUTRAL)}: other defaults may apply.")
         if self.client.failures:
             failed = ", ".join(f"{reason} ({n})" for reason, n in self.client.failures.items())
             lines.append(f"Requests that failed: {failed}.")

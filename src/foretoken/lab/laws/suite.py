@@ -87,13 +87,13 @@ def tasks(
     Args:
         quick: of the cases, only the pairwise selection and the extra cases.
     """
-    where = (backend, device, trials)
-    result = [Task(law, 0, *where) for law in reversed(LAWS)]
+    common = (backend, device, trials)
+    result = [Task(law, 0, *common) for law in reversed(LAWS)]
     if device.type == "cuda":  # it takes 10 GB of memory
-        result.insert(0, Task("far_rows", 0, *where))
-    result += [Task("mutants", i, *where) for i in range(len(_mutants_of(backend)))]
+        result.insert(0, Task("far_rows", 0, *common))
+    result += [Task("mutants", i, *common) for i in range(len(_mutants_of(backend)))]
     num_cases = len(_few_cases() if quick else _joint_cases())
-    return [*result, *(Task("joint", i, *where) for i in range(num_cases))]
+    return [*result, *(Task("joint", i, *common) for i in range(num_cases))]
 
 
 def find(task: Task) -> list[Finding]:
